@@ -86,6 +86,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     >>> findings.ok, findings.named("gradient direction")[0].figure
     (True, 1.0)
     """
+    given = dict(locals())
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(
@@ -96,24 +97,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     found: list[Finding] = []
     try:
         found.append(_check_world(ranks))
-        subject = _subject(
-            ranks,
-            model=model,
-            loader=loader,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            step=step,
-            steps=steps,
-            set_epoch=set_epoch,
-            base=base,
-            rate=rate,
-            epochs=epochs,
-            val_loader=val_loader,
-            evaluate=evaluate,
-            averaged=averaged,
-            forward=forward,
-        )
-        _run_checks(subject, ranks, found)
+        _run_checks(_subject(ranks, given), ranks, found)
     except StoppedError as stopped:
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
@@ -152,8 +136,8 @@ def _check_world(ranks: Ranks) -> Finding:
     return fine("world size", text, figure=float(ranks.size))
 
 
-def _subject(ranks: Ranks, **words: Any) -> Subject:  # noqa: ANN401 -- the arguments of `audit`
-    """Check what was passed, and add what was left out; raise StoppedError on all workers."""
+def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
+    """Check the arguments of `audit`, and add what was left out; StoppedError on all workers."""
     given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
     if names := set().union(*given) - set(given[0]).intersection(*given):
         text = f"only some of the workers pass {shorten(sorted(names))}"
@@ -212,11 +196,8 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
 
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
-    optimizer, model, averaged = (
-        _without_wrappers(subject.optimizer),
-        subject.inner,
-        subject.averaged,
-    )
+    model, averaged = subject.inner, subject.averaged
+    optimizer = _without_wrappers(subject.optimizer)
     are_broadcast = getattr(subject.model, "broadcast_buffers", False)
     replicas = ReplicaCheck(model, optimizer, averaged, ranks, are_broadcast=are_broadcast)
     replicas.compare("at the start")

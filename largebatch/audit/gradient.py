@@ -228,14 +228,18 @@ class _Comparison:
         return [*found, other or self._scale(exact)]
 
     def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
-        return compare(
-            self.update.gradients,
-            parts,
-            self.parameters,
-            self.ranks,
-            divisor=divisor,
-            transform=transform,
-        )
+        """Compare the workers' gradients with the sum of their parts over `divisor`."""
+        rows = []
+        triples = zip(self.update.gradients, parts, self.parameters, strict=True)
+        for gradient, part, parameter in triples:
+            own, exact = _filled(gradient, parameter), self.ranks.sum(_filled(part, parameter))
+            exact = transform(exact / divisor, parameter) if transform else exact / divisor
+            used = exact != 0
+            lost = (used & (own == 0)).sum()
+            row = [own @ own, own @ exact, exact @ exact, lost, used.sum()]
+            rows.append(torch.stack(row).double())
+        table = self.ranks.sum(torch.stack(rows, 1)) / self.ranks.size
+        return Fit(*table.cpu().numpy())  # sync: in an audit only
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
         for clip in self.update.clips:
@@ -558,32 +562,6 @@ def _likeness(exact: Fit) -> str:
     if abs(exact.scale - 1) <= _SAME_SCALE:
         return text
     return f"{text}, and {three_digits(exact.scale)} times as long along it"
-
-
-def compare(
-    gradients: Gradients,
-    parts: Gradients,
-    parameters: Sequence[nn.Parameter],
-    ranks: Ranks,
-    *,
-    divisor: float,
-    transform: Transform | None = None,
-) -> Fit:
-    """Compare the workers' gradients with the sum of their parts over `divisor`."""
-    rows = []
-    for own, part, parameter in zip(gradients, parts, parameters, strict=True):
-        exact = ranks.sum(_filled(part, parameter)) / divisor
-        exact = transform(exact, parameter) if transform else exact
-        rows.append(_row(_filled(own, parameter), exact))
-    table = ranks.sum(torch.stack(rows, 1)) / ranks.size
-    return Fit(*table.cpu().numpy())  # sync: in an audit only
-
-
-def _row(own: Tensor, exact: Tensor) -> Tensor:
-    used = exact != 0
-    return torch.stack(
-        [own @ own, own @ exact, exact @ exact, (used & (own == 0)).sum(), used.sum()]
-    ).double()
 
 
 def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:

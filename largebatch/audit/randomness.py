@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
+from largebatch import accelerator
 from largebatch.audit.findings import Finding, fault, fine, note
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import generator_state
 from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.distributed.agreement import have_same_bytes
@@ -114,8 +115,9 @@ def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
     layers = [it for it in model.modules() if isinstance(it, _DropoutNd)]
     if ranks.size == 1 or not all(ranks.gather(any(it.p and it.training for it in layers))):
         return []
-    own = generator_state(device_of(model)).to(ranks.backend.device)
-    if not have_same_bytes(own, ranks.backend):
+    device = device_of(model)
+    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
+    if not have_same_bytes(place.get_rng_state().to(ranks.backend.device), ranks.backend):
         return [fine("dropout", "workers draw different masks")]
     text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
     remedy = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"

@@ -230,32 +230,19 @@ def generators_of(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of the generator of a device."""
-    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
-    state: Tensor = place.get_rng_state()
-    return state
-
-
-def generator_restore(value: Any) -> Callable[[], None] | None:  # noqa: ANN401 -- anything
+def generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN401 -- anything
     """Return a function that restores a generator of random numbers; None for another object."""
     match value:
         case torch.Generator():
-            return partial(_set_state, value, value.get_state())
-        case random.Random():
-            numbers = value.getstate()
-            return lambda: value.setstate(numbers)
+            return partial(value.set_state, value.get_state())
         case np.random.RandomState():
-            legacy = value.get_state()
-            return lambda: value.set_state(legacy)
+            return partial(value.set_state, value.get_state())
+        case random.Random():
+            return partial(value.setstate, value.getstate())
         case np.random.Generator():
-            bits = copy.deepcopy(value.bit_generator.state)
-            return lambda: setattr(value.bit_generator, "state", bits)
+            bits = value.bit_generator
+            return partial(setattr, bits, "state", copy.deepcopy(bits.state))
     return None
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _content(cell: CellType) -> object:

@@ -74,12 +74,11 @@ def _check(make: Callable[[], Any], function: str) -> "Findings":
     given = make()
     values = [*given] if isinstance(given, tuple) else [given]
     keywords = values.pop() if isinstance(values[-1], dict) else {}
-    known = signature(check)
-    if unknown := [key for key in keywords if key not in known.parameters]:
-        keys = ", ".join(known.parameters)
-        raise DataError(f"{function} returns a dict with the key {unknown[0]!r}; known: {keys}")
+    arguments = signature(check)
     try:
-        bound = known.bind(*values, **keywords)
+        bound = arguments.bind(*values, **keywords)
     except TypeError as error:
-        raise DataError(f"{function} does not return the arguments of audit: {error}") from None
+        known = ", ".join(arguments.parameters)
+        text = f"{function} does not return the arguments of audit: {error}; known: {known}"
+        raise DataError(text) from None
     return check(*bound.args, **bound.kwargs)  # worker 0 prints the table

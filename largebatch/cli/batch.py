@@ -74,19 +74,13 @@ def batch(
         return INTERRUPTED
     for line in describe(advice):
         print(wrapped(line))
-    critical, low, high = advice.critical
-    write_json(
-        out / RESULT,
-        {
-            "critical": critical,
-            "low": low,
-            "high": high,
-            "noise": asdict(advice.noise),
-            "rows": [asdict(row) for row in advice.rows],
-            "chosen": advice.chosen.batch,
-            "rate": advice.rate,
-        },
-    )
+    result = dict(zip(("critical", "low", "high"), advice.critical, strict=True)) | {
+        "noise": asdict(advice.noise),
+        "rows": [asdict(row) for row in advice.rows],
+        "chosen": advice.chosen.batch,
+        "rate": advice.rate,
+    }
+    write_json(out / RESULT, result)
     path = out / f"{advice.advised.name}.yaml"
     write_recipe(path, draft(advice))
     where = f" --data {shlex.quote(str(options.data))}" if options.data else ""

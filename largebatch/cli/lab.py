@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App
+from rich.filesize import decimal
 
 from largebatch.cli.printing import interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
@@ -262,13 +263,4 @@ def _messages(result: "Rehearsal") -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """Format a number of bytes with three digits.
-
-    >>> [_size(number) for number in (24, 6_376, 102_228_128, 1.6e10)]
-    ['24 bytes', '6.38 kB', '102 MB', '16.0 GB']
-    """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            number = num_bytes / size
-            return f"{number:.{max(0, 2 - len(str(int(number))) + 1)}f} {unit}"
-    return f"{num_bytes:.0f} bytes"
+    return decimal(int(num_bytes), precision=2)

@@ -141,11 +141,6 @@ _HELP = """Train image classifiers with very large mini-batches, then polish the
 To start: train digits_96, plan digits_96, explain, recipes, init DIR.
 """
 
-_ELSEWHERE = {
-    "compare": "to compare runs: largebatch report A B",
-}
-"""Commands of other tools, and the command that does the same here."""
-
 
 class UsageError(LargebatchError):
     """The words of a command have a mistake."""
@@ -362,7 +357,9 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             known = [one for one in (error.app or ()) if not one.startswith("-")]
             word = (error.unused_tokens or [""])[0]
             otherwise = f"`{' '.join(['largebatch', *name.split()])} --help` lists them"
-            hint = _ELSEWHERE.get(word) or nearest(word, known, otherwise=otherwise, most=1)
+            hint = nearest(word, known, otherwise=otherwise, most=1)
+            if word == "compare":  # as it is named in other tools
+                hint = "to compare runs: largebatch report A B"
             return f"there is no command {f'{name} {word}'.strip()!r}; {hint}"
         case MissingArgumentError() if error.argument is not None:
             missing = error.keyword or error.argument.name

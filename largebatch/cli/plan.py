@@ -1,12 +1,11 @@
 """The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
 
-import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from largebatch.cli.printing import print_rows
+from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
@@ -69,7 +68,7 @@ def plan(  # noqa: PLR0913 -- its options
 
     prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))
     if json:
-        print(json_module.dumps(asdict(prediction), indent=2))
+        print_json(asdict(prediction))
     else:
         print_rows(describe(prediction))
 

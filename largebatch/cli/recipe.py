@@ -6,8 +6,10 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import App
 
@@ -188,36 +190,36 @@ def _list(*, json: AsJson = False) -> None:
 
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
+    found = list(_facts())
     if json:
-        print_json(list(_as_json()))
+        print_json(found)
         return
+    embedded = {it["data_set"] for it in found if not it["needs_data"]}
+    measured = {it["data_set"] for it in found if it["measured"]}
+
+    def place(facts: dict[str, Any]) -> tuple[object, ...]:
+        name = facts["data_set"]
+        return name not in embedded, name not in measured, name, not facts["measured"]
+
     width = max(80, shutil.get_terminal_size().columns) - 51
-    groups = []
-    for data_set, texts in by_data_set().items():
-        found = {name: (parse_recipe(text), origin(text)) for name, text in texts.items()}
-        embedded = any(recipe.data.source == "digits" for recipe, _ in found.values())
-        measured = any(header.measured for _, header in found.values())
-        groups.append((not embedded, not measured, data_set, found))
     rows, headings = [("recipe", "batch", "epochs", "measured here, or after whom")], {}
-    for needs_data, _, data_set, found in sorted(groups, key=lambda group: group[:3]):
-        where = "needs --data DIR" if needs_data else "embedded, needs no --data"
+    for data_set, group in groupby(sorted(found, key=place), key=itemgetter("data_set")):
+        where = "embedded, needs no --data" if data_set in embedded else "needs --data DIR"
         headings[len(rows)] = f"\n{data_set} ({where})"
-        for name in sorted(found, key=lambda name: not found[name][1].measured):
-            recipe, header = found[name]
-            plan = make_plan(recipe.mathematics)
-            source = f"after {header.after}" if header.after else "not measured here"
-            words = re.split(r" \(|, ", header.measured)[0] or source
+        for it in group:
+            source = f"after {it['after']}" if it["after"] else "not measured here"
+            words = re.split(r" \(|, ", it["measured"] or "")[0] or source
             short = textwrap.shorten(words, width, placeholder="...")
-            epochs = f"{plan.epoch(plan.steps):.1f}"
-            rows.append((name, f"{plan.global_batch:,}", epochs, short))
-    for place, line in enumerate(aligned(rows, right=(1, 2)).splitlines()):
-        if place in headings:
-            print(headings[place])
+            rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
+    for number, line in enumerate(aligned(rows, right=(1, 2)).splitlines()):
+        if number in headings:
+            print(headings[number])
         print(f"  {line}")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
 
 
-def _as_json() -> Iterator[dict[str, object]]:
+def _facts() -> Iterator[dict[str, Any]]:
+    """Yield what is known of each installed recipe, as --json prints it."""
     for data_set, texts in by_data_set().items():
         for name, text in texts.items():
             recipe, header = parse_recipe(text), origin(text)

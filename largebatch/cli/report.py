@@ -72,17 +72,19 @@ def diagnose(
     unfinished = judged.run is not None and not judged.is_complete
     ended = verdict(judged.run).words if judged.run is not None and unfinished else None
     causes = find_causes(judged, small)
+    values = [_values(record) for record in records]
     if json:
         runs = [
-            {"name": record.name}
-            | {re.sub(r"\W+", "_", key): value for key, value in _values(record).items()}
-            for record in records
+            {"name": record.name} | {re.sub(r"\W+", "_", key): it for key, it in of_run.items()}
+            for record, of_run in zip(records, values, strict=True)
         ]
         found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
         named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
         print_json({**named, "not_checked": list(judged.unchecked)})
         return
-    _print_table(records)
+    rows = [["", *(record.name for record in records)]]
+    rows += [[name, *(_formatted(name, it[name]) for it in values)] for name in values[0]]
+    print(printable(aligned(rows, right=range(1, len(rows[0])))))
     if ended:
         print(wrapped(ended))
     if causes:
@@ -95,14 +97,6 @@ def diagnose(
     missing = judged.unchecked
     if missing:
         print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
-
-
-def _print_table(records: list["Record"]) -> None:
-    """Print settings and results side by side, the small batch first."""
-    columns = [_facts(record) for record in records]
-    rows = [["", *(record.name for record in records)]]
-    rows += [[name, *(facts[name] for facts in columns)] for name in columns[0]]
-    print(printable(aligned(rows, right=range(1, len(rows[0])))))
 
 
 def _values(record: "Record") -> dict[str, float | None]:
@@ -123,16 +117,12 @@ def _values(record: "Record") -> dict[str, float | None]:
     }
 
 
-def _facts(record: "Record") -> dict[str, str]:
-    found = {}
-    for name, value in _values(record).items():
-        if value is None or not math.isfinite(value):
-            found[name] = MISSING
-        elif name == "top-1":
-            found[name] = f"{percent(value)} %"
-        else:
-            found[name] = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return found
+def _formatted(name: str, value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if name == "top-1":
+        return f"{percent(value)} %"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 @app.command

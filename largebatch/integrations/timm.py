@@ -33,16 +33,11 @@ from timm.utils.model_ema import ModelEmaV3  # noqa: E402
 
 
 class _Share(Subset[Any]):
-    """A worker's share of a data set, with the `transform` that timm sets."""
+    """A worker's share of a data set, which gets the `transform` that timm sets."""
 
-    @property
-    def transform(self) -> object:
-        """Transform of the data set."""
-        return self.dataset.transform  # type: ignore[attr-defined]  # timm's data sets have one
-
-    @transform.setter
-    def transform(self, transform: object) -> None:
-        self.dataset.transform = transform  # type: ignore[attr-defined]
+    def __setattr__(self, name: str, value: object) -> None:
+        owner = self.dataset if name == "transform" else self
+        object.__setattr__(owner, name, value)
 
 
 def polish_averages() -> None:

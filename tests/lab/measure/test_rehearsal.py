@@ -116,10 +116,10 @@ def test_an_update_of_the_paper_is_foretold_for_each_worker(
     assert main(["lab", "rehearse", FUJITSU, *words]) == DONE
     rows = {line[:15].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
     assert rows["worker"] == "5 of 2,048, numbered from 0 on abci-v100: GPU 1 of node 1"
-    assert rows["parameters"] == "102 MB"
+    assert rows["parameters"] == "102.23 MB"
     assert rows["activations"] == "1.89 GB"
-    assert rows["together"] == "2.25 GB of 16.0 GB, libraries not counted"
-    assert rows["an update"] == "6 sums over 2,048 workers, 51.4 MB"
+    assert rows["together"] == "2.25 GB of 16.00 GB, libraries not counted"
+    assert rows["an update"] == "6 sums over 2,048 workers, 51.43 MB"
 
 
 def test_a_device_batch_that_does_not_fit_is_refused_with_what_to_do(
