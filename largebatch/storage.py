@@ -1,11 +1,9 @@
 """Atomic writes, checksums, the cache folder, and retries of failed reads."""
 
 import errno
-import fcntl
 import functools
 import logging
 import os
-import shutil
 import time
 import uuid
 import zlib
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError, LargebatchError
@@ -168,37 +167,14 @@ def require_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to fill; it becomes `out` when the block ends and is removed if it fails."""
     require_new(out)
-    partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            for leftover in partial.iterdir():  # of a killed process
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            try:
-                yield partial
-                partial.rename(out)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}-", suffix=_PARTIAL, dir=out.parent) as around:
+            folder = Path(around, out.name)
+            folder.mkdir()
+            yield folder
+            folder.rename(out)
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"
         ) from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder; the system releases it when the process ends, even if killed."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{folder}: another process is writing there; wait until it ends"
-            ) from None
-        except OSError as error:
-            _LOG.warning("%s: this file system has no locks (%s)", folder, error.strerror)
-        yield
-    finally:
-        os.close(opened)

@@ -99,32 +99,6 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
 
 
 @app.command
-def verify(folder: Path, /, *, write: bool = False) -> None:
-    """Read every image of a data set and compare it with a checksum.
-
-    Args:
-        folder: The data set.
-        write: Write the checksums.
-    """
-    from largebatch.data.index.index import index_of, open_content
-    from largebatch.data.index.verify import differing, note
-
-    wrong, total = 0, 0
-    for split in SPLITS:
-        images = index_of(open_content(folder, split, every_file=True), folder)
-        with _progress(split) as progress:
-            if write:
-                where = note(images, split, progress=progress)
-                print(printable(f"{split}: the checksums of {len(images)} images ({where})"))
-                continue
-            lines = differing(images, split, progress=progress)
-        print(printable("\n".join([*lines, f"{split}: {len(lines)} of {len(images)} differ"])))
-        wrong, total = wrong + len(lines), total + len(images)
-    if wrong:
-        raise DataError(f"{folder}: {wrong} of {total} images, listed above, differ; restore them")
-
-
-@app.command
 def pack(folder: Path, /, *, out: Folder, shard_mb: Count = 256) -> None:
     """Copy images of a data set, or its shards, into WebDataset tar shards.
 
