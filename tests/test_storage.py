@@ -33,10 +33,14 @@ def test_the_working_directory_is_not_a_new_folder(
 
 
 def test_a_folder_that_another_process_filled_meanwhile_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(DataError), new_folder(tmp_path / "out") as folder:
-        (folder / "own").write_text("late")
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out/first").write_text("whole")
+    def write_late() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "own").write_text("late")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out/first").write_text("whole")
+
+    with pytest.raises(DataError):
+        write_late()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
 
 

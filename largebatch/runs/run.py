@@ -145,7 +145,8 @@ def restarting(recipe: Recipe, options: Options) -> None:
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
-                f"starting {plural(options.workers, 'worker')} again, {plural(left - 1, 'restart')} left\n"
+                f"starting {plural(options.workers, 'worker')} again, "
+                f"{plural(left - 1, 'restart')} left\n"
             )
         else:
             return

@@ -269,7 +269,7 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     the current ones are used.
     """
     pixels, size = uploaded.pixels, view.image_size
-    transfer, tables = Transfer(pixels.device), _tables(pixels.shape[1:3], view, pixels.device)
+    transfer, places = Transfer(pixels.device), _places(size, pixels.device)
     scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
     center, spread = transfer.send(*scale)
     order = torch.channels_last if view.channels_last else torch.contiguous_format
@@ -284,30 +284,23 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
             if (request.boxes[:, 2:] == size).all():
-                images = _cut_out(pixels, numbers, tables[0], request.boxes[:, :2].any())
+                images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
             else:
                 moves = request.shifts is not None
-                images = _resized(pixels, numbers, tables, view, moves=moves)
+                images = _resized(pixels, numbers, view, moves=moves)
             images = images.sub(center).div_(spread)  # of bytes too, in float32
             yield Batch(images.contiguous(memory_format=order), numbers[-1])
 
 
 @lru_cache(maxsize=8)
-def _tables(axes: torch.Size, view: View, device: torch.device) -> tuple[list[Tensor], ...]:
-    """Return tables on a device: pixels to read by shift, and, of small images, weights.
+def _places(size: int, device: torch.device) -> list[Tensor]:
+    """Return the rows to read by shift, and the columns by flip and shift.
 
-    The first are for rows, by shift, and for columns, by flip and shift, a negative shift counted
-    from the end. The weights are for rows and columns, by first pixel, length and place.
+    A negative shift is counted from the end.
     """
-    size = view.image_size
     shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
     rows = reflected(shifts, num_pixels=size)
-    weights: list[Tensor] = []
-    if max(*axes, size) <= SMALL:
-        found = (_all_weights(num, size, view.interpolation)[0] for num in axes)
-        weights = [torch.from_numpy(np.pad(it, [(0, 0), (1, 0), (0, 0), (0, 0)])) for it in found]
-    places = [rows, torch.stack([rows, size - 1 - rows])]
-    return tuple([table.to(device) for table in tables] for tables in (places, weights))
+    return [rows.to(device), torch.stack([rows, size - 1 - rows]).to(device)]
 
 
 def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.bool_) -> Tensor:
@@ -319,22 +312,13 @@ def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.
     return pixels[samples[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def _resized(
-    pixels: Tensor, numbers: Tensor, tables: tuple[list[Tensor], ...], view: View, *, moves: bool
-) -> Tensor:
+def _resized(pixels: Tensor, numbers: Tensor, view: View, *, moves: bool) -> Tensor:
     """Return the boxes of the images, resized, mirrored and moved, some at a time."""
-    (places, weights), size, parts = tables, view.image_size, []
+    size, mode, parts = view.image_size, view.interpolation, []
     for some in numbers.split(max(1, AT_ONCE // (pixels[0].numel() // 3)), dim=1):
-        samples, top, left, height, width, flips, down, right, _ = some
-        whole = pixels[samples]
-        if weights:
-            rows = weights[0][top[:, None], height[:, None], places[0][down]]
-            columns = weights[1][left[:, None], width[:, None], places[1][flips, right]]
-            parts.append(_product(whole, rows, columns))
-        else:
-            mode = view.interpolation
-            part = resample(whole, some[1:5].T, flips > 0, size=size, interpolation=mode)
-            parts.append(translate(part, some[6:8].T) if moves else part)
+        flips = some[5] > 0
+        part = resample(pixels[some[0]], some[1:5].T, flips, size=size, interpolation=mode)
+        parts.append(translate(part, some[6:8].T) if moves else part)
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -352,13 +336,6 @@ def resample(
     across = torch.where(flips[:, None], places.flip(1), places)
     rows = _weights(top, box_height, places, num_pixels=height, interpolation=interpolation)
     columns = _weights(left, box_width, across, num_pixels=width, interpolation=interpolation)
-    return _product(images, rows, columns)
-
-
-def _product(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Resize N x H x W x 3 bytes by the weights of output rows and columns: N x 3 x ... floats."""
-    number, height, width, _ = images.shape
-    size = rows.shape[1]
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     narrow = _whole(torch.bmm(planes.view(number, 3 * height, width), columns.transpose(1, 2)))
     narrow = narrow.view(number, 3, height, size).transpose(1, 2).reshape(number, height, 3 * size)
