@@ -59,10 +59,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_html(path: Path, html: str) -> Path:
-    """Write a page atomically and return its path.
-
-    Raises LargebatchError if it cannot be written.
-    """
+    """Write a page atomically and return its path; LargebatchError if it cannot be written."""
     try:
         write_whole(path, html.encode())
     except OSError as error:
@@ -76,8 +73,7 @@ def write_html(path: Path, html: str) -> Path:
 def whole_path(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write; it appears at `path` when the block ends without an error.
 
-    The content is flushed to disk before the file is renamed, and the rename before this returns,
-    so after a power failure `path` holds the whole new content or the previous one.
+    After a power failure `path` holds the whole new content or the previous one.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -159,10 +159,7 @@ def _meant(given: object, expected: str) -> str:
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
-    """Return the dotted path an author would write, and the keys known where it ends.
-
-    pydantic's locations also name the member of a union, which an author does not write.
-    """
+    """Return the path an author would write, without members of unions, and its known keys."""
     path: list[str] = []
     sections: list[type[Section]] = [root]
     fields = root.model_fields

@@ -67,9 +67,8 @@ def start_workers(
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
     path. The first request to stop is passed on, as SIGTERM; the second one kills them.
 
-    Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
-    diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
-    the second request.
+    Raises LargebatchError for what the user can fix, DivergedError, else WorkerFailedError with the
+    failing worker's traceback; KeyboardInterrupt after the second request.
     """
     configure_libraries()
     listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
@@ -184,11 +183,7 @@ class _Workers(SubprocessContext):
 def _cause(
     failures: Mapping[int, ProcessFailure], *, stopping: bool, ended: Collection[int] | None
 ) -> Exception:
-    """Return the first failure that no other one caused; else the most informative one.
-
-    A killed worker that is not among the `ended` ones did not exit on SIGTERM: others may have
-    waited for it.
-    """
+    """Return the first failure that no other one caused; else the most informative one."""
     silent = [
         rank
         for rank, failure in failures.items()

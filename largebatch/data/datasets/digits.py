@@ -1,9 +1,7 @@
 """Handwritten digits as an image folder: real data without a download.
 
-1,797 grey images of 8 x 8 pixels, 1,437 for training and 360 for validation. They are the test set
-of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine Learning
-Repository, doi 10.24432/C50P49, CC BY 4.0), which scikit-learn's `load_digits` also returns. They
-are written once into the user's cache folder and read like any other image folder.
+1,797 grey images of 8 x 8 pixels, the test set of "Optical Recognition of Handwritten Digits"
+(Alpaydin and Kaynak 1998, UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0).
 """
 
 from importlib.resources import files
@@ -22,9 +20,7 @@ FULL_SCALE = 16  # value of white
 def write_digits() -> Path:
     """Write train/<digit>/*.png and val/<digit>/*.png unless they exist; return the folder.
 
-    The folder is created atomically, so processes that start together do not disturb each other.
-    The images are sorted by digit and otherwise in UCI's order; every fifth one, from the first, is
-    used for validation: always the same 35 to 37 of each digit.
+    The images are sorted by digit, and every fifth one, from the first, is used for validation.
     """
     root = user_cache() / "digits"
     try:

@@ -1,21 +1,15 @@
 """Decoded pixels of a small data set, cached in one file that workers map, and their decoders.
 
-All workers of a machine map the file, so the pixels are in memory once for any number of workers,
-and the next run starts at once. A file in the user's cache holds the pixels of all images, then a
-checksum of them and of the file's name, which contains the index's digest, FORMAT and the version
-of Pillow. A run reads the whole file once before it uses it, because it would not notice pixels
-damaged by the disk. A damaged file is written again.
+A file in the user's cache holds the pixels of all images, then a checksum of them and of its name.
+A run reads the whole file once before it uses it: it would not notice pixels damaged by the disk.
 
 On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
-stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`):
-only a few numbers per image are copied from the host, and nothing waits for the device. On a CPU
-the batched products need many times the arithmetic of resizing single images, and are faster only
-for small ones.
+stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`).
 
-Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel. Boxes
-differ between images, so each image has its own weights, and a batch is two batched matrix
-products. The width is resized first, with rounding to integers between the two, like PyTorch on
-bytes and Pillow before version 13 (which starts with the height of a tall box).
+Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel, so a
+batch is two batched matrix products. The width is resized first, with rounding to integers between
+the two, like PyTorch on bytes and Pillow before version 13 (which starts with the height of a tall
+box).
 """
 
 import os
@@ -195,8 +189,6 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
 
 
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
-    """Yield the pixels of every image in order; a few hundred are in progress at a time."""
-
     def decode(sample: int, content: Bytes) -> Bytes:
         return np.asarray(to_pillow(index, sample, content))
 
@@ -263,11 +255,7 @@ def upload(cache: PixelCache, device: torch.device) -> Uploaded:
 
 
 def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
-    """Yield one batch for each request, in order, its images moved by `Request.shifts`.
-
-    A thread computes the numbers of the next requests, and so the order of the next epoch, while
-    the current ones are used.
-    """
+    """Yield one batch for each request, its numbers computed ahead, its images moved."""
     pixels, size = uploaded.pixels, view.image_size
     transfer, places = Transfer(pixels.device), _places(size, pixels.device)
     scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
@@ -294,10 +282,7 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
 
 @lru_cache(maxsize=8)
 def _places(size: int, device: torch.device) -> list[Tensor]:
-    """Return the rows to read by shift, and the columns by flip and shift.
-
-    A negative shift is counted from the end.
-    """
+    """Return the rows to read by shift (negative: from the end), and columns by flip and shift."""
     shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
     rows = reflected(shifts, num_pixels=size)
     return [rows.to(device), torch.stack([rows, size - 1 - rows]).to(device)]
@@ -351,11 +336,7 @@ def resample_small(
     size: int,
     interpolation: Interpolation,
 ) -> Floats:
-    """Resize like `resample`, on a CPU with precomputed weights.
-
-    For small images, which have few possible boxes. NumPy is used because its operations start no
-    threads.
-    """
+    """Resize like `resample`, with precomputed weights; NumPy starts no threads."""
     number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.T
     rows = _all_weights(height, size, interpolation)[0, top, box_height - 1]

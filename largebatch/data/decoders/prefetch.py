@@ -1,9 +1,7 @@
 """Batches that threads fill in ahead of their use, part by part, and their copies to the device.
 
-A GPU receives bytes, a quarter of the floats' size, and normalises them itself. A copy from
-pageable memory blocks the host until the device's queue is empty, and a copy in the model's stream
-waits for the model. So copies are made from pinned memory on a separate stream, where they overlap
-with computation.
+A GPU receives bytes, a quarter of the floats' size, and normalises them itself. They are copied
+from pinned memory on a separate stream, where the copies overlap with computation.
 """
 
 from collections import deque

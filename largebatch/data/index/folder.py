@@ -1,11 +1,7 @@
 """List the files of one split without opening any, and count the ignored ones.
 
-A split is in `root/split`: either class folders, `<class>/*`, or shards, `*.tar`, with the names of
-the classes in `root/classes.txt`. The content of the folder decides which.
-
-Images of other formats or in other places must not be lost silently: `data index` and `data import`
-print the counts of ignored files, and a run logs them at its start. Hidden files and the folders of
-SYSTEM are not counted.
+A split is in `root/split`: class folders, `<class>/*`, or shards, `*.tar`, with the names of the
+classes in `root/classes.txt`. Images of other formats or places must not be lost silently.
 """
 
 import os

@@ -106,12 +106,7 @@ def piece_at(pieces: Pieces, step: int) -> BatchPiece:
 
 
 def position_at(pieces: Pieces, step: int) -> int:
-    """Return the number of samples in the updates before `step`.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [position_at(pieces, step) for step in range(6)]
-    [0, 8, 16, 24, 40, 56]
-    """
+    """Return the number of samples in the updates before `step`."""
     return piece_at(pieces, step).samples_before(step)
 
 
@@ -165,12 +160,7 @@ def steps_of(duration: Duration, *, samples: int, global_batch: int) -> int:
 
 
 def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:
-    """Divide steps into those of each piece.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [(piece.global_batch, steps) for piece, steps in within(pieces, range(1, 5))]
-    [(8, range(1, 3)), (16, range(3, 5))]
-    """
+    """Divide steps into those of each piece."""
     ends = [*(piece.step for piece in pieces[1:]), max(steps.stop, pieces[-1].step)]
     starts = [piece.step for piece in pieces]
     cut = [
