@@ -16,15 +16,16 @@ project = "largebatch"
 version = release = largebatch.__version__
 copyright = ""  # noqa: A001 -- Sphinx's name for it
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "generated"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "generated"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "*.md", "benchmarks/README.md"]
+include_patterns = ["docs/**.md", "docs/**.ipynb", "*.md", "benchmarks/README.md"]
 exclude_patterns = [".venv*", "build", ".git", "*.egg-info", "shared", "recipes", "largebatch"]
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 smartquotes = False  # options begin with two hyphens
 myst_ref_domains = ["std"]
+nb_execution_mode = "off"  # a test executes notebooks
 default_role = "code"  # docstrings write `name`
 
 autodoc_member_order = "bysource"

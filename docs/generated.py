@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pkgutil import resolve_name
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -27,18 +28,27 @@ class Keys(SphinxDirective):
     """Every key of a file: values, default and meaning, from its schema and docstrings.
 
     The first argument names the section of the whole file. The second one is a prefix of the keys
-    in the targets of links, because other files have keys of the same name.
+    in the targets of links, because other files have keys of the same name. `only` names the
+    top-level keys of this page.
     """
 
     required_arguments = 1
     optional_arguments = 1
+    option_spec: ClassVar = {"only": str.split}
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each top-level key; `page#optimizer.eta` leads to a key."""
         self.root: type[Section] = resolve_name(self.arguments[0])
         self.before = "".join(f"{word}." for word in self.arguments[1:])
         self.first: dict[type[Section], str] = {}
-        return [self._part(name) for name in self.root.model_fields]
+        only = self.options.get("only", self.root.model_fields)
+        parts = {}
+        for name in self.root.model_fields:
+            if name in only:
+                parts[name] = self._part(name)
+            else:
+                list(self._keys(name))  # another page has these
+        return [parts[name] for name in only]
 
     def _part(self, name: str) -> nodes.section:
         part = nodes.section("", nodes.title(name, name), ids=[self.before + name])
@@ -100,12 +110,19 @@ class Keys(SphinxDirective):
             self.first.get(section, key) for section in sections_below(key, self.root)
         )
         return [
-            nodes.paragraph(
-                "", "Keys as those of ", nodes.reference(place, place, refid=self.before + place)
-            )
+            nodes.paragraph("", "Keys as those of ", self._link(place))
             for place in before
             if place != key
         ]
+
+    def _link(self, key: str) -> nodes.Node:
+        link = addnodes.pending_xref("", nodes.inline(text=key), refdomain="std", reftype="ref")
+        link.attributes |= {
+            "reftarget": self.before + key,
+            "refexplicit": True,
+            "refdoc": self.env.docname,
+        }
+        return link
 
     def _text(self, text: str) -> list[nodes.Node]:
         return self.parse_text_to_nodes(text) if text else []

@@ -38,7 +38,7 @@ def test_the_command_trains_on_one_worker(
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    train = shlex.split(blocks("console")[0].splitlines()[0][2:].replace("--workers 2", ""))
+    train = shlex.split(blocks("sh")[0].splitlines()[0].replace("--workers 2", ""))
     try:
         assert main([*train[1:], "--max-steps", "2"]) == 0
         assert main(["export", "runs/squares", "--import", "nets", "--out", "exported"]) == 0
@@ -54,8 +54,8 @@ def test_the_command_trains_on_one_worker(
 
 @pytest.mark.long
 def test_the_commands_train_and_evaluate_on_two_workers(place: Path) -> None:
-    (console,) = blocks("console")
-    train, evaluate = (shlex.split(line[2:]) for line in console.splitlines())
+    (commands,) = blocks("sh")
+    train, evaluate = map(shlex.split, commands.splitlines())
     assert train[0] == evaluate[0] == "largebatch"
     trained = output_of(sys.executable, "-m", *train, cwd=place)
     assert "report: runs/squares" in trained

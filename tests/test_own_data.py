@@ -8,18 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from documents import commands
 
 from largebatch.cli.main import DONE, main, parse
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-own-data.md"
 SHORT = ("duration={epochs: 2}", "schedule.warmup={steps: 2}", "polish.clean={epochs: 1}")
-
-
-def commands() -> list[list[str]]:
-    (text,) = re.findall(
-        r"^```console\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
-    return [shlex.split(line.removeprefix("$ ")) for line in text.splitlines()]
 
 
 def write_photos(archive: Path, photos: Path) -> None:
@@ -44,7 +38,8 @@ def test_the_commands_lead_from_photographs_to_a_polished_run(
     monkeypatch.chdir(tmp_path)
     write_photos(real_data / "imagenette224/train.zip", tmp_path / "photos")
     shutil.copytree(next((tmp_path / "photos").iterdir()), tmp_path / "new-photos")
-    for program, *words in commands():
+    for command in commands(PAGE, here=True):
+        program, *words = shlex.split(command)
         assert program == "largebatch"
         short = [word for each in SHORT for word in ("--set", each)] if "train" in words else []
         assert main([*words, *short]) == DONE

@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from scipy.stats import ttest_1samp
@@ -11,6 +12,7 @@ from scipy.stats import ttest_1samp
 from benchmarks.speed.measuring import RESULTS, newest
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.averaged_weights import tables as averaged_weights
+from benchmarks.studies.figures import save_svg
 from benchmarks.studies.learning_rates import tables as learning_rates
 from benchmarks.studies.optimizers import tables as optimizers
 from benchmarks.studies.polishing import tables as polishing
@@ -19,7 +21,6 @@ from benchmarks.studies.recipes import tables as recipes
 from benchmarks.studies.staleness import tables as staleness
 from largebatch.lab.studies.study import load_study
 from largebatch.lab.studies.trained import cells_of
-from largebatch.report.style import save_png
 
 
 def result(name: str) -> dict[str, Any]:
@@ -51,15 +52,15 @@ def test_an_interval_is_that_of_a_t_test() -> None:
     ("draw_it", "size"),
     [
         pytest.param(
-            partial(averaged_weights.draw, study=result("averaged_weights")), (900, 330),
+            partial(averaged_weights.draw, study=result("averaged_weights")), (480, 640),
             id="averaged weights",
         ),
         pytest.param(
-            partial(optimizers.draw, study=optimizers.Study(result("optimizers"))), (1200, 430),
+            partial(optimizers.draw, study=optimizers.Study(result("optimizers"))), (560, 900),
             id="optimizers",
         ),
         pytest.param(
-            partial(accuracy_fell.draw, loops=result("accuracy_fell")["loops"]), (900, 430),
+            partial(accuracy_fell.draw, loops=result("accuracy_fell")["loops"]), (520, 700),
             id="accuracy fell",
         ),
     ],
@@ -69,8 +70,10 @@ def test_a_figure_is_drawn_from_the_results(
     size: tuple[int, int],
     tmp_path: Path,
 ) -> None:
-    save_png(tmp_path / "figure.png", draw_it, size=size, pixels=size[0])
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    save_svg(tmp_path / "figure.svg", draw_it, size=size)
+    svg = ET.parse(tmp_path / "figure.svg").getroot()
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 50
+    assert "prefers-color-scheme:dark" in (svg[0].text or "")
 
 
 def test_the_tables_of_every_study_are_printed() -> None:

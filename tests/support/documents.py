@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 _BLOCK = re.compile(
     r"^(?:<!-- needs (?P<needs>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
@@ -31,9 +31,9 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Lines behind a prompt, each on one line."""
-        joined = self.text.replace("\\\n", " ")
-        return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+        """Its commands, each on one line."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line and not line.startswith("#")]
 
 
 def name_of(page: Path) -> str:
@@ -49,9 +49,10 @@ def blocks(page: Path, language: str) -> list[Block]:
 
 
 def commands(page: Path, *, here: bool) -> list[str]:
-    """Return the commands of a page, with `here` only those that can run here."""
-    found = [block for block in blocks(page, "console") if block.needs is None or not here]
-    return [command for block in found for command in block.commands]
+    """Return the commands of a page, with `here` only those of ours that can run here."""
+    found = [block for block in blocks(page, "sh") if block.needs is None or not here]
+    every = [command for block in found for command in block.commands]
+    return [command for command in every if arguments(command)] if here else every
 
 
 _STARTERS = ("largebatch", "horovodrun", "torchrun", "docker run")

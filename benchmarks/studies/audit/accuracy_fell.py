@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.speed.measuring import RESULTS, newest, on_two_workers, write
+from benchmarks.studies.figures import save_svg
 from largebatch.audit import audit
 from largebatch.audit.findings import Check
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED
 from largebatch.runs.launch import start_workers
 
 if TYPE_CHECKING:
@@ -193,18 +194,18 @@ def top1(loop: dict[str, Any]) -> list[float]:
 def draw(figure: "Figure", *, loops: dict[str, Any]) -> None:
     """Draw loss and top-1 by epoch: one panel a fault, with the correct loop behind it."""
     faults = list(LOOPS)[1:]
-    panels = figure.subplots(2, len(faults), sharex=True, sharey="row")
+    panels = figure.subplots(4, 2, sharex=True, sharey="row")
     figure.suptitle(
-        "Eight workers in batches of 256: a correct loop in grey, and four faults",
+        "Eight workers in batches of 256:\na correct loop in grey, and four faults",
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        f"Digits, 1,437 images; loss of worker 0 in training, top-1 on 360 images; each of "
-        f"{len(SEEDS)} seeds. Dotted: one process in batches of 32.",
+        "Digits, 1,437 images; loss of worker 0 in training, top-1 on 360 images;\n"
+        f"each of {len(SEEDS)} seeds. Dotted: one process in batches of 32.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
     for column, name in enumerate(faults):
-        upper, lower = panels[:, column]
+        upper, lower = panels[column // 2 * 2 : column // 2 * 2 + 2, column % 2]
         for axes, kind in ((upper, "loss"), (lower, "top1")):
             _curves(axes, loops["one process"], kind, color=MUTED, ls=":")
             _curves(axes, loops["correct"], kind, color=MUTED)
@@ -250,7 +251,7 @@ def draw_newest() -> None:
     if path is None:
         raise SystemExit("there are no results: python -m benchmarks.studies.audit.accuracy_fell")
     loops = json.loads(path.read_text(encoding="utf-8"))["loops"]
-    save_png(path.parent / f"{NAME}.png", partial(draw, loops=loops), size=(900, 430), pixels=1800)
+    save_svg(path.parent / f"{NAME}.svg", partial(draw, loops=loops), size=(520, 700))
     print("\n".join(table(loops)))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.averaged_weights.tables
 
-Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights.png beside it and
+Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights.svg beside it and
 prints the tables of docs/final-polishing.md.
 """
 
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
-from largebatch.report.style import COLOURS, INK, MUTED, RULE, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, RULE
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -86,17 +87,17 @@ def draw(figure: "Figure", *, study: Study) -> None:
     seeds = sorted({seed["seed"] for seed in study["seeds"].values()})
     count = f"mean of {len(seeds)} seeds, faint: each" if len(seeds) > 1 else "one seed"
     figure.suptitle(
-        "Top-1 of averaged weights: as the library leaves them, and after one polish() call",
+        "Top-1 of averaged weights: as the library leaves them,\nand after one polish() call",
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        "Squares: running statistics averaged too. Hollow diamonds: polished on clean images, not "
-        f"on images augmented as in training.\nEMA and SWA at the peak rate; ResNet-9, width 16, "
-        f"batches of 128; {count}.",
+        "Squares: running statistics averaged too. Hollow diamonds: polished on clean\n"
+        "images, not on images augmented as in training. EMA and SWA at the peak rate;\n"
+        f"ResNet-9, width 16, batches of 128; {count}.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
     measured = [data for data in TITLES if values(study, data, "SWA, peak", "polish")]
-    panels = figure.subplots(1, len(measured), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(len(measured), 1, squeeze=False)[:, 0]
     for axes, data in zip(panels, measured, strict=True):
         for height, weights in enumerate(SHARED):
             _draw_row(axes, height, study, data, weights)
@@ -110,7 +111,7 @@ def draw(figure: "Figure", *, study: Study) -> None:
         axes.grid(visible=True, axis="x", color=RULE)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("Top-1 on the test images, % →", loc="right")
-    panels[0].set_yticks(range(len(SHARED)), [ROWS[weights] for weights in SHARED])
+        axes.set_yticks(range(len(SHARED)), [ROWS[weights] for weights in SHARED])
 
 
 def _draw_row(axes: "Axes", height: int, study: Study, data: str, weights: str) -> None:
@@ -201,7 +202,7 @@ def main() -> None:
         raise SystemExit("no results of averaged_weights")
     study = json.loads(path.read_text(encoding="utf-8"))
     drawn = partial(draw, study=study)
-    save_png(Path(path).parent / f"{NAME}.png", drawn, size=(900, 330), pixels=1800)
+    save_svg(Path(path).parent / f"{NAME}.svg", drawn, size=(480, 640))
     print("\n".join(tables(study)))
 
 

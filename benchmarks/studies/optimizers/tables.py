@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.optimizers.tables
 
-Reads the newest optimizers_<machine>_<date>.json, writes optimizers.png beside it and prints the
+Reads the newest optimizers_<machine>_<date>.json, writes optimizers.svg beside it and prints the
 tables. The results are frozen, of commit 1183a5f9 (`git show 1183a5f9:benchmarks/optimizers.py`):
 peak rate and weight decay of each optimizer were searched at every batch with six trials. A cell
 counts with the seeds at its best setting.
@@ -26,8 +26,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -229,16 +230,16 @@ def draw(figure: "Figure", *, study: Study) -> None:
     """Draw the epochs to the target by batch, a line for each optimizer."""
     seeds, targets, epochs = study.seeds(), study.targets, study.epochs
     figure.suptitle(
-        "Epochs to a fixed accuracy on CIFAR-10 by batch, at each optimizer's own rate and decay",
+        "Epochs to a fixed accuracy on CIFAR-10 by batch,\nat each optimizer's own rate and decay",
         x=0.01, ha="left", size=13.5, weight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        "Lines: mean of the seeds, which are faint. Crosses at the top: a seed did not reach it. "
-        "Diamonds: the critical batch,\nwhich takes a fifth more epochs than small "
-        "batches, where the fit has one.",
+        "Lines: mean of the seeds, which are faint. Crosses at the top: a seed did not reach\n"
+        "it. Diamonds: the critical batch, which takes a fifth more epochs than small batches,\n"
+        "where the fit has one.",
         x=0.01, ha="left", size=9, color=MUTED,
     )  # fmt: skip
-    panels = figure.subplots(1, len(PANELS), sharey=True)
+    panels = figure.subplots(len(PANELS), 1, sharex=True)
     for axes, (title, (network, column)) in zip(panels, PANELS.items(), strict=True):
         for place, optimizer in enumerate(LABELS):
             if by_batch := runs_by_batch(seeds, network, optimizer):
@@ -368,7 +369,7 @@ def main() -> None:
     assert path is not None, "the results are in the repository"
     study = Study(json.loads(path.read_text(encoding="utf-8")))
     drawn = partial(draw, study=study)
-    save_png(path.parent / f"{NAME}.png", drawn, size=(1200, 430), pixels=1800)
+    save_svg(path.parent / f"{NAME}.svg", drawn, size=(560, 900))
     print("\n".join(tables(study)))
 
 

@@ -13,11 +13,13 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import interval
-from largebatch.report.style import COLOURS, INK, MUTED, PAPER, RULE, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, PAPER, RULE
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -130,25 +132,28 @@ def draw_all(study: Study, folder: Path) -> None:
     """Draw each figure that has results."""
     groups = by_group(study["cells"])
     figures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
-        "polishing_study": (_draw_polishing, (900, 640), "affine"),
-        "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
-        "polishing_study_batches": (_draw_batches, (900, 320), "sgd"),
+        "polishing_study": (_draw_polishing, (500, 1150), "affine"),
+        "polishing_study_rates": (_draw_rates, (480, 680), "clean 5"),
+        "polishing_study_batches": (_draw_batches, (520, 620), "sgd"),
     }
     for name, (draw, size, needed) in figures.items():
         if any(needed in group or needed in arms for group, arms in groups.items()):
             drawn = partial(draw, study=study, groups=groups)
-            save_png(folder / f"{name}.png", drawn, size=size, pixels=2 * size[0])
+            save_svg(folder / f"{name}.svg", drawn, size=size)
 
 
 def _title(figure: "Figure", title: str, note: str, *, study: Study, groups: Groups) -> None:
     numbers = sorted({len(values) for arms in groups.values() for values in arms.values()})
     seeds = f"{numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
-    figure.suptitle(title, x=0.01, ha="left", size=14, weight="bold", color=INK)
+    figure.suptitle(fill(title, 58), x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(
-        f"{note} Top-1 on the test set of {study['test_images']:,}; ResNet of 8 layers, "
-        f"{study['images']:,} training images, {study['epochs']} epochs.\nFaint: each of "
-        f"{seeds} seeds. Bars: mean and its 95 % interval (Student's t).",
-        x=0.01, ha="left", size=10, color=MUTED,
+        fill(
+            f"{note} Top-1 on the test set of {study['test_images']:,}; ResNet of 8 layers, "
+            f"{study['images']:,} training images, {study['epochs']} epochs. Faint: each of "
+            f"{seeds} seeds. Bars: mean and its 95 % interval (Student's t).",
+            84,
+        ),
+        x=0.01, ha="left", size=9.5, color=MUTED,
     )  # fmt: skip
 
 
@@ -157,7 +162,7 @@ def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
     title = f"What polishing changes, against {study['epochs']} epochs on augmented images"
     note = "LARS. clean: the last 2 epochs. * 2 epochs more than the control."
     _title(figure, title, note, study=study, groups=groups)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(2, 1, sharex=True)
     labels: dict[float, str] = {}
     for axes, (name, title) in zip(panels, TITLES.items(), strict=True):
         height = 0.0
@@ -172,7 +177,7 @@ def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
                 _draw_row(axes, height, differences, colour, diamond="statistics" in arm)
             height += 1.6
         _finish(axes, height - 1, title, "Top-1 minus the control's, percentage points")
-    panels[0].set_yticks(list(labels), list(labels.values()))
+        axes.set_yticks(list(labels), list(labels.values()))
 
 
 def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
@@ -184,7 +189,7 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
         "Rates were searched,\nbut not that of SGD in large batches."
     )
     _title(figure, title, note, study=study, groups=groups)
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(2, 1)
     for axes, (name, heading) in zip(panels, TITLES.items(), strict=True):
         baseline = groups.get(f"{name}, {BASELINE}", {}).get("control", {})
         labels = []
@@ -208,7 +213,7 @@ def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:
     batch = _batch(study, "large").lower()
     note = f"CIFAR-10, LARS, {batch}, crops from 8 % of the area."
     _title(figure, title, note, study=study, groups=groups)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for axes, after in zip(panels, ("", " + statistics"), strict=True):
         for number, (end, colour) in enumerate(ENDS.items()):
             suffix = f", end {end:g}" if end else ""
