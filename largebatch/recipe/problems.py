@@ -85,12 +85,7 @@ def _depth(key: str) -> int:
 
 
 def meant_words(key: str, value: str, root: type[Section]) -> str:
-    """Return the option that sets a key of `root`; epochs or steps replace whichever was given.
-
-    >>> from largebatch.recipe.recipe import Recipe
-    >>> meant_words("duration.steps", "40", Recipe)
-    "--set 'duration={steps: 40}'"
-    """
+    """Return the option that sets a key of `root`; epochs or steps replace whichever was given."""
     owners = {name: owner for name, owner, _ in every_field(root)}
     section, _, unit = key.rpartition(".")
     change = f"{section}={{{unit}: {value}}}" if owners[key] is Duration else f"{key}={value}"

@@ -51,14 +51,9 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     """Train, polish and evaluate a recipe; return the content of summary.json, and the folder.
 
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
-    then with `overrides` such as ["seed=3"] or {"seed": 3}. Starts `workers` processes on this
-    machine, unless torchrun, horovodrun or srun started this one among several. `out` is the run
-    folder, by default runs/<name>-<time>. All keywords are the fields of
-    `largebatch.runs.options.Options`.
-
-    A data set or a model of the caller is named and not passed, because workers are separate
-    processes that import it: `dataset` is module:function that returns data sets (train, val), and
-    `imports` are modules that register models with timm.
+    then with `overrides` such as ["seed=3"] or {"seed": 3}. All keywords are the fields of
+    `largebatch.runs.options.Options`. Starts `workers` processes on this machine, unless torchrun,
+    horovodrun or srun started this one among several; they import `dataset` and `imports`.
 
     An interrupted run returns too: the `status` of its Summary is then "interrupted", and the same
     call with its run folder as `out` and resume=True continues it.

@@ -71,13 +71,7 @@ class Part(NamedTuple):
 
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
-    """Divide rows for the threads: at most `most` per part, fewer if threads would be idle.
-
-    >>> [rows.stop - rows.start for rows in in_parts(20, threads=2, most=8)]
-    [8, 8, 4]
-    >>> [rows.stop - rows.start for rows in in_parts(20, threads=6, most=8)]
-    [4, 4, 4, 4, 4]
-    """
+    """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
     each = min(most, -(-number // threads)) or 1
     return (slice(first, min(first + each, number)) for first in range(0, number, each))
 

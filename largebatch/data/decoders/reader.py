@@ -5,7 +5,6 @@ reusable buffer: allocating memory costs more than reading cached files.
 """
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,10 +26,7 @@ THREAD_SECONDS = 0.02
 """Seconds of reading in the previous batch per additional thread. One thread is best for cached
 files: several would spend more time waiting for Python's lock than reading."""
 
-SLOWEST = 10  # such waits after which the run ends
-SLOW_SECONDS = 60.0  # seconds after which a batch that is still being read is named in the log
-
-_LOG = logging.getLogger(__name__)
+SLOWEST_SECONDS = 600.0  # seconds after which a run ends that waits for a read
 
 
 def name_of(location: Location) -> str:
@@ -126,16 +122,11 @@ class Reader:
         """Wait for the images; raise DataError with the path of one that cannot be read."""
         seconds = 0.0
         for first, job in enumerate(reading.jobs):
-            for attempt in range(1, SLOWEST + 1):
-                try:
-                    seconds += job.result(SLOW_SECONDS)
-                    break
-                except TimeoutError:
-                    path = self._index.file(int(reading.request.samples[first]))
-                    waited = attempt * SLOW_SECONDS
-                    if attempt == SLOWEST:
-                        raise DataError(f"{path}: not read after {waited:g} s") from None
-                    _LOG.warning("images are still being read after %g s: %s, ...", waited, path)
+            try:
+                seconds += job.result(SLOWEST_SECONDS)
+            except TimeoutError:
+                path = self._index.file(int(reading.request.samples[first]))
+                raise DataError(f"{path}: not read after {SLOWEST_SECONDS:g} s") from None
         self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:

@@ -22,9 +22,6 @@ SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macos
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
 
-CONVERTIBLE = {".avif", ".bmp", ".gif", ".heic", ".heif", ".tif", ".tiff", ".webp"}
-"""Suffixes of images that can be converted to those that are read."""
-
 MISPLACED = "images in other places"
 
 
@@ -162,11 +159,9 @@ def describe(ignored: Mapping[str, int], *, where: str) -> str:
     """Return a line with the numbers of ignored files; empty if there are none.
 
     >>> describe({".gif": 4}, where="train")
-    'train: ignored files: 4 .gif (read are .jpeg .jpg .png); to convert: mogrify -format jpg *.gif'
+    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
     """
     if not ignored:
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    patterns = " ".join(f"*{kind}" for kind in ignored if kind in CONVERTIBLE)
-    convert = f"; to convert: mogrify -format jpg {patterns}" if patterns else ""
-    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)}){convert}"
+    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})"

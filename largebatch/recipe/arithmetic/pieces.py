@@ -122,12 +122,7 @@ def steps_from_start(
 
 
 def steps_for(pieces: Pieces, samples: int) -> int:
-    """Return the fewest updates from the start of the run that take at least `samples`.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [steps_for(pieces, samples) for samples in (0, 8, 9, 24, 25, 41)]
-    [0, 1, 2, 3, 4, 5]
-    """
+    """Return the fewest updates from the start of the run that take at least `samples`."""
     piece = pieces[bisect.bisect_right(pieces, samples, key=attrgetter("position")) - 1]
     return piece.step - (piece.position - samples) // piece.global_batch
 
