@@ -2,7 +2,7 @@
 
 Position p is sample permutation(seed, epoch p // N)[p % N]. Random numbers are counter-based:
 Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by the seed and the purpose. NumPy
-guarantees its raw words for ever, but not `Generator.permutation`, which is computed here.
+guarantees its raw words always, but not `Generator.permutation`, which is computed here.
 """
 
 import enum

@@ -50,7 +50,12 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """Return the recipe with all learning rates of its schedule multiplied by a positive factor."""
+    """Return the recipe with all learning rates of its schedule multiplied by a positive factor.
+
+    >>> from largebatch.recipe.loading import load_recipe
+    >>> scaled(load_recipe("digits_96"), 3).schedule.peak_lr
+    1.5
+    """
     tree = recipe.model_dump(mode="json")
     tree["schedule"] = _scaled(tree["schedule"], factor)
     return validate_tree(Recipe, tree, source=recipe.name)

@@ -100,6 +100,35 @@ def stop_requests(
         yield lambda: deadline.is_near() or requests.any
 
 
+@contextmanager
+def noting_requests() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after a request to stop, whichever handler handled it.
+
+    A run handles requests until its last update; a series of runs needs the later ones too. Signals
+    reach only a program's main thread; in others the function returns False.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    noted = bytearray()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def came() -> bool:
+        with suppress(BlockingIOError):
+            noted.extend(os.read(read, 4096))
+        return any(number in STOPS for number in noted)
+
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+
 class _Deadline:
     """The end of a run's time, less 1.5 of the longest time between two calls of `is_near`."""
 

@@ -44,7 +44,7 @@ from largebatch.recipe.protocols import Hardsync, Softsync
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.pages import Page, Panel, Section, Table, columns_over, line_chart, series
 from largebatch.runs.build import open_session
-from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.training.updates import Training
@@ -163,7 +163,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with open_session(recipe, options, {}) as session:
+    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
         plan, evaluator = session.training.plan, session.evaluator
         alone = Serial(session.training.backend.device)
         model = build_model(session.saver.recipe, alone.device)
@@ -171,7 +171,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             cell=cell,
             seed=seed,
             training=session.training,
-            was_asked_to_stop=lambda: session.training.requests.own()[0] > 0,
+            was_asked_to_stop=was_asked_to_stop,
             model=model,
             reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
             spans=Spans(model, alone, sync_workers=1),
