@@ -1,11 +1,9 @@
 """Atomic writes, checksums, the cache folder, and retries of failed reads."""
 
 import errno
-import fcntl
 import functools
 import logging
 import os
-import shutil
 import time
 import uuid
 import zlib
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError, LargebatchError
@@ -60,10 +59,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_html(path: Path, html: str) -> Path:
-    """Write a page atomically and return its path.
-
-    Raises LargebatchError if it cannot be written.
-    """
+    """Write a page atomically and return its path; LargebatchError if it cannot be written."""
     try:
         write_whole(path, html.encode())
     except OSError as error:
@@ -77,8 +73,7 @@ def write_html(path: Path, html: str) -> Path:
 def whole_path(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write; it appears at `path` when the block ends without an error.
 
-    The content is flushed to disk before the file is renamed, and the rename before this returns,
-    so after a power failure `path` holds the whole new content or the previous one.
+    After a power failure `path` holds the whole new content or the previous one.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -168,37 +163,14 @@ def require_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to fill; it becomes `out` when the block ends and is removed if it fails."""
     require_new(out)
-    partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            for leftover in partial.iterdir():  # of a killed process
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            try:
-                yield partial
-                partial.rename(out)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}-", suffix=_PARTIAL, dir=out.parent) as around:
+            folder = Path(around, out.name)
+            folder.mkdir()
+            yield folder
+            folder.rename(out)
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"
         ) from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder; the system releases it when the process ends, even if killed."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{folder}: another process is writing there; wait until it ends"
-            ) from None
-        except OSError as error:
-            _LOG.warning("%s: this file system has no locks (%s)", folder, error.strerror)
-        yield
-    finally:
-        os.close(opened)

@@ -19,22 +19,6 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_another_process_begins_meanwhile_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, another = Path.rename, tmp_path / ".out.partial"
-
-    def begin_another(path: Path, target: Path) -> Path:
-        found = real(path, target)
-        another.mkdir()
-        return found
-
-    monkeypatch.setattr(Path, "rename", begin_another)
-    with new_folder(tmp_path / "out"):
-        pass
-    assert another.is_dir()
-
-
 @pytest.mark.parametrize("out", [".", "/", "empty/.."])
 def test_the_working_directory_is_not_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
@@ -48,16 +32,16 @@ def test_the_working_directory_is_not_a_new_folder(
         write_html(Path("."), "a page")  # noqa: PTH201 -- what a command line has
 
 
-def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / ".out.partial"
-    (left / "train").mkdir(parents=True)
-    (left / "train/000000.tar").write_bytes(b"half")
-    (left / "classes.txt").write_text("cat")
-    with new_folder(tmp_path / "out") as folder:
-        assert list(folder.iterdir()) == []
-        (folder / "new").write_text("whole")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+def test_a_folder_that_another_process_filled_meanwhile_is_kept(tmp_path: Path) -> None:
+    def write_late() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "own").write_text("late")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out/first").write_text("whole")
+
+    with pytest.raises(DataError):
+        write_late()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
 
 
 def test_only_partial_files_are_leftovers(tmp_path: Path) -> None:

@@ -27,13 +27,10 @@ SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
-Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet"]
+Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder"]
 """Formats that can be imported."""
 
-_OPTIONS = {
-    "imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"},
-    "parquet": {"val_name", "drop_bad"},
-}
+_OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"}}
 """Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
@@ -99,32 +96,6 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
 
 
 @app.command
-def verify(folder: Path, /, *, write: bool = False) -> None:
-    """Read every image of a data set and compare it with a checksum.
-
-    Args:
-        folder: The data set.
-        write: Write the checksums.
-    """
-    from largebatch.data.index.index import index_of, open_content
-    from largebatch.data.index.verify import differing, note
-
-    wrong, total = 0, 0
-    for split in SPLITS:
-        images = index_of(open_content(folder, split, every_file=True), folder)
-        with _progress(split) as progress:
-            if write:
-                where = note(images, split, progress=progress)
-                print(printable(f"{split}: the checksums of {len(images)} images ({where})"))
-                continue
-            lines = differing(images, split, progress=progress)
-        print(printable("\n".join([*lines, f"{split}: {len(lines)} of {len(images)} differ"])))
-        wrong, total = wrong + len(lines), total + len(images)
-    if wrong:
-        raise DataError(f"{folder}: {wrong} of {total} images, listed above, differ; restore them")
-
-
-@app.command
 def pack(folder: Path, /, *, out: Folder, shard_mb: Count = 256) -> None:
     """Copy images of a data set, or its shards, into WebDataset tar shards.
 
@@ -164,7 +135,6 @@ def import_(  # noqa: PLR0913 -- its options
     """Turn an archive on disk into shards.
 
     SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
-    Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
     Of cifar10 and cifar100: cifar-10-python.tar.gz or cifar-100-python.tar.gz, or its folder.
     Of mnist and fashion-mnist: the folder of the four official .gz files.
 
@@ -173,10 +143,10 @@ def import_(  # noqa: PLR0913 -- its options
         source: File or folder.
         out: New folder.
         shard_mb: Longest shard, in 10^6 bytes.
-        val_name: Split that validates, of imagefolder (val) and parquet.
+        val_name: Split that validates, of imagefolder (val).
         val_fraction: Part of every class that validates, of imagefolder.
         seed: Seed of that part (0).
-        drop_bad: Leave out images of imagefolder and parquet that cannot be used.
+        drop_bad: Leave out images of imagefolder that cannot be used.
     """
     given: dict[str, object] = {
         "val_name": val_name,

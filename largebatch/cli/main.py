@@ -31,7 +31,6 @@ from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
 from largebatch.distributed.environment import (
-    COMMAND,
     LAUNCHER,
     configure_libraries,
     join_slurm,
@@ -107,7 +106,6 @@ EXAMPLES = {
     "export": ("export runs/mine --out exported",),
     "data": ("data import cifar10 cifar-10-python.tar.gz --out cifar10", "data index images"),
     "data index": ("data index images", "data index images --drop-bad"),
-    "data verify": ("data verify images --write", "data verify images"),
     "data pack": ("data pack images --out shards",),
     "data import": (
         "data import cifar10 cifar-10-python.tar.gz --out cifar10",
@@ -192,8 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(str(error))
         return USER
     configure_libraries()
-    if argv is None:
-        os.environ[COMMAND] = str(os.getpid())
     try:
         code = _call(words)
         sys.stdout.flush()

@@ -1,8 +1,7 @@
 """Crops, flips and translations: pure functions of the seed and the position in the run.
 
-The decoders apply these numbers and draw none, so every decoder, on any number of workers, shows
-the same part of the same image; `translated` moves decoded images on the device, after any decoder.
-A box is (top, left, height, width) in source pixels; it is resized to the model's square input.
+The decoders apply these numbers and draw none; `translated` moves decoded images, after any of
+them. A box is (top, left, height, width) in source pixels, resized to the model's square input.
 """
 
 from collections import deque
@@ -130,10 +129,8 @@ def random_shifts(seed: int, positions: range, *, largest: int) -> IntArray:
 def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize: int) -> IntArray:
     """Return the central squares that replace the usual resize and centre crop.
 
-    The usual steps are: resize the short side to `resize`, crop the central image_size x
-    image_size. In source pixels the square's side is short side * image_size / resize. It is
-    rounded to whole source pixels here and to whole resized pixels there, so the edges differ by
-    less than one of each; and an image is resampled once, to the final size.
+    The side is short side * image_size / resize, rounded to whole source pixels: edges differ by
+    less than one.
 
     >>> center_boxes(np.array([512]), np.array([640]), image_size=224, resize=256).tolist()
     [[32, 96, 448, 448]]

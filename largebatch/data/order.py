@@ -1,12 +1,8 @@
 """The order of samples: a pure function of the seed and the position in the run.
 
-Position p is sample permutation(seed, epoch p // N)[p % N]. So every sample comes once per epoch,
-batches continue across the end of an epoch, and neither the number of workers nor an interruption
-changes what is trained on.
-
-Random numbers are counter-based: Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by
-the seed and the purpose. NumPy guarantees that the raw 64-bit words of a bit generator never
-change, but not the result of `Generator.permutation`, so the permutation is computed here.
+Position p is sample permutation(seed, epoch p // N)[p % N]. Random numbers are counter-based:
+Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by the seed and the purpose. NumPy
+guarantees its raw words always, but not `Generator.permutation`, which is computed here.
 """
 
 import enum
@@ -95,11 +91,7 @@ def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint
 
 
 def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Return a random order of the samples.
-
-    Every worker holds at most four, as 32-bit integers: 5 MB each for ImageNet, and about 30 MB
-    of working memory while one is drawn.
-    """
+    """Return a random order of the samples: 32-bit integers, 5 MB for ImageNet."""
     assert num_samples < 2**32, "more samples need wider integers"
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)
     words = random_words(seed, stream, block=0, num_blocks=num_blocks, part=part)

@@ -83,7 +83,6 @@ class Pipeline:
         return [*self.chosen, *filter(None, described)]
 
     def _indexes(self) -> dict[str, Index]:
-        """Return the indexes by split; only train if training images are used for validation."""
         val = {} if self.val_index is self.train_index else {"val": self.val_index}
         return {"train": self.train_index, **val}
 
@@ -440,7 +439,6 @@ def root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _check(data: Data, train: Index, val: Index) -> None:
-    """Raise DataError if the images do not match the recipe."""
     check_same_classes(train.root, train.classes, val.classes)
     counts = {"classes": len(train.classes), "train_samples": len(train), "val_samples": len(val)}
     wrong = {key: number for key, number in counts.items() if number != getattr(data, key)}

@@ -1,10 +1,9 @@
 """Exact moments per channel: of a batch, of many batches, of all workers.
 
-PyTorch's moments are not precise enough. On the CPU its BatchNorm kernel sums channels-last values
-one by one in float32 (an error of 1e-4 in a variance over 600,000 values), and in any layout it
-rounds the mean to float32, so the variance of several batches loses digits if the mean is many
-standard deviations. Here values are centred before they are squared, sums over parts of a batch are
-added in float64, and parts are merged by equation 2.1 of Chan, Golub and LeVeque (1983).
+PyTorch's are not precise enough: on a CPU its kernel sums channels-last values one by one in
+float32, and in any layout it rounds the mean to float32. Here values are centred before they are
+squared, sums over parts of a batch are added in float64, and parts are merged by equation 2.1 of
+Chan, Golub and LeVeque (1983).
 """
 
 from collections.abc import Iterator, Sequence
@@ -115,8 +114,7 @@ class Moments:
     def in_parts(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and squared deviations, part by part: faster than PyTorch's kernel for NCHW.
 
-        Values are centred by the mean so far. Their own mean, which costs another pass, is needed
-        only for the first values and for values that differ much from the earlier ones.
+        Values are centred by the mean so far, and by their own only where they differ much from it.
         """
         if self.count:
             mean, deviations = _about(self.mean, values)
@@ -130,9 +128,8 @@ class Moments:
     def in_one(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and (biased) variance by a kernel that reads the values once.
 
-        Channels with a mean far from zero are measured again, centred. The first batch determines
-        these channels, so that the host waits for a GPU only once: if the mean of all batches is
-        far, so is that of the first, unless the batches differ so much that the variance is large.
+        Channels whose mean is far from zero in the first batch are measured again, centred; the
+        host waits for a GPU only to learn which these are.
         """
         mean, var = _kernel(values)
         if self._far is None:
@@ -149,13 +146,10 @@ class Moments:
 
 
 def pool(parts: Sequence[Moments], *, backend: Backend) -> list[Moments]:
-    """Return the moments of each part over all workers, after one all-reduce for all parts.
+    """Return the moments of each part over all workers, on the first part's device.
 
-    Layers may be on several devices; the result is on that of the first.
-
-    Sums of squares can be added only if all workers use the same origin; the first origin is zero.
-    If a mean is so far from zero that digits are lost, all workers see that in the sums and sum
-    again, with these means as origins.
+    Sums of squares can be added only about one origin, at first zero. If a mean is so far from it
+    that digits are lost, all workers see that in the sums and sum again about these means.
     """
     parts = [part.to(parts[0].mean.device) for part in parts]
     pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)

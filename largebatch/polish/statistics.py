@@ -1,20 +1,14 @@
 """Final Polishing: running statistics measured exactly on clean training data.
 
-Augmented training images have another distribution than the clean images of validation, and running
-averages lag behind the weights (Kasagi et al., HPDC 2020, doi 10.1145/3369583.3392687). The
-statistics pass runs the model forward on clean training images and replaces every running mean and
-variance with the moments over all of them, on all workers: counts, means and sums of squares are
-pooled (`moments.py`), never averaged. A layer's moments are exact over all its inputs.
-
-Each layer normalises by the statistics of its batch, as in training, so that the later layers get
-the inputs they were trained on. With a span (`batchnorm.py`) the result does not depend on the
-batch size or the number of workers; plain BatchNorm normalises by the whole batch. One value per
-channel, an error in training, is normalised to zero.
+The pass runs the model forward on clean training images (Kasagi et al., HPDC 2020, doi
+10.1145/3369583.3392687) and replaces every running mean and variance with the moments over all of
+them, on all workers: counts, means and sums of squares are pooled, never averaged. Each layer
+normalises by the statistics of its batch, as in training; with a span (`batchnorm.py`) the result
+does not depend on the batch size or the number of workers.
 
 Measured is what torch's functions normalise with a layer's buffers, wherever these are called: a
 layer may change its input first, and a block may use the buffers of a layer inside. The model is in
-evaluation mode, and these functions get the moments of the batch instead of buffers, which stay as
-they are: a block that reads them does not depend on the order of the batches.
+evaluation mode, and these functions get the batch's moments; the buffers stay as they are.
 """
 
 import inspect
@@ -146,21 +140,15 @@ def polish(
     of one size are recorded in a CUDA graph and replayed, where that is possible: the same bits.
 
     If some layers with weights are in training mode, a layer in evaluation mode is frozen: it keeps
-    its statistics and normalises by them during the call, so that the layers behind it get what
-    they get in training. A model that is in evaluation mode as a whole is measured as a whole.
-    `skip` has names of layers, or of modules with layers inside, to freeze as well. The drift's
-    `notes` name every layer that kept its statistics, also those that the forward pass does not
-    reach.
+    its statistics and normalises by them, as in training. `skip` has names of layers, or of modules
+    with layers inside, to freeze as well. The drift's `notes` name every layer that kept its
+    statistics, also those that the forward pass does not reach.
 
-    Nothing else changes, and nothing at all if the pass fails. Layers that share buffers are
-    measured together. The model may be wrapped (DistributedDataParallel, DataParallel,
-    AveragedModel, torch.compile); it runs uncompiled and without communication, also in
-    SyncBatchNorm layers.
-
-    Layers are torch's BatchNorm and its subclasses, with one argument; classes named `Frozen...`
-    stay as they are. A subclass may change its input before it calls torch's function. Statistics
-    are rounded once to the type of the buffers. Images are converted to the type of the
-    convolutions and linear layers if these have one.
+    Nothing else changes, and nothing at all if the pass fails. The model may be wrapped
+    (DistributedDataParallel, DataParallel, AveragedModel, torch.compile); it runs uncompiled and
+    without communication. Layers are torch's BatchNorm and its subclasses, with one argument, also
+    those that share buffers; classes named `Frozen...` stay as they are. Statistics are rounded
+    once to the type of the buffers, images converted to that of the convolutions.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
     batch, if no layer was reached, if a layer had a single value per channel, or if moments are not
@@ -225,10 +213,7 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _owners(model: nn.Module, left: Mapping[nn.Module, str]) -> list[_Statistics]:
-    """Return the running statistics to measure, each once, in the model's order.
-
-    Raises ValueError, naming the layer, for statistics that cannot be measured.
-    """
+    """Return the running statistics to measure, each once; ValueError if one cannot be."""
     owners: dict[int, _Statistics] = {}
     for name, layer in _layers(model):
         if layer in left:
@@ -271,10 +256,7 @@ def _require_some(owners: list[_Statistics], kept: Mapping[str, str], model: nn.
 
 
 def _other_buffers(model: nn.Module) -> list[_Buffer]:
-    """Return the buffers that a forward pass may change, also in evaluation mode, with copies.
-
-    Such are the ranges that quantisation-aware training observes.
-    """
+    """Return the other buffers that a forward pass may change, with copies."""
     return [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -420,10 +402,8 @@ def _checked(
 class _Watch(TorchFunctionMode):
     """Measures what torch's functions normalise, and normalises it as in training.
 
-    A function gets the batch's moments as running statistics: the same numbers, measured once
-    instead of twice. On a GPU several spans are processed together, which is still faster. There
-    these tensors are merged into the sums later, so nothing may write to them. With gradients
-    inside the forward pass, which depend on the moments, the function measures them again.
+    A function gets the batch's moments as running statistics, measured once. On a GPU they are
+    merged into the sums later, so nothing may write to them.
     """
 
     def __init__(self, owners: list[_Statistics]) -> None:

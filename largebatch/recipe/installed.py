@@ -33,11 +33,7 @@ def installed() -> dict[str, str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key of a name, by its words and numbers: 512 comes before 1024.
-
-    >>> sorted(["a_1024", "a_512"], key=_natural)
-    ['a_512', 'a_1024']
-    """
+    """Return a sort key of a name, by its words and numbers: 512 comes before 1024."""
     return [(int(part or 0), "") if part.isdigit() else (0, part) for part in _PARTS.split(name)]
 
 

@@ -1,10 +1,7 @@
 """A YAML file and `--set` overrides -> Recipe; one error has every mistake.
 
-The file is YAML 1.2, read by ruamel's safe loader: `1e-4` is a number, `on` is a word, a key given
-twice is an error. Overrides are merged before validation, so they are validated like the file.
-
-A recipe may come from an untrusted source, so its size, its depth, its aliases and its tags are
-checked before any value is built: ten levels of aliases turn a few lines into a gigabyte.
+The file is YAML 1.2, read by ruamel's safe loader: `1e-4` is a number, `on` is a word. It may come
+from an untrusted source: size, depth, aliases and tags are checked before any value is built.
 """
 
 import json

@@ -85,12 +85,7 @@ def _depth(key: str) -> int:
 
 
 def meant_words(key: str, value: str, root: type[Section]) -> str:
-    """Return the option that sets a key of `root`; epochs or steps replace whichever was given.
-
-    >>> from largebatch.recipe.recipe import Recipe
-    >>> meant_words("duration.steps", "40", Recipe)
-    "--set 'duration={steps: 40}'"
-    """
+    """Return the option that sets a key of `root`; epochs or steps replace whichever was given."""
     owners = {name: owner for name, owner, _ in every_field(root)}
     section, _, unit = key.rpartition(".")
     change = f"{section}={{{unit}: {value}}}" if owners[key] is Duration else f"{key}={value}"
@@ -159,10 +154,7 @@ def _meant(given: object, expected: str) -> str:
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
-    """Return the dotted path an author would write, and the keys known where it ends.
-
-    pydantic's locations also name the member of a union, which an author does not write.
-    """
+    """Return the path an author would write, without members of unions, and its known keys."""
     path: list[str] = []
     sections: list[type[Section]] = [root]
     fields = root.model_fields

@@ -1,9 +1,7 @@
 """The recipe: one YAML file that describes a training run completely.
 
-A recipe states the mathematics of an experiment. Settings of the machine are separate, in
-`execution`; the number of workers and the folder of the data are given on the command line. None of
-it changes the result beyond the rounding of fp32. Every section is frozen and strict; an unknown
-key is an error. What decides the result has no default, except where the literature agrees on one.
+Every section is frozen and strict; an unknown key is an error. What decides the result has no
+default, except where the literature agrees on one.
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""Conflicts between the sections of a recipe.
-
-Each rule yields one sentence for each conflict, with the keys and what to do; all conflicts of a
-recipe are reported together. No rule relies on another: it checks what its own arithmetic needs.
-"""
+"""Conflicts between the sections of a recipe: each rule yields one sentence for each."""
 
 from collections.abc import Iterator
 

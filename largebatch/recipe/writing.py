@@ -41,11 +41,7 @@ def dump_commented(section: Section, comments: Mapping[str, str], *, header: Seq
 
 
 def recipe_name(text: str, *, otherwise: str) -> str:
-    """Return a text as a recipe may be called.
-
-    >>> recipe_name("my own images!", otherwise="own-data")
-    'my-own-images'
-    """
+    """Return a text as a recipe may be called."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or otherwise
 
 

@@ -66,10 +66,10 @@ def join(
 def open_session(
     recipe: Recipe, options: Options, facts: Facts, *, fits: int | None = None
 ) -> Iterator[Session]:
-    """Build every object of a run, on all workers.
+    """Build every object of a run, on all workers; trackers can be added later.
 
-    Trackers can be added later. `facts` and errors are those of join. `fits` is the largest device
-    batch to choose; None: what is measured to fit an accelerator.
+    `facts` and errors are those of join. `fits` is the largest device batch to choose; None:
+    measured.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
@@ -131,11 +131,7 @@ def open_session(
 
 @contextmanager
 def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
-    """Build the objects that evaluate or polish a saved run, as open_session does.
-
-    Nothing is trained: the number of workers is free, and settings of the training machine are
-    ignored.
-    """
+    """Build the objects that evaluate or polish a saved run on any number of workers."""
     facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
     device_batch, folder = recipe.execution.device_batch, options.data
     with join(options, facts) as backend:
@@ -152,10 +148,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
-    """Call the model's `init_from_images`, if it has one, with batches of clean training images.
-
-    They come in the order of the run's first epoch, which no number of workers changes.
-    """
+    """Call the model's `init_from_images`, if any, with clean images in the first epoch's order."""
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
@@ -172,8 +165,7 @@ def with_profiler(
 ) -> tuple[Session, AbstractContextManager[object]]:
     """Return the session with a profiler of the updates in `options.profile`, and that profiler.
 
-    The profiler writes PyTorch's trace, which chrome://tracing and ui.perfetto.dev show. Raises
-    PlanError unless this part of the run makes these updates.
+    It writes PyTorch's trace. Raises PlanError unless this part of the run makes these updates.
     """
     if options.profile is None:
         return session, nullcontext()

@@ -120,10 +120,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
-    """Return the stage that made the weights: the current one, else the last one that was kept.
-
-    `statistics`, which moves no weight, is the last stage of every run that has it.
-    """
+    """Return the stage that made the weights: the current one, else the last that was kept."""
     under_way: StageName = plan.stage_after(checkpoint.progress.step)
     ended = {stage.name for stage in checkpoint.stages}
     kept = [stage.name for stage in checkpoint.stages if stage.kept]
@@ -132,10 +129,7 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
-    """Return the recipe with a statistics pass, and without MLPerf's log, which is about training.
-
-    `samples` is the number of clean training images to measure; None: all of them.
-    """
+    """Return the recipe with a pass over `samples` images (None: all), without MLPerf's log."""
     there = recipe.train_samples
     if recipe.batch.bn_span is None:
         raise CheckpointError(f"{recipe.model.name} has no BatchNorm statistics to polish")

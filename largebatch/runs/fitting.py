@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DeviceMemoryError
-from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
@@ -83,8 +82,7 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
 def halve(session: Session) -> int:
     """Save a run that ran out of memory as of its last update; return half of its device batch.
 
-    Raises DeviceMemoryError, with a device batch that fits, where this process cannot go on: the
-    recipe gives the device batch, other workers wait, or weights may have changed.
+    Raises DeviceMemoryError, with a smaller device batch, where this process cannot go on.
     """
     training, recipe = session.training, session.saver.recipe
     plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
@@ -92,10 +90,6 @@ def halve(session: Session) -> int:
     reducer.zero()
     gc.collect()  # the tensors of the pass that failed
     asked, fits = recipe.execution.device_batch, plan.device_batch // 2
-    if asked is not None:
-        with suppress(torch.OutOfMemoryError):
-            found, _ = measure(recipe, plan, build_model(recipe, backend.device), backend)
-            fits = min(found, fits)
     free = recipe.with_execution(device_batch=None)
     smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
@@ -106,8 +100,7 @@ def halve(session: Session) -> int:
         )
     if asked is not None or backend.name != "serial" or not in_passes:
         raise DeviceMemoryError(
-            f"{where} (after update {step:,}); {smaller:,} would: continue with --device-batch "
-            f"{smaller} --resume auto"
+            f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
     training.step_log.flush()
     session.log.note("train", f"{where}: continuing after update {step:,} with {smaller:,}")
@@ -118,11 +111,7 @@ def halve(session: Session) -> int:
 
 
 def whole_spans(num: int, span: int) -> int:
-    """Return the samples of whole spans among `num`; all of them within one span.
-
-    >>> [whole_spans(num, 15) for num in (8, 16, 32)]
-    [8, 15, 30]
-    """
+    """Return the samples of whole spans among `num`; all of them within one span."""
     return num if num < span else num - num % span
 
 

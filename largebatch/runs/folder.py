@@ -112,10 +112,9 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkpoint | None:
-    """Return the newest readable checkpoint on every worker; None to start a run.
+    """Return the newest readable checkpoint, which worker 0 reads for all; None to start a run.
 
-    Worker 0 reads it for all and logs a warning for each newer one that is damaged. If all are
-    damaged, `auto` starts a run; else CheckpointError is raised.
+    If all are damaged, `auto` starts a run; else CheckpointError is raised.
     """
     if not resume:
         return None
@@ -140,9 +139,8 @@ def require_same_run(
 ) -> None:
     """Raise CheckpointError, with every difference, unless a checkpoint is of this run.
 
-    `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys that may
-    differ: those of the recipe, and `data.index`; not the kind of optimizer, whose state no other
-    can use.
+    `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys of both that
+    may differ, but not the kind of optimizer.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     data = checkpoint.origin.data, splits
@@ -201,14 +199,13 @@ def remember(folder: Path, options: Options) -> None:
 def remembered(folder: Path, given: Options = Options()) -> Options:
     """Return options that resume the run of a folder: the remembered ones, except those given.
 
-    Limits, profiles and changes are not remembered; recipe.yaml has the changes. A run under a
-    launcher gets its workers from there.
+    Limits, profiles and changes are not remembered. A launcher gives a run its workers.
     """
     own = given.without_limits
     with suppress(OSError, ValidationError):
         own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
     if worker_rank() is not None:
-        own = replace(own, workers=1, restarts=0, min_workers=None)
+        own = replace(own, workers=1, restarts=0)
     changed = {
         field.name: value
         for field in fields(given)

@@ -1,7 +1,7 @@
 """Requests to stop, handled in one place for workers, runs and commands.
 
-They come as SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a closed terminal),
-often to every process of a group at once and again from the process that started it.
+SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a closed terminal) often come to
+every process of a group at once and again from the process that started it.
 """
 
 import math
@@ -130,11 +130,7 @@ def noting_requests() -> Iterator[Callable[[], bool]]:
 
 
 class _Deadline:
-    """The end of a run's time, less the time that it needs to stop.
-
-    That is one and a half times the longest interval between two calls of `is_near`: an update, or
-    an evaluation with its checkpoint.
-    """
+    """The end of a run's time, less 1.5 of the longest time between two calls of `is_near`."""
 
     def __init__(self, seconds: float | None, *, begun: float | None) -> None:
         self._last = time.monotonic()

@@ -21,13 +21,9 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
 ) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 
-    `workers` share the work of an update, where the optimizer can divide it.
-
-    In fp16 on an accelerator LARS and SGD skip updates there; the host waits in every update to
-    know whether to make one of the others, whose libraries count updates in Python.
-
-    Raises RecipeError where `execution.kernels` or Muon cannot update this model,
-    MissingPackageError where the kernels, or the optimizer's library, are not installed.
+    `workers` share the work of an update, where the optimizer can divide it. Raises RecipeError
+    where `execution.kernels` or Muon cannot update this model, MissingPackageError for a missing
+    library.
     """
     section, lr, kernels = recipe.optimizer, recipe.schedule.peak_lr, recipe.execution.kernels
     if isinstance(section, optimizers.Muon):

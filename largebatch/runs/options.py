@@ -26,20 +26,12 @@ Resume = bool | Literal["auto"]
 NEW_FOLDER = Path("runs/<name>-<time>")
 """Default of `out`, in place of which a run gets a folder of its recipe's name and the time."""
 
-_ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".pth", ".csv"}
 _SCALE = {"s": 1, "m": 60, "h": 3600}
 
 
 def chosen_folder(out: Path, name: str) -> Path:
     """Return `out`; in place of its default a folder of a recipe's name and the time."""
     return Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}") if out == NEW_FOLDER else out
-
-
-def _folder(_: object, tokens: Sequence[Token]) -> Path:
-    path = Path(tokens[0].value)
-    if path.suffix.lower() in _ENDINGS and not path.exists():
-        raise ValueError(f"expected a folder such as {path.with_suffix('')}, got a file's name")
-    return path
 
 
 def _seconds(_: object, tokens: Sequence[Token]) -> float:
@@ -69,7 +61,7 @@ def _positive(_: object, value: float | None) -> None:
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
 Number = Annotated[float, Parameter(validator=_positive)]
-Folder = Annotated[Path, Parameter(converter=_folder, metavar="DIR")]
+Folder = Annotated[Path, Parameter(metavar="DIR")]
 Seconds = Annotated[float, Parameter(converter=_seconds, metavar="TIME")]
 Given = Parameter(name="*")
 """Marks a dataclass of options: each field is an option of the command."""
@@ -201,9 +193,6 @@ class Options(Machine):
     restarts: Annotated[int, OF_WORKERS, Parameter(metavar="N")] = 0
     """Restart --workers that died, at most N times."""
 
-    min_workers: Annotated[Count | None, OF_WORKERS] = None
-    """Fewest workers to continue with, if a restart fails."""
-
     max_steps: Annotated[Count | None, OF_FOLDER] = None
     """Stop after N updates in total; the run can be resumed."""
 
@@ -226,7 +215,7 @@ class Options(Machine):
     @property
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
-        own = {"out", "backend", "report", "workers", "restarts", "min_workers"}
+        own = {"out", "backend", "report", "workers", "restarts"}
         return {
             f"--{name.replace('_', '-')}": value
             for name, value in vars(self).items()

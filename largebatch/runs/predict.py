@@ -123,10 +123,7 @@ def _decode(
     *,
     cached: bool,
 ) -> Batches:
-    """Yield batches of the images; those that cannot be decoded are black and `unreadable`.
-
-    They are resized as a run does that has `cached` its pixels, or none.
-    """
+    """Yield batches, resized as a run does; images that cannot be decoded are black."""
     files = list(sizes.items())
     heights = np.array([size.height for size in sizes.values()])
     widths = np.array([size.width for size in sizes.values()])

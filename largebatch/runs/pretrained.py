@@ -46,10 +46,8 @@ def polish_weights(
     """Write polished weights to `options.out` as .safetensors, under the model's own names.
 
     `name` is a model of timm, or of torchvision with `torchvision/` before it; `ema` takes the
-    moving average in the file, and `samples` is the number of clean training images to measure
-    (None: all of them). Raises CheckpointError for weights that cannot be read or do not fit the
-    model, or if the output exists, RecipeError for an unknown model, DataError for images that
-    cannot be used.
+    moving average in the file, `samples` is the number of images to measure (None: all). Raises
+    CheckpointError, RecipeError or DataError for weights, a model or images that do not fit.
     """
     if options.data is None:
         raise DataError("polishing measures images; pass --data DIR")
@@ -81,11 +79,7 @@ def polish_weights(
 
 
 def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
-    """Return a recipe that shows images to a model as its library does in evaluation.
-
-    Its schedule is not used. Spans of 64 are a usual device batch when such models are trained;
-    smaller spans would give the statistics of another network.
-    """
+    """Return a recipe that shows images to a model as its library does."""
     numbers = {
         "classes": len(train.classes),
         "train_samples": len(train),

@@ -69,9 +69,8 @@ def build_state(
     def build_affine() -> Updater:
         """Build the updater of BatchNorm's scales and shifts and the classifier.
 
-        The optimizer is momentum SGD without a trust ratio, as LARS treats most of these weights.
-        The rate falls to zero, so that no single batch weighs more at the end. The noise scale is
-        not measured, because few weights have gradients.
+        It is momentum SGD without a trust ratio, as LARS treats most of these weights; the rate
+        falls to zero, so that no single batch weighs more at the end.
         """
         assert polish.affine is not None
         trained = affine_parameters(model)
@@ -255,10 +254,8 @@ def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: n
 def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:
     """Build what scales the loss in fp16.
 
-    The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
-    and grows with the batch, so that a sample's gradients keep their distance from underflow. The
-    scale doubles after 50 to 2,000 steps (PyTorch: 2,000), so that it recovers in a short run too;
-    sooner it would overflow again and again.
+    The loss is a mean over the global batch, so the first scale, 2^16 for 64 samples, grows with
+    it; it doubles after 50 to 2,000 steps (PyTorch: 2,000), to recover in a short run too.
     """
     return GradScaler(
         device,

@@ -1,8 +1,4 @@
-"""The section `schedule` and a plan -> the learning rate of every step.
-
-A length that is too long to reach its rate raises an error: the run would not do what the recipe
-states.
-"""
+"""The section `schedule` and a plan -> the learning rate of every step."""
 
 import math
 from collections.abc import Callable

@@ -1,17 +1,14 @@
 """Learning-rate schedules: pure functions from the step number to a rate.
 
-A schedule holds no state: a run resumes from its step alone, and a schedule can be plotted, tested
-and composed without an optimizer. Steps count optimizer updates
-from 0; `rate(step)` is the rate used *for* that update.
+Steps count optimizer updates from 0; `rate(step)` is the rate used *for* that update.
 
 >>> rate = warmup(polynomial(peak=8.0, steps=4, power=2.0), steps=2)
 >>> [rate(step) for step in range(7)]
 [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
 
 The thirteen policies of LRBench (Wu et al. 2019, arXiv:1908.06477) have its short names in
-capitals. `peak` and `low` are the larger and the smaller of its k0 and k1, `steps` is its l. The
-others are `exponential_rise`, `cosine`, `restarts`, `warmup`, `skip` and `piecewise`. Functions
-raise ValueError for arguments that are not a rate, a length or a factor.
+capitals; `peak` and `low` are the larger and the smaller of its k0 and k1, `steps` is its l.
+Functions raise ValueError for arguments that are not a rate, a length or a factor.
 """
 
 import bisect

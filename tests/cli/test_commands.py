@@ -40,7 +40,7 @@ def test_the_tree_of_commands() -> None:
     below = {name for name in EVERY if " " in name}
     assert below == {
         "recipes copy", "report diagnose", "report mlperf",
-        *(f"data {name}" for name in ("index", "verify", "pack", "import", "show")),
+        *(f"data {name}" for name in ("index", "pack", "import", "show")),
         *(f"lab {name}" for name in (
             "clusters", "study", "range", "noise", "suggest", "rehearse")),
     }  # fmt: skip
@@ -176,13 +176,13 @@ def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:
     options = Options(
         out="runs/x", data=Path("images"), imports=["mine"], allow=["data.index"], resume="auto",
         max_steps=7, timeout=300.0, time_limit=5400.0, profile=(3, 5), overrides=["seed=2"],
-        device_batch=48, workers=4, restarts=2, min_workers=3,
+        device_batch=48, workers=4, restarts=2,
     )  # fmt: skip
     assert given(
         "--out", "runs/x", "--data", "images", "--import", "mine", "--allow", "data.index",
         "--resume", "auto", "--max-steps", "7", "--timeout", "5m", "--time-limit", "1.5h",
         "--profile", "3:5", "--set", "seed=2", "--device-batch", "48", "--workers", "4",
-        "--restarts", "2", "--min-workers", "3",
+        "--restarts", "2",
     ) == options  # fmt: skip
     recipe = load_recipe("digits_96")
     assert JOB.validate_json(JOB.dump_json((recipe, options))) == (recipe, options)

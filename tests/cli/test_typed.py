@@ -49,12 +49,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         *(
             (f"train digits_96 {words}", words.split()[0])
             for words in ("--workers 0", "--workers x", "--max-steps 0", "--timeout 5x",
-                          "--profile 3", "--profile 5:3", "--out report.html", "--time-limit -1")
-        ),
-        *(
-            (words, "--out")
-            for words in ("lab range digits_96 --out range.png", "export run --out model.pth",
-                          "lab noise digits_96 --out noise.png", "data pack data --out x.json")
+                          "--profile 3", "--profile 5:3", "--time-limit -1")
         ),
     ],
 )  # fmt: skip

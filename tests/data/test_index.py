@@ -14,7 +14,6 @@ from on_forked_workers import on_forked_workers
 
 from largebatch import storage
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.datasets.packing import pack_folder
 from largebatch.data.index import index as module
 from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import (
@@ -295,38 +294,3 @@ def test_a_copy_of_the_folder_with_other_times_is_read_by_its_lengths(root: Path
     for path in root.glob("train/*/*"):
         later(path)
     assert share_index(root, content, Serial(torch.device("cpu"))).mtimes is None
-
-
-def spoil_a_bit(path: Path, place: int) -> None:
-    """Change a bit like a failing disk: length and time do not change."""
-    stat = path.stat()
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-@pytest.mark.parametrize("form", ["files", "shards"])
-def test_verify_names_images_whose_bytes_changed_behind_length_and_time(
-    root: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_folder(root, "val")
-    if form == "shards":
-        pack_folder(root, tmp_path / "shards", shard_bytes=10**6, progress=lambda *_: None)
-        root = tmp_path / "shards"
-    index = load_or_read(root, "train")
-    assert main(["data", "verify", str(root), "--write"]) == DONE
-    assert main(["data", "verify", str(root)]) == DONE
-    assert "train: 0 of 4 differ\nval: 0 of 4 differ\n" in capsys.readouterr().out
-    path, offset, *_ = index.locate(3)
-    spoil_a_bit(path, offset + 60)
-    assert len(load_or_read(root, "train")) == 4  # a run would notice nothing
-    assert main(["data", "verify", str(root)]) == USER
-    shown = capsys.readouterr()
-    assert str(path) in shown.out
-    assert "train: 1 of 4 differ" in shown.out
-    assert "1 of 8 images" in shown.err
-    place = root / ".largebatch-train.checksums"
-    place.write_bytes(place.read_bytes()[:100])
-    assert main(["data", "verify", str(root)]) == USER
-    assert "these checksums are damaged" in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_workers_share_the_imports_of_the_command_and_pages_are_imported_after_the_training(
+def test_pages_are_imported_after_the_training(
     tmp_path: Path,
 ) -> None:
     """Neither timm nor torchvision has anything to do for a network of this package."""
@@ -224,7 +224,6 @@ def test_workers_share_the_imports_of_the_command_and_pages_are_imported_after_t
         [line.rpartition("|")[2].strip() for line in part.splitlines() if "import time:" in line]
         for part in (before, after)
     )
-    assert [imports.count(name) for name in ("torch", "sympy")] == [1, 1]
     pages = {"jinja2", "matplotlib.figure", "largebatch.report.page"}
     assert pages <= set(later)
     unused = {

@@ -1,8 +1,7 @@
 """Data sets published as arrays: CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST.
 
-torchvision reads the official archives and states the MD5 of each. It is checked before anything is
-unpacked, because CIFAR's archives contain pickles, which can run any program when they are loaded.
-Nothing is downloaded.
+torchvision reads the archives, after their MD5 is checked: CIFAR's contain pickles, which can run
+any program when they are loaded.
 """
 
 import io

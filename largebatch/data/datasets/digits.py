@@ -1,12 +1,9 @@
 """Handwritten digits as an image folder: real data without a download.
 
-1,797 grey images of 8 x 8 pixels, 1,437 for training and 360 for validation. They are the test set
-of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine Learning
-Repository, doi 10.24432/C50P49, CC BY 4.0), which scikit-learn's `load_digits` also returns. They
-are written once into the user's cache folder and read like any other image folder.
+1,797 grey images of 8 x 8 pixels, the test set of "Optical Recognition of Handwritten Digits"
+(Alpaydin and Kaynak 1998, UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0).
 """
 
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from largebatch.errors import DataError
-from largebatch.storage import user_cache
+from largebatch.storage import new_folder, user_cache
 
 FULL_SCALE = 16  # value of white
 
@@ -23,28 +20,16 @@ FULL_SCALE = 16  # value of white
 def write_digits() -> Path:
     """Write train/<digit>/*.png and val/<digit>/*.png unless they exist; return the folder.
 
-    The folder is created atomically, so processes that start together do not disturb each other.
-    The images are sorted by digit and otherwise in UCI's order; every fifth one, from the first, is
-    used for validation: always the same 35 to 37 of each digit.
+    The images are sorted by digit, and every fifth one, from the first, is used for validation.
     """
-    cache = user_cache()
-    root = cache / "digits"
-    if root.is_dir():
-        return root
+    root = user_cache() / "digits"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="digits-", dir=cache) as partial:
-            _write_images(Path(partial, "digits"))
-            try:
-                Path(partial, "digits").rename(root)
-            except OSError:
-                if not root.is_dir():  # otherwise another process was first, with the same images
-                    raise
-    except OSError as error:
-        raise DataError(
-            f"{cache}: the digits cannot be written there ({error.strerror}); set XDG_CACHE_HOME "
-            "to a writable folder"
-        ) from None
+        if not root.is_dir():
+            with new_folder(root) as folder:
+                _write_images(folder)
+    except DataError as error:
+        if not root.is_dir():  # otherwise another process was first, with the same images
+            raise DataError(f"{error}; XDG_CACHE_HOME sets the folder of the cache") from None
     return root
 
 

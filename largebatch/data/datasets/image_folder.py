@@ -1,14 +1,9 @@
 """Images in class folders, in a folder, a zip or a tar; their bytes are kept.
 
-A path is `<split>/<class>/<image>`. A class may have subfolders, whose images belong to it. The
-archive may have other folders around the splits. With one archive per split, such as `train.zip`
-and `val.zip`, the paths may omit the split. Without splits, or with train only, a fraction of
-every class can be used for validation. Images of a split in no class folders, such as ImageNet's
-val, have a list of their classes beside it.
-
-A tar in a tar is read as a folder, as in ImageNet's archives. A link or another special file with
-an image's name is an error, so no image is lost silently. Only the path and position of each file
-stay in memory: there may be a million.
+A path is `<split>/<class>/<image>`, with any folders around it, or below the class. The split may
+be the name of the archive, such as `train.zip`, and a tar in a tar is read as a folder, as in
+ImageNet's archives. Images in no class folders, such as ImageNet's val, have a list of their
+classes. Only the path and position of each file stay in memory: there may be a million.
 """
 
 import hashlib
@@ -144,10 +139,9 @@ def open_archives(
 
 
 def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -> list[_Image]:
-    """Return the validation images of a class: at least one, the names of smallest hashes.
+    """Return the validation images of a class, the names of smallest hashes.
 
-    The order, time and content of the files do not matter, and adding images to one class does not
-    change another. Raises DataError if none would be left for training.
+    Adding images to one class does not change another.
     """
     number = max(1, round(fraction * len(images)))
     if number >= len(images):
@@ -164,7 +158,6 @@ def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -
 
 
 def _without_images(source: Path, classes: Iterable[str]) -> Iterator[str]:
-    """Yield a line with the folders beside those of the classes."""
     folder = source / TRAIN if (source / TRAIN).is_dir() else source
     below = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
     others = sorted(filter(visible, below - {TRAIN, *classes}))
@@ -187,10 +180,7 @@ def _archives(source: Path, names: Sequence[str]) -> dict[Path, str | None]:
 def _placed(
     files: Files, paths: Sequence[str], names: Sequence[str]
 ) -> list[tuple[str, str, _Image]]:
-    """Return the images of these splits, each with its split and class.
-
-    Images outside the splits are left out if some are in one. Otherwise all are of the only split.
-    """
+    """Return the images of these splits, each with its split and class; all, if none is in one."""
     inside: dict[str, tuple[str, list[str]]] = {}  # split and path below it, by path
     around: dict[tuple[str, ...], str] = {}
     for path in paths:
@@ -252,10 +242,7 @@ def _read(image: _Image, label: int) -> Sample | Unusable:
 
 @contextmanager
 def _open_files(archive: Path) -> Iterator[Files]:
-    """Yield the files of a folder, a zip or an uncompressed tar.
-
-    Raises DataError or one of DAMAGED.
-    """
+    """Yield the files of a folder, a zip or a tar; raise DataError or one of DAMAGED."""
     if archive.is_dir():
         yield Files(archive, list(_walk(archive)), lambda name: (archive / name).read_bytes())
         return

@@ -1,13 +1,9 @@
 """A user's data set: map-style, like those for torch's DataLoader.
 
-Every worker opens it by an importable function, `module:function`. It is not passed as an object:
-workers are separate processes, also on other machines, and open files cannot be sent to them. The
-function returns a training and a validation data set.
-
-An item is a PIL image with 8 bits per channel or a uint8 tensor of 3 or 1 x H x W, and its class
-number. The recipe decides the order, crops and flips. So worker 0 reads every item once before the
-run, for its size and label, and an item must be the same every time it is read. Only one thread
-reads items at a time, because data sets are usually not thread-safe.
+Every worker opens it by an importable function, `module:function`, which returns a training and a
+validation data set. An item is a PIL image with 8 bits per channel or a uint8 tensor of 3 or 1 x H
+x W, and its class number. Worker 0 reads every item once before the run, for its size and label, so
+an item must not change. One thread at a time reads items: data sets are seldom thread-safe.
 """
 
 import hashlib

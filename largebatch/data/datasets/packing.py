@@ -1,8 +1,7 @@
 """Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
 
-Images keep their bytes and their order, so a sample has the same number in the shards as in the
-original folder, and a run on either sees the same images in the same order. (Readers that read
-shards front to back, without this package's index, should shuffle: they are sorted by class.)
+Images keep their bytes and their order, so a run sees the same ones as from the original folder.
+Readers without this package's index should shuffle the shards: they are sorted by class.
 """
 
 import io

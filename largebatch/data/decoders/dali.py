@@ -1,12 +1,9 @@
 """NVIDIA DALI as the decoder: on the GPU if the worker has one, otherwise on the CPU.
 
-DALI only decodes and resizes: bytes, boxes and flips are its inputs. Its readers, shards, seeds,
-shuffling and last-batch policies are not used.
-
-The index holds the EXIF orientation of the stored image (EXIF 2.32, tag 274), and its heights,
-widths and so all boxes are those of the displayed image: the stored one transposed for TRANSPOSED,
-then flipped vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: the
-stored box is cut out, and the resized square is oriented.
+DALI only decodes and resizes: bytes, boxes and flips are its inputs. The index and all boxes are of
+the displayed image: the stored one transposed for TRANSPOSED (EXIF 2.32, tag 274), then flipped
+vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: the stored box is cut
+out, and the resized square is oriented.
 """
 
 from collections import deque
@@ -61,11 +58,7 @@ def open_decoder(index: Index, view: View, resources: Resources) -> AbstractCont
 
 
 class _Source:
-    """The inputs of the current pass.
-
-    They are dropped after it, else index and buffers live until Python collects DALI's graphs,
-    which are cyclic.
-    """
+    """The inputs of the current pass; dropped after it, as DALI's cyclic graphs live longer."""
 
     def __init__(self) -> None:
         self.inputs: Iterator[_Inputs] = iter(())
@@ -175,10 +168,7 @@ def _inputs(
 
 
 def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:
-    """Raise DataError with the path of an image that Pillow cannot decode either, if there is one.
-
-    DALI does not report which image it was.
-    """
+    """Raise DataError with the path of an image that Pillow cannot decode: DALI names none."""
     for reading, _ in under_way:
         samples = reading.request.samples.tolist()
         for sample, content in zip(samples, reading.contents, strict=True):

@@ -1,21 +1,15 @@
 """Decoded pixels of a small data set, cached in one file that workers map, and their decoders.
 
-All workers of a machine map the file, so the pixels are in memory once for any number of workers,
-and the next run starts at once. A file in the user's cache holds the pixels of all images, then a
-checksum of them and of the file's name, which contains the index's digest, FORMAT and the version
-of Pillow. A run reads the whole file once before it uses it, because it would not notice pixels
-damaged by the disk. A damaged file is written again.
+A file in the user's cache holds the pixels of all images, then a checksum of them and of its name.
+A run reads the whole file once before it uses it: it would not notice pixels damaged by the disk.
 
 On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
-stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`):
-only a few numbers per image are copied from the host, and nothing waits for the device. On a CPU
-the batched products need many times the arithmetic of resizing single images, and are faster only
-for small ones.
+stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`).
 
-Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel. Boxes
-differ between images, so each image has its own weights, and a batch is two batched matrix
-products. The width is resized first, with rounding to integers between the two, like PyTorch on
-bytes and Pillow before version 13 (which starts with the height of a tall box).
+Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel, so a
+batch is two batched matrix products. The width is resized first, with rounding to integers between
+the two, like PyTorch on bytes and Pillow before version 13 (which starts with the height of a tall
+box).
 """
 
 import os
@@ -195,8 +189,6 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
 
 
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
-    """Yield the pixels of every image in order; a few hundred are in progress at a time."""
-
     def decode(sample: int, content: Bytes) -> Bytes:
         return np.asarray(to_pillow(index, sample, content))
 
@@ -263,13 +255,9 @@ def upload(cache: PixelCache, device: torch.device) -> Uploaded:
 
 
 def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
-    """Yield one batch for each request, in order, its images moved by `Request.shifts`.
-
-    A thread computes the numbers of the next requests, and so the order of the next epoch, while
-    the current ones are used.
-    """
+    """Yield one batch for each request, its numbers computed ahead, its images moved."""
     pixels, size = uploaded.pixels, view.image_size
-    transfer, tables = Transfer(pixels.device), _tables(pixels.shape[1:3], view, pixels.device)
+    transfer, places = Transfer(pixels.device), _places(size, pixels.device)
     scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
     center, spread = transfer.send(*scale)
     order = torch.channels_last if view.channels_last else torch.contiguous_format
@@ -284,30 +272,20 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
             if (request.boxes[:, 2:] == size).all():
-                images = _cut_out(pixels, numbers, tables[0], request.boxes[:, :2].any())
+                images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
             else:
                 moves = request.shifts is not None
-                images = _resized(pixels, numbers, tables, view, moves=moves)
+                images = _resized(pixels, numbers, view, moves=moves)
             images = images.sub(center).div_(spread)  # of bytes too, in float32
             yield Batch(images.contiguous(memory_format=order), numbers[-1])
 
 
 @lru_cache(maxsize=8)
-def _tables(axes: torch.Size, view: View, device: torch.device) -> tuple[list[Tensor], ...]:
-    """Return tables on a device: pixels to read by shift, and, of small images, weights.
-
-    The first are for rows, by shift, and for columns, by flip and shift, a negative shift counted
-    from the end. The weights are for rows and columns, by first pixel, length and place.
-    """
-    size = view.image_size
+def _places(size: int, device: torch.device) -> list[Tensor]:
+    """Return the rows to read by shift (negative: from the end), and columns by flip and shift."""
     shifts = torch.cat([torch.arange(size), torch.arange(1 - size, 0)])
     rows = reflected(shifts, num_pixels=size)
-    weights: list[Tensor] = []
-    if max(*axes, size) <= SMALL:
-        found = (_all_weights(num, size, view.interpolation)[0] for num in axes)
-        weights = [torch.from_numpy(np.pad(it, [(0, 0), (1, 0), (0, 0), (0, 0)])) for it in found]
-    places = [rows, torch.stack([rows, size - 1 - rows])]
-    return tuple([table.to(device) for table in tables] for tables in (places, weights))
+    return [rows.to(device), torch.stack([rows, size - 1 - rows]).to(device)]
 
 
 def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.bool_) -> Tensor:
@@ -319,22 +297,13 @@ def _cut_out(pixels: Tensor, numbers: Tensor, places: list[Tensor], offsets: np.
     return pixels[samples[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def _resized(
-    pixels: Tensor, numbers: Tensor, tables: tuple[list[Tensor], ...], view: View, *, moves: bool
-) -> Tensor:
+def _resized(pixels: Tensor, numbers: Tensor, view: View, *, moves: bool) -> Tensor:
     """Return the boxes of the images, resized, mirrored and moved, some at a time."""
-    (places, weights), size, parts = tables, view.image_size, []
+    size, mode, parts = view.image_size, view.interpolation, []
     for some in numbers.split(max(1, AT_ONCE // (pixels[0].numel() // 3)), dim=1):
-        samples, top, left, height, width, flips, down, right, _ = some
-        whole = pixels[samples]
-        if weights:
-            rows = weights[0][top[:, None], height[:, None], places[0][down]]
-            columns = weights[1][left[:, None], width[:, None], places[1][flips, right]]
-            parts.append(_product(whole, rows, columns))
-        else:
-            mode = view.interpolation
-            part = resample(whole, some[1:5].T, flips > 0, size=size, interpolation=mode)
-            parts.append(translate(part, some[6:8].T) if moves else part)
+        flips = some[5] > 0
+        part = resample(pixels[some[0]], some[1:5].T, flips, size=size, interpolation=mode)
+        parts.append(translate(part, some[6:8].T) if moves else part)
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -352,13 +321,6 @@ def resample(
     across = torch.where(flips[:, None], places.flip(1), places)
     rows = _weights(top, box_height, places, num_pixels=height, interpolation=interpolation)
     columns = _weights(left, box_width, across, num_pixels=width, interpolation=interpolation)
-    return _product(images, rows, columns)
-
-
-def _product(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Resize N x H x W x 3 bytes by the weights of output rows and columns: N x 3 x ... floats."""
-    number, height, width, _ = images.shape
-    size = rows.shape[1]
     planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     narrow = _whole(torch.bmm(planes.view(number, 3 * height, width), columns.transpose(1, 2)))
     narrow = narrow.view(number, 3, height, size).transpose(1, 2).reshape(number, height, 3 * size)
@@ -374,11 +336,7 @@ def resample_small(
     size: int,
     interpolation: Interpolation,
 ) -> Floats:
-    """Resize like `resample`, on a CPU with precomputed weights.
-
-    For small images, which have few possible boxes. NumPy is used because its operations start no
-    threads.
-    """
+    """Resize like `resample`, with precomputed weights; NumPy starts no threads."""
     number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.T
     rows = _all_weights(height, size, interpolation)[0, top, box_height - 1]

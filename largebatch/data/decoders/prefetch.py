@@ -1,9 +1,7 @@
 """Batches that threads fill in ahead of their use, part by part, and their copies to the device.
 
-A GPU receives bytes, a quarter of the floats' size, and normalises them itself. A copy from
-pageable memory blocks the host until the device's queue is empty, and a copy in the model's stream
-waits for the model. So copies are made from pinned memory on a separate stream, where they overlap
-with computation.
+A GPU receives bytes, a quarter of the floats' size, and normalises them itself. They are copied
+from pinned memory on a separate stream, where the copies overlap with computation.
 """
 
 from collections import deque
@@ -73,13 +71,7 @@ class Part(NamedTuple):
 
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
-    """Divide rows for the threads: at most `most` per part, fewer if threads would be idle.
-
-    >>> [rows.stop - rows.start for rows in in_parts(20, threads=2, most=8)]
-    [8, 8, 4]
-    >>> [rows.stop - rows.start for rows in in_parts(20, threads=6, most=8)]
-    [4, 4, 4, 4, 4]
-    """
+    """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
     each = min(most, -(-number // threads)) or 1
     return (slice(first, min(first + each, number)) for first in range(0, number, each))
 

@@ -1,17 +1,11 @@
 """Threads that read encoded images ahead of their use, and retry a read that fails.
 
-Disks and networks fail for a moment, which must not end a run of hours. A read that takes very long
-is named in the log; if it never returns, the process group's time-out ends the run.
-
-A batch is read into one reusable buffer: allocating memory costs more than reading cached files.
-The thread that requests a batch does only a few array operations; the reading threads do all work
-per image, such as building paths.
+Disks and networks fail for a moment, which must not end a run of hours. A batch is read into one
+reusable buffer: allocating memory costs more than reading cached files.
 """
 
 import functools
-import logging
 import os
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,17 +20,13 @@ from largebatch.errors import DataError
 from largebatch.storage import read_again
 
 FIRST_READS = 8  # maximum number of images read at the same time until read times are known
-KEPT_OPEN = 4
-"""A reader keeps at most 1 / KEPT_OPEN of the process's limit of open files, for shards."""
+KEPT_OPEN = 256  # shards that a reader keeps open: a quarter of the usual limit of files
 
 THREAD_SECONDS = 0.02
 """Seconds of reading in the previous batch per additional thread. One thread is best for cached
 files: several would spend more time waiting for Python's lock than reading."""
 
-SLOWEST = 10  # such waits after which the run ends
-SLOW_SECONDS = 60.0  # seconds after which a batch that is still being read is named in the log
-
-_LOG = logging.getLogger(__name__)
+SLOWEST_SECONDS = 600.0  # seconds after which a run ends that waits for a read
 
 
 def name_of(location: Location) -> str:
@@ -112,9 +102,7 @@ class Reader:
         self._free: list[Bytes] = []
         self._sharing = min(reads, FIRST_READS)
         # Shards stay open, so that reading an image is one system call.
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = None if limit == resource.RLIM_INFINITY else limit // KEPT_OPEN
-        self._open = functools.lru_cache(maxsize=most)(_OpenFile)
+        self._open = functools.lru_cache(maxsize=KEPT_OPEN)(_OpenFile)
 
     def start(self, request: Request) -> Reading:
         """Start reading the images of a request; `finish` waits for them."""
@@ -134,16 +122,11 @@ class Reader:
         """Wait for the images; raise DataError with the path of one that cannot be read."""
         seconds = 0.0
         for first, job in enumerate(reading.jobs):
-            for attempt in range(1, SLOWEST + 1):
-                try:
-                    seconds += job.result(SLOW_SECONDS)
-                    break
-                except TimeoutError:
-                    path = self._index.file(int(reading.request.samples[first]))
-                    waited = attempt * SLOW_SECONDS
-                    if attempt == SLOWEST:
-                        raise DataError(f"{path}: not read after {waited:g} s") from None
-                    _LOG.warning("images are still being read after %g s: %s, ...", waited, path)
+            try:
+                seconds += job.result(SLOWEST_SECONDS)
+            except TimeoutError:
+                path = self._index.file(int(reading.request.samples[first]))
+                raise DataError(f"{path}: not read after {SLOWEST_SECONDS:g} s") from None
         self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
@@ -167,10 +150,7 @@ class Reader:
 
 @contextmanager
 def open_reader(index: Index, reads: int) -> Iterator[Reader]:
-    """Yield a reader of an index's images, at most `reads` at a time.
-
-    Its threads stop after their current reads at the end of the block, and drop the queued ones.
-    """
+    """Yield a reader of an index's images, at most `reads` at a time."""
     reader = Reader(index, reads)
     try:
         yield reader

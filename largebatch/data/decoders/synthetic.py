@@ -1,8 +1,7 @@
 """Synthetic images: try a recipe, or time training, without any data.
 
-An image is a pure function of its sample number: half its class's pattern and half its own noise,
-both a few random colours interpolated, so that a model can learn the classes. Boxes and flips are
-applied like in a decoder, on the device, in one operation per batch.
+An image is half its class's pattern and half its own noise, both a few random colours interpolated:
+a pure function of its number, from which a model can learn the classes.
 """
 
 from collections.abc import Iterable

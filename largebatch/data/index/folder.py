@@ -1,11 +1,7 @@
 """List the files of one split without opening any, and count the ignored ones.
 
-A split is in `root/split`: either class folders, `<class>/*`, or shards, `*.tar`, with the names of
-the classes in `root/classes.txt`. The content of the folder decides which.
-
-Images of other formats or in other places must not be lost silently: `data index` and `data import`
-print the counts of ignored files, and a run logs them at its start. Hidden files and the folders of
-SYSTEM are not counted.
+A split is in `root/split`: class folders, `<class>/*`, or shards, `*.tar`, with the names of the
+classes in `root/classes.txt`. Images of other formats or places must not be lost silently.
 """
 
 import os
@@ -25,9 +21,6 @@ SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macos
 
 CLASSES = "classes.txt"
 """File beside shards with the names of the classes, one per line, in the order of their labels."""
-
-CONVERTIBLE = {".avif", ".bmp", ".gif", ".heic", ".heif", ".tif", ".tiff", ".webp"}
-"""Suffixes of images that can be converted to those that are read."""
 
 MISPLACED = "images in other places"
 
@@ -166,11 +159,9 @@ def describe(ignored: Mapping[str, int], *, where: str) -> str:
     """Return a line with the numbers of ignored files; empty if there are none.
 
     >>> describe({".gif": 4}, where="train")
-    'train: ignored files: 4 .gif (read are .jpeg .jpg .png); to convert: mogrify -format jpg *.gif'
+    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
     """
     if not ignored:
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    patterns = " ".join(f"*{kind}" for kind in ignored if kind in CONVERTIBLE)
-    convert = f"; to convert: mogrify -format jpg {patterns}" if patterns else ""
-    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)}){convert}"
+    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})"

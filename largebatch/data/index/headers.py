@@ -1,8 +1,7 @@
 """The size of an encoded JPEG or PNG by its header, and the reasons why an image cannot be used.
 
-An image is checked by its header, which Pillow reads, and by its end marker: size, format and
-completeness. The pixels are not decoded; the decoder detects data that is damaged in the middle.
-Other formats, and pixels that the decoders show differently, are refused.
+An image is checked by its header, which Pillow reads, and by its end marker; pixels are not
+decoded. Other formats, and pixels that the decoders show differently, are refused.
 """
 
 import contextlib
@@ -99,10 +98,7 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
 
 
 def require_mode(mode: str) -> None:
-    """Raise BadImageError for pixels that Pillow converts to RGB by cutting them off at 255.
-
-    Also for those, such as LAB, that only some decoders convert.
-    """
+    """Raise BadImageError for pixels that Pillow cuts off at 255, or only some decoders convert."""
     if mode not in MODES:
         raise BadImageError(f"its pixels are {mode}, expected 8 bits per channel")
 

@@ -1,16 +1,12 @@
 """The index of a split: location, label, height and width of every image.
 
-A bad image must be reported with its path before a run starts, never in the middle of it. So the
-header of every image is read once (`make`), and the index is stored in one file beside the images:
-a safetensors file, one of whose arrays is a JSON header, with a checksum at its end. Worker 0 reads
-it and sends it to the others. It is refused if the folder has changed, and built again if it is
-damaged.
+A bad image must be reported with its path before a run starts. So the header of every image is read
+once (`make`), and the index is stored in one file beside the images: safetensors, one of whose
+arrays is a JSON header, with a checksum at its end. Worker 0 reads it and sends it to the others.
 
-When a run starts, the folder is compared with its index: every shard; names of class folders and
-their times, which change when files are added, removed or renamed; every file of a folder whose
-time has changed; and at most `MOST` of the other files, evenly spaced, since checking a million
-takes minutes over a network. Others that were overwritten in place are detected when they are read:
-`Index.locate` returns the length and time that a file must have.
+When a run starts, the folder is compared with its index: every shard; every class folder whose name
+or time has changed; and at most `MOST` other files, evenly spaced, since checking a million takes
+minutes over a network. The rest are checked when they are read: see `Index.locate`.
 """
 
 import contextlib
@@ -84,10 +80,7 @@ class Bad(NamedTuple):
 
 
 class Paths:
-    """Path, from the root, of the file of each sample, computed on access.
-
-    A million strings would take hundreds of megabytes in every worker.
-    """
+    """Path of the file of each sample; a million strings would take too much memory."""
 
     def __init__(
         self, holders: Sequence[str], which: IntArray, *, names: Bytes | None = None
@@ -219,11 +212,7 @@ def load_or_read(root: Path, split: str) -> Index:
 
 
 def read_folder(root: Path, split: str) -> Index:
-    """Read the header of every image of a split and return the index, without storing it.
-
-    Labels number the class folders, sorted bytewise like the images in them; samples in shards
-    keep their order. Raises DataError if the folder or an image is invalid.
-    """
+    """Return the index of a split without storing it; labels number the sorted class folders."""
     return index_of(_read(root, split), root)
 
 
@@ -232,8 +221,7 @@ def open_content(
 ) -> Content:
     """Return the index stored for this folder; build and store one if there is none.
 
-    `every_file` compares all files now, for a run that will not read them. Raises DataError if the
-    folder has changed since its index was built.
+    `every_file` compares all files now. Raises DataError if the folder has changed since.
     """
     reasons = []
     for content in find_stored(root, split):
@@ -259,10 +247,7 @@ def require_stored(root: Path, *, purpose: str) -> None:
 
 
 def find_stored(root: Path, split: str) -> Iterator[Content]:
-    """Yield the undamaged indexes stored for this folder, the preferred place first.
-
-    One beside the images is outdated if that folder became read-only: a newer one is in the cache.
-    """
+    """Yield the undamaged indexes stored for this folder, the preferred place first."""
     for place in places(root, split):
         with contextlib.suppress(OSError, ValueError):
             header, arrays = unpack(place.read_bytes())
@@ -271,10 +256,9 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
 
 
 def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
-    """Read the header of every image of a split and store the index.
+    """Read the header of every image of a split and store the index, beside them or in the cache.
 
-    Raises BadImagesError if there are bad images, unless `drop_bad`. The index is stored beside
-    the images, or in the user's cache if that folder is read-only, or nowhere if both are.
+    Raises BadImagesError if there are bad images, unless `drop_bad`.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
     for place in places(root, split):
@@ -388,11 +372,7 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
 def _read(
     root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent
 ) -> Content:
-    """Measure every image of a split, in threads, because they mostly wait for the storage.
-
-    Under Python's lock they read ten thousand headers per second, so a million images take less
-    than two minutes on any number of cores.
-    """
+    """Measure every image of a split, in threads, because they mostly wait for the storage."""
     try:
         names, shards = layout(root, split)
         with warnings.catch_warnings():

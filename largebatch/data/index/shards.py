@@ -1,9 +1,7 @@
 """WebDataset shards: tar files of images and labels, read by offset and written in order.
 
 A sample is the members `KEY.<image's extension>` and `KEY.cls`, its label as text; KEY is the part
-of the name before the first dot. The tar is not compressed, so an image is a range of bytes of the
-file and nothing is unpacked. Other members of a sample are ignored. A sample whose image or label
-has no bytes in the tar, such as a link, is a bad one.
+of the name before the first dot. Other members are ignored; a link makes a sample a bad one.
 """
 
 import os
@@ -44,11 +42,7 @@ class Unusable(NamedTuple):
 
 
 def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of the tar between the current position of `file` and `end`.
-
-    Raises tarfile.ReadError if the tar is not whole: Python's reader treats a damaged or missing
-    header as the end.
-    """
+    """Yield the members of the tar between two positions; ReadError if it is not whole."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # or every member stays in memory

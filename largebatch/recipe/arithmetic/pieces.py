@@ -106,12 +106,7 @@ def piece_at(pieces: Pieces, step: int) -> BatchPiece:
 
 
 def position_at(pieces: Pieces, step: int) -> int:
-    """Return the number of samples in the updates before `step`.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [position_at(pieces, step) for step in range(6)]
-    [0, 8, 16, 24, 40, 56]
-    """
+    """Return the number of samples in the updates before `step`."""
     return piece_at(pieces, step).samples_before(step)
 
 
@@ -127,12 +122,7 @@ def steps_from_start(
 
 
 def steps_for(pieces: Pieces, samples: int) -> int:
-    """Return the fewest updates from the start of the run that take at least `samples`.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [steps_for(pieces, samples) for samples in (0, 8, 9, 24, 25, 41)]
-    [0, 1, 2, 3, 4, 5]
-    """
+    """Return the fewest updates from the start of the run that take at least `samples`."""
     piece = pieces[bisect.bisect_right(pieces, samples, key=attrgetter("position")) - 1]
     return piece.step - (piece.position - samples) // piece.global_batch
 
@@ -165,12 +155,7 @@ def steps_of(duration: Duration, *, samples: int, global_batch: int) -> int:
 
 
 def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:
-    """Divide steps into those of each piece.
-
-    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
-    >>> [(piece.global_batch, steps) for piece, steps in within(pieces, range(1, 5))]
-    [(8, range(1, 3)), (16, range(3, 5))]
-    """
+    """Divide steps into those of each piece."""
     ends = [*(piece.step for piece in pieces[1:]), max(steps.stop, pieces[-1].step)]
     starts = [piece.step for piece in pieces]
     cut = [

@@ -97,11 +97,7 @@ class Plan:
 
     @property
     def statistics_batch(self) -> int:
-        """Samples in a worker's batch when it measures BatchNorm statistics.
-
-        The fewest whole spans that hold a device batch: workers do not communicate there, because
-        their shares may be unequal, and forward passes alone need little memory.
-        """
+        """Samples in a batch that measures BatchNorm: whole spans that hold device_batch."""
         span = self.bn_span or 1
         return math.ceil(self.device_batch / span) * span
 
@@ -169,11 +165,7 @@ class Plan:
         return self.position(steps) / self.train_samples
 
     def positions(self, step: int, micro: int, rank: int) -> range:
-        """Return the positions of one device batch.
-
-        The workers' device batches of one micro-batch are adjacent, so the samples that share
-        BatchNorm statistics are the same consecutive ones however the global batch is divided.
-        """
+        """Return the positions of one device batch; those of the workers are adjacent."""
         per_micro = self.workers * self.device_batch
         start = self.position(step) + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
@@ -184,11 +176,9 @@ def make_plan(
 ) -> Plan:
     """Divide a recipe over workers, and check that the backend of this name can train it.
 
-    If `execution.device_batch` is null it is the largest of at most `fits` images, which were
-    measured to fit the memory, or of DEVICE_BATCH_LIMIT. Whole BatchNorm spans in a device batch
-    are preferred; if a worker's share has none, or none fits, several workers share each span. The
-    device batch is the same in all pieces of a batch schedule. With a protocol it is a learner's
-    mini-batch, and an update takes whole mini-batches, whichever learners compute them.
+    If `execution.device_batch` is null it is the largest of at most `fits` images, or of
+    DEVICE_BATCH_LIMIT, with whole BatchNorm spans if possible, and the same in all pieces of a
+    batch schedule. With a protocol it is a learner's mini-batch.
 
     Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
     contradict each other, or for the backend.
@@ -288,14 +278,10 @@ def _divide(
 def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
     """Return the divisors of a worker's share that keep every span whole, smallest first.
 
-    Either a device batch holds whole spans, or a group of workers holds one span. At least one is
-    possible: the greatest common divisor of share and span, since the global batch is a multiple of
-    both.
+    Either a device batch holds whole spans, or a group of workers holds one span.
 
     >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
     [12, 24]
-    >>> device_batches(96, workers=1, span=48)
-    [48, 96]
     """
     return [
         size
