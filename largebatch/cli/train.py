@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import shlex
 import sys
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from largebatch.cli.printing import INTERRUPTED, print_json
-from largebatch.distributed.environment import own_rank, worker_rank
+from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
@@ -59,7 +60,8 @@ def _train(loaded: Recipe, options: Options) -> int:
 
     options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        summary = start(loaded, options)
+        forks = os.environ.get(COMMAND) == str(os.getpid())
+        summary = start(loaded, options, forks=forks)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:

@@ -205,7 +205,7 @@ def remembered(folder: Path, given: Options = Options()) -> Options:
     with suppress(OSError, ValidationError):
         own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
     if worker_rank() is not None:
-        own = replace(own, workers=1, restarts=0)
+        own = replace(own, workers=1, restarts=0, min_workers=None)
     changed = {
         field.name: value
         for field in fields(given)

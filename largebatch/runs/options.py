@@ -193,6 +193,9 @@ class Options(Machine):
     restarts: Annotated[int, OF_WORKERS, Parameter(metavar="N")] = 0
     """Restart --workers that died, at most N times."""
 
+    min_workers: Annotated[Count | None, OF_WORKERS] = None
+    """Fewest workers to continue with, if a restart fails."""
+
     max_steps: Annotated[Count | None, OF_FOLDER] = None
     """Stop after N updates in total; the run can be resumed."""
 
@@ -215,7 +218,7 @@ class Options(Machine):
     @property
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
-        own = {"out", "backend", "report", "workers", "restarts"}
+        own = {"out", "backend", "report", "workers", "restarts", "min_workers"}
         return {
             f"--{name.replace('_', '-')}": value
             for name, value in vars(self).items()

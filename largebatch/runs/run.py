@@ -9,15 +9,18 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
-from largebatch.errors import BackendError, WorkerFailedError, printable
+from largebatch.errors import BackendError, PlanError, WorkerFailedError, printable
 from largebatch.formatting import plural
-from largebatch.models import kernels
+from largebatch.models import is_timms, kernels
+from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -83,8 +86,8 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     return summary
 
 
-def start(recipe: Recipe, options: Options) -> Summary:
-    """Do what `run` does, for a loaded recipe."""
+def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
+    """Do what `run` does, for a loaded recipe; with `forks` workers are copies of this process."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
@@ -98,18 +101,23 @@ def start(recipe: Recipe, options: Options) -> Summary:
         summary = run_worker(recipe, options)
     else:
         make_plan(recipe, workers=options.workers, backend=options.backend)
-        restarting(recipe, options)
+        restarting(recipe, options, forks=forks)
         summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
     return replace(summary, folder=options.out)
 
 
 def _require_options(options: Options) -> None:
     """Raise BackendError if the options contradict each other."""
-    workers = options.workers
+    workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
             "command again with --resume auto"
+        )
+    if least is not None and not (options.restarts and 1 <= least <= workers):
+        raise BackendError(
+            f"--min-workers {least} is the least number of workers to restart with: it needs "
+            f"--restarts, and expected 1 to {workers}, the number of --workers"
         )
     if workers != 1:
         require_alone(workers)
@@ -119,29 +127,47 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options) -> None:
+def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
-    At most `restarts` times, and not after an error that the user can fix.
+    At most `restarts` times, and not after an error that the user can fix. If nothing was saved
+    before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
     """
     from largebatch.runs.launch import start_workers
 
+    if forks:  # what every worker would import: torch's optimizers its compiler
+        import_module("torch._dynamo")
+        if is_timms(recipe.model.name):
+            require_timm()
+    workers, restarts = options.workers, options.restarts
+    least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
-    for left in reversed(range(options.restarts + 1)):
+    for left in reversed(range(restarts + 1)):
+        saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(command, workers=options.workers, horovod=options.backend == "horovod")
+            start_workers(
+                command,
+                workers=workers,
+                horovod=options.backend == "horovod",
+                forked=partial(run_worker, recipe, options) if forks else None,
+            )
         except WorkerFailedError as error:
             if not left:
                 raise
+            if describe_saved(options.out) == saved:
+                for number in range(workers - 1, least - 1, -1):  # the next one that divides it
+                    with suppress(PlanError):
+                        make_plan(recipe, workers=number, backend=options.backend)
+                        workers = number
+                        break
             if limit is not None:  # it is the command's, not each start's
                 limit_left = max(0.0, limit - (time.monotonic() - start))
                 options = replace(options, time_limit=limit_left)
             options = replace(options, resume="auto")
             sys.stderr.write(
                 f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
-                f"starting {plural(options.workers, 'worker')} again, "
-                f"{plural(left - 1, 'restart')} left\n"
+                f"starting {plural(workers, 'worker')} again, {plural(left - 1, 'restart')} left\n"
             )
         else:
             return

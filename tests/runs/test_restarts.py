@@ -57,10 +57,14 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    ("ends", "started"),
+    ("ends", "least", "started"),
     [
-        pytest.param(["saved", "well"], [(4, False), (4, "auto")], id="from the checkpoint"),
-        pytest.param(["died", "well"], [(4, False), (4, "auto")], id="from nothing"),
+        pytest.param(["saved", "well"], 4, [(4, False), (4, "auto")], id="from the checkpoint"),
+        pytest.param(["died", "died", "well"], 2, [(4, False), (3, "auto"), (2, "auto")], id="few"),
+        pytest.param(["died", "well"], 4, [(4, False), (4, "auto")], id="no fewer"),
+        pytest.param(
+            ["died"] * 3 + ["well"], 1, [(4, False), *((n, "auto") for n in (3, 2, 1))], id="one"
+        ),
     ],
 )
 def test_workers_that_died_are_started_again(
@@ -68,11 +72,12 @@ def test_workers_that_died_are_started_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     ends: list[str],
+    least: int,
     started: list[tuple[int, object]],
 ) -> None:
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(launch, "start_workers", machine.start)
-    options = Options(out=tmp_path, workers=4, restarts=3)
+    options = Options(out=tmp_path, workers=4, restarts=3, min_workers=least)
     restarting(a_recipe(CLEAN), options)
     assert machine.started == started
     assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
@@ -105,6 +110,20 @@ def test_the_time_limit_is_that_of_all_starts_together(
     options = Options(out=tmp_path, time_limit=250.0, workers=2, restarts=2)
     restarting(a_recipe(CLEAN), options)
     assert machine.limits == [250.0, 150.0, 0.0]
+
+
+@pytest.mark.parametrize(("workers", "restarts"), [(2, 0), (2, 1), (1, 0)])
+def test_a_least_number_of_workers_that_cannot_apply_is_refused(
+    tmp_path: Path, workers: int, restarts: int
+) -> None:
+    with pytest.raises(BackendError, match="--min-workers 5 .* needs --restarts"):
+        run(
+            a_recipe(CLEAN),
+            out=tmp_path / "run",
+            workers=workers,
+            restarts=restarts,
+            min_workers=5,
+        )
 
 
 def test_a_single_process_cannot_restart_itself(tmp_path: Path) -> None:

@@ -658,6 +658,9 @@ class _Module:
     def device_count(self) -> int:
         return NUM_DEVICES
 
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
     def manual_seed(self, seed: int) -> None:
         SEEDS[seed] += 1
         GENERATOR.manual_seed(seed)
