@@ -87,6 +87,7 @@ require_lightning = partial(_import, "lightning", "lightning", "largebatch.integ
 require_transformers = partial(
     _import, "transformers", "transformers", "largebatch.integrations.transformers"
 )
+require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
 require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
 require_wandb = partial(_import, "wandb", "wandb", "tracking: [wandb]")
 require_tensorboard = partial(_import, "tensorboard", "tensorboard", "tracking: [tensorboard]")

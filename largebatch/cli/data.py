@@ -27,10 +27,13 @@ SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
-Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder"]
+Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet"]
 """Formats that can be imported."""
 
-_OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"}}
+_OPTIONS = {
+    "imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"},
+    "parquet": {"val_name", "drop_bad"},
+}
 """Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
@@ -135,6 +138,7 @@ def import_(  # noqa: PLR0913 -- its options
     """Turn an archive on disk into shards.
 
     SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
+    Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
     Of cifar10 and cifar100: cifar-10-python.tar.gz or cifar-100-python.tar.gz, or its folder.
     Of mnist and fashion-mnist: the folder of the four official .gz files.
 
@@ -143,10 +147,10 @@ def import_(  # noqa: PLR0913 -- its options
         source: File or folder.
         out: New folder.
         shard_mb: Longest shard, in 10^6 bytes.
-        val_name: Split that validates, of imagefolder (val).
+        val_name: Split that validates, of imagefolder (val) and parquet.
         val_fraction: Part of every class that validates, of imagefolder.
         seed: Seed of that part (0).
-        drop_bad: Leave out images of imagefolder that cannot be used.
+        drop_bad: Leave out images of imagefolder and parquet that cannot be used.
     """
     given: dict[str, object] = {
         "val_name": val_name,

@@ -31,7 +31,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     the division, and with `drop_bad` the images that cannot be used. Raises DataError if files are
     missing; the message says which are expected.
     """
-    from largebatch.data.datasets import arrays, image_folder
+    from largebatch.data.datasets import arrays, image_folder, parquet
     from largebatch.data.datasets.packing import write_shards
     from largebatch.errors import shorten
     from largebatch.storage import require_new
@@ -40,6 +40,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         **{each: partial(arrays.open_official, name=each) for each in official},
         "imagefolder": image_folder.open_archives,
+        "parquet": parquet.open_parquet,
     }
     require_new(out)
     with openers[name](source, **(options or {})) as data_set:
