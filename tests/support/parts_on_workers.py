@@ -332,6 +332,7 @@ def names_of_the_page() -> dict[str, Any]:
     val_set = torch.utils.data.TensorDataset(torch.zeros(23, 3, 32, 32), torch.arange(23) % 10)
     return names | {
         "update": update,
+        "loss_fn": F.cross_entropy,
         "train_loader": loader,
         "clean_loader": clean[rank() :],  # two batches and one
         "val_set": val_set,

@@ -3,7 +3,7 @@
     python -m benchmarks.studies.averaged_weights.tables
 
 Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights.svg beside it and
-prints the tables of docs/final-polishing.md.
+prints the tables of docs/final-polishing.md, which leaves out `update_bn` on one worker.
 """
 
 import json
