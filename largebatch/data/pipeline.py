@@ -266,12 +266,21 @@ def open_images(
             cache = _choose_cache(recipe, plan, [train, val], backend)
             if cache is not None:
                 train, val = open_indexes(every_file=True)
-                chosen.append(f"images are decoded once and kept (execution.cache: {cache})")
         if cache == "device" and not accelerator.is_remote(backend.device):
             cache = "memory"  # the host's memory is the device's
         if cache in {"memory", "device"}:
-            open_decoder = _open_cached(cache, [train, val], backend, resources, progress)
-        else:
+            from largebatch.data.decoders import pixel_cache
+
+            try:
+                open_decoder = _open_cached(cache, [train, val], backend, resources, progress)
+                kept = f"images are decoded once and kept (execution.cache: {cache})"
+            except pixel_cache.UnwritableError as error:
+                if execution.cache is not None:
+                    raise
+                cache, kept = None, f"images are decoded each time: {error}"
+            if execution.cache is None:
+                chosen.append(kept)
+        if cache not in {"memory", "device"}:
             open_decoder = partial(_decoder(data, execution), resources=resources)
             open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
     if cache != "device":  # which moves images itself

@@ -1,6 +1,7 @@
 """Learning rates of parameter groups that differ from the schedule's."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,26 @@ def set_rates(optimizer: Optimizer, lr: float, *, step: int) -> None:
         if "until" in group:
             rate = group["peak_lr"] * max(0.0, 1 - step / group["until"])
         group["lr"] = rate * group.get("lr_factor", 1.0) * (step >= group.get("after", 0))
+
+
+def frozen_weights(optimizer: Optimizer, *, step: int) -> list[nn.Parameter]:
+    """Return the weights of the groups that are not trained yet: with `after` above `step`."""
+    groups = (group for group in optimizer.param_groups if step < group.get("after", 0))
+    return [weight for group in groups for weight in group["params"]]
+
+
+@contextmanager
+def hidden_gradients(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Remove the gradients of these weights in the block: an optimizer skips such weights.
+
+    A rate of zero keeps a weight, but not its momentum, which would move it later.
+    """
+    hidden = [(weight, weight.grad) for weight in weights]
+    for weight, _ in hidden:
+        weight.grad = None
+    yield
+    for weight, gradient in hidden:
+        weight.grad = gradient
 
 
 def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[dict[str, Any]]:

@@ -41,8 +41,8 @@ class Backbone(Section):
     """Factor of their learning rates, such as 0.1. It also scales their weight decay."""
 
     frozen: Duration | None = None
-    """Their learning rates are zero until then, while the classifier alone is trained; BatchNorm's
-    running statistics move. null: never."""
+    """Updates leave them and their momentum as they are until then, while the classifier alone is
+    trained; BatchNorm's running statistics move. null: never."""
 
 
 class Model(Section):

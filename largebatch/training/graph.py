@@ -31,6 +31,7 @@ from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
 from largebatch.models.wrappers import needs_host
+from largebatch.optim.rates import hidden_gradients
 
 if TYPE_CHECKING:
     from largebatch.training.loop import Results, Stopwatch, Work
@@ -115,7 +116,7 @@ class Graphs:
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
-        form = _form(batch)
+        form = _form(batch), len(self._work.frozen)
         self._shape = self._shapes.pop(form, _Shape())
         self._shapes[form] = self._shape  # the newest is the last
         if len(self._shapes) > _SHAPES:
@@ -181,7 +182,8 @@ class Graphs:
         reducer.hold(part.held)
         reducer.in_passes = part.depth < EVERYTHING
         if part.depth == EVERYTHING:
-            work.optimizer.refresh()  # type: ignore[attr-defined]  # see _problem
+            with hidden_gradients(work.frozen):
+                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _problem
         part.graph.replay()
         work.results = replace(part.results)
         spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]

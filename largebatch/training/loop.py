@@ -22,7 +22,7 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import set_rates
+from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
 from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
 from largebatch.training.graph import UseGraph, open_graphs
@@ -134,6 +134,8 @@ class Work:
     def __post_init__(self) -> None:
         self._one = torch.ones((), device=self.reducer.device)
         self.results = Results(self.scaler.scale(self._one), self._one, self._one)
+        self.frozen: list[nn.Parameter] = []
+        """Weights that this update leaves as they are."""
 
     def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
         """Add the gradients of a micro-batch; those of the last one are sent while they come."""
@@ -159,10 +161,19 @@ class Work:
 
     def update(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
-        results, optimizer, scaler = self.results, self.optimizer, self.scaler
+        results, scaler = self.results, self.scaler
         self.reducer.in_passes = False
         skipped = ~results.finite if self.skip_nonfinite else None
         before = scaler.scale(self._one)
+        with hidden_gradients(self.frozen):
+            self._step(skipped)
+        if scaler.is_enabled():
+            skipped = results.scale < before
+        results.skipped = skipped
+        self.spans.update(skipped)
+
+    def _step(self, skipped: Tensor | None) -> None:
+        results, optimizer, scaler = self.results, self.optimizer, self.scaler
         if skipped is not None and skips_on_device(optimizer) and not scaler.is_enabled():
             optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]  # as GradScaler sets them
             optimizer.step()
@@ -172,10 +183,6 @@ class Work:
             scaler.step(optimizer)
             scaler.update()
             results.scale = scaler.scale(self._one)
-        if scaler.is_enabled():
-            skipped = results.scale < before
-        results.skipped = skipped
-        self.spans.update(skipped)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -234,6 +241,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         accelerator.seed(seed(step), reducer.device)
         lr, scaled_by = schedule(step), work.results.scale
         set_rates(optimizer, lr, step=step)
+        work.frozen = frozen_weights(optimizer, step=step)
         work.results = Results(scaled_by, scaled_by, scaled_by)
         data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
         for micro in range(accumulation):

@@ -3,11 +3,14 @@
 And where pixels are kept by default.
 """
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerator
@@ -24,6 +27,7 @@ from largebatch.data.order import _permutation
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 
@@ -166,3 +170,40 @@ def test_pixels_are_kept_where_they_fit(
     found = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32))
     assert opened == ([] if expected is None else [expected])
     assert any("execution.cache" in remark for remark in found.remarks) == (expected is not None)
+
+
+def test_pixels_that_cannot_be_written_are_decoded_each_time_unless_they_are_asked_for(
+    folder: Callable[[int, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    automatic, asked = a_recipe("execution.cache=null", *WHOLE), a_recipe(*WHOLE)
+    images = folder(32, 32)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        found = open_images(automatic, make_plan(automatic), Serial(CPU), folder=images)
+        with pytest.raises(DataError, match=r"execution\.cache"):
+            open_images(asked, make_plan(asked), Serial(CPU), folder=images)
+    assert any("each time" in remark for remark in found.chosen)
+    for ours, theirs in zip(found.validation(), batches(asked, images, None)[10:], strict=True):
+        assert torch.equal(ours.images, theirs.images)
+
+
+def test_a_choice_is_the_same_when_the_file_of_the_first_run_fills_the_disk(
+    folder: Callable[[int, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = a_recipe(*WHOLE)
+    pipeline = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32))
+    indexes = [pipeline.train_index]
+    size = pixel_cache.num_bytes(pipeline.train_index)
+
+    def fits(free: float) -> bool:
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+        return pixel_cache.fits_host(indexes)
+
+    assert fits(size)
+    assert not fits(size / 2)
+    monkeypatch.setattr(pixel_cache, "AUTOMATIC", size - 1)
+    assert not fits(size)

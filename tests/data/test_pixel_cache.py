@@ -59,7 +59,13 @@ def test_one_worker_of_each_folder_writes(
 
     def work(rank: int) -> int:
         local.rank = rank
-        worker: Any = SimpleNamespace(rank=rank, local_rank=rank % 2, barrier=barrier.wait)
+        worker: Any = SimpleNamespace(
+            rank=rank,
+            local_rank=rank % 2,
+            barrier=barrier.wait,
+            device=CPU,
+            all_gather=lambda it: it,
+        )
         return len(pixel_cache.open_cache(folder, backend=worker, threads=1).pixels)
 
     monkeypatch.setattr(pixel_cache, "_write", count)

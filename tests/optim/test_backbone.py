@@ -1,17 +1,25 @@
 """The rates of a backbone, with every optimizer and on the whole way of a recipe."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from short_runs import a_recipe, timms, weights
+from short_runs import a_recipe, content, timms, weights
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
 from largebatch.errors import RecipeError
 from largebatch.models import classifier
-from largebatch.optim.rates import own_groups, set_rates
+from largebatch.optim.lars import LARS
+from largebatch.optim.rates import (
+    frozen_weights,
+    hidden_gradients,
+    own_groups,
+    set_rates,
+)
 
 FROZEN = "model.backbone={lr_factor: 0.25, frozen: {steps: 2}}"
 OPTIMIZERS = {
@@ -48,6 +56,7 @@ def test_a_frozen_backbone_does_not_move_and_its_classifier_does(kind: str, tmp_
     folder = tmp_path / "run"
     run(recipe, out=folder, report=False, max_steps=2)
     assert moved(first, weights(folder)) == {True: {"fc.weight", "fc.bias"}, False: set()}
+    assert sum(map(bool, content(folder)["optimizer"]["state"].values())) == 2
     run(recipe, out=folder, report=False, max_steps=3, resume=True)
     assert len(moved(first, weights(folder))[False]) > 20
 
@@ -70,6 +79,31 @@ def test_a_group_is_divided_and_its_settings_stay() -> None:
     assert [rates[0][id(weight)] for weight in weights] == pytest.approx([0.3, 0, 0])
     assert [rates[1][id(weight)] for weight in weights] == pytest.approx([0.3, 0.15, 0.05])
     assert sgd.param_groups[2]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(partial(torch.optim.SGD, momentum=0.9), id="SGD"),
+        pytest.param(torch.optim.AdamW, id="AdamW"),
+        pytest.param(LARS, id="LARS"),
+    ],
+)
+def test_gradients_before_a_group_is_trained_leave_no_momentum(
+    build: Callable[..., torch.optim.Optimizer],
+) -> None:
+    ours, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = build([{"params": [ours], "after": 3}, {"params": [other]}], weight_decay=0.0)
+    for step in range(6):
+        for weight in (ours, other):
+            weight.grad = torch.full_like(weight, float(step < 3))
+        set_rates(optimizer, 0.1, step=step)
+        with hidden_gradients(frozen_weights(optimizer, step=step)):
+            optimizer.step()
+        assert ours.grad is not None
+        assert ours.tolist() == [1, 1]
+        assert step >= 3 or not optimizer.state[ours]
+    assert other[0] < 1
 
 
 def test_a_frozen_backbone_needs_weights() -> None:

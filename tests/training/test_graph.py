@@ -14,8 +14,20 @@ import torch
 import torch.distributed as dist
 from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
-from test_accelerator import CPU, DIGITS, HALF, OVERFLOWS, Case, lars_outside, sgd, small, training
+from test_accelerator import (
+    CPU,
+    DIGITS,
+    HALF,
+    OVERFLOWS,
+    Case,
+    lars,
+    lars_outside,
+    sgd,
+    small,
+    training,
+)
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
 from largebatch.data.types import Batch
@@ -119,6 +131,13 @@ def dropped() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.3), small(), nn.Dropout(0.3))
 
 
+def frozen_first(network: nn.Module) -> Optimizer:
+    """Return LARS that trains all but biases and norms from the fifth update on."""
+    optimizer = lars(network)
+    optimizer.param_groups[0]["after"] = 4
+    return optimizer
+
+
 def norm() -> Tensor:
     """Stand in for a measurement of the caller, which a graph repeats."""
     return torch.ones((), device=accelerator.simulate()) * 2
@@ -169,6 +188,12 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     assert len(found.notes) == 1
     assert "up to the optimizer" in found.notes[0]
     assert found.launches[-1] < found.launches[1]
+
+
+def test_weights_that_are_trained_later_get_a_graph_of_their_own() -> None:
+    found = compared(Case(steps=8, optimizer=frozen_first), tables=True)
+    is_replayed = [number < found.launches[1] / 4 for number in found.launches]
+    assert is_replayed == [False, False, True, True] * 2
 
 
 def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:

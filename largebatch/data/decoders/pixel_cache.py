@@ -59,6 +59,7 @@ from largebatch.storage import (
 )
 
 LIMIT = 16 * 2**30  # maximum number of bytes of pixels of one split
+AUTOMATIC = 2 * 2**30  # of those that are cached without being asked for
 FORMAT = 1  # version of the files and of the decoding; files of another version are not used
 EACH = 128  # number of images in one thread's task
 READS = 8  # maximum number of images read at the same time
@@ -93,6 +94,10 @@ class PixelCache:
         return whole[top : top + height, left : left + width]
 
 
+class UnwritableError(DataError):
+    """Decoded pixels cannot be written to a file."""
+
+
 class Uploaded(NamedTuple):
     """Labels of an index, and the pixels of its images on a device, N x H x W x 3."""
 
@@ -107,7 +112,8 @@ def open_cache(
 
     Worker 0 writes the file first, then the first worker of each machine that does not find it: in
     a shared folder, a file that others have mapped must not be replaced. Raises DataError with the
-    path of an image that cannot be decoded, or if there are too many pixels to cache.
+    path of an image that cannot be decoded, or if there are too many pixels to cache; on every
+    worker UnwritableError if one of them cannot write.
     """
     sizes = 3 * index.heights * index.widths
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -118,11 +124,17 @@ def open_cache(
             f"execution.cache stores at most {LIMIT / 1e9:.1f} GB; decode them each time with "
             "execution.cache: none, or make the images smaller"
         )
-    path = _place(index)
+    path, problem = _place(index), None
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
-            _write(path, index, threads, progress)
+            try:
+                _write(path, index, threads, progress)
+            except UnwritableError as error:
+                problem = error
         backend.barrier()
+    failed = backend.all_gather(torch.tensor(problem is not None).to(backend.device))
+    if failed.any():  # sync: once, before training
+        raise problem or UnwritableError("another worker cannot write the pixels of its images")
     # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
     return PixelCache(index, pixels, starts)
@@ -131,14 +143,17 @@ def open_cache(
 def fits_host(indexes: Sequence[Index]) -> bool:
     """Return True if cached pixels take a quarter of this host's memory and half of the free disk.
 
-    Each split must be below LIMIT, and the folder of the files, or the one above it, writable.
+    Files that are there already count as free. Each split must be at most AUTOMATIC, and the folder
+    of the files, or the one above it, writable.
     """
     sizes = [num_bytes(index) for index in indexes]
     place = user_cache() / "pixels"
     above = next(folder for folder in (place, *place.parents) if folder.exists())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = min(memory / 4, shutil.disk_usage(above).free / 2)
-    return max(sizes) <= LIMIT and sum(sizes) <= room and os.access(above, os.W_OK)
+    free = shutil.disk_usage(above).free
+    free += sum(file.stat().st_size for file in set(map(_place, indexes)) if file.exists())
+    room = min(memory / 4, free / 2)
+    return max(sizes) <= AUTOMATIC and sum(sizes) <= room and os.access(above, os.W_OK)
 
 
 def num_bytes(index: Index) -> int:
@@ -181,7 +196,7 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
             file.write(checksum(written()))
     except OSError as error:
         size = num_bytes(index) / 1e6
-        raise DataError(
+        raise UnwritableError(
             f"{path.parent}: {size:,.1f} MB of decoded images cannot be written there "
             f"({error.strerror or error}); set XDG_CACHE_HOME to a writable folder with room for "
             "them, or decode them each time with --set execution.cache=none"
