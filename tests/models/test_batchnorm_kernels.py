@@ -349,6 +349,7 @@ def test_a_graph_of_torch_compile_calls_the_operator(
     span: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
+    torch.compiler.reset()  # other tests may have used up the recompilations of a layer
     monkeypatch.setattr(kernels.batchnorm(), "WHOLE", whole)
     block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
     block = with_span(block.to(DEVICE), span)
