@@ -128,3 +128,36 @@ def data_loader() -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 4)
     loader.set_epoch = lambda _: None  # as Accelerate's
     return loader
+
+
+def test_transformers_average_is_exchanged_for_one_evaluation_and_refuses_what_it_cannot_do() -> (
+    None
+):
+    pytest.importorskip("transformers")
+    from largebatch.integrations.transformers import PolishedAverage
+
+    model = network()
+    model(batches()[0][0])
+    weight = next(model.parameters())
+    callback = PolishedAverage([images for images, _ in batches()], decay=0.5)
+    args, control = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace()
+    begun, resumed = (SimpleNamespace(global_step=step) for step in (0, 3))
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
+        callback.on_train_begin(args, resumed, control, model=model)
+    callback.on_train_begin(args, begun, control, model=model)
+    state = SimpleNamespace(global_step=2)
+    for _ in range(2):  # the first one starts the average
+        with torch.no_grad():
+            weight.mul_(3)
+        callback.on_optimizer_step(args, state, control, model=model)
+    raw = weight.clone()
+    control.should_evaluate = True
+    callback.on_step_end(args, state, control, model=model)
+    assert not weight.equal(raw)
+    callback.on_evaluate(args, state, control, model=model)
+    assert weight.equal(raw)  # as a checkpoint saves it
+    with pytest.raises(ValueError, match="eval_dataset"):
+        callback.on_evaluate(args, state, control, model=model)  # of the second set
+    callback.on_train_end(args, state, control, model=model)
+    callback.on_evaluate(args, state, control, model=model)  # the user's own
+    assert not weight.equal(raw)

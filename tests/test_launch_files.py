@@ -343,11 +343,13 @@ def test_the_time_comes_from_the_planner(capsys: pytest.CaptureFixture[str]) -> 
     ("image", "kind", "started"),
     [
         pytest.param(
-            "x.sif", "pbs", "apptainer exec --nv --bind {here}:{here} {here}/x.sif", id="apptainer"
+            "x.sif", "pbs",
+            "apptainer exec --nv --bind {here}:{here} --bind /big:/big {here}/x.sif",
+            id="apptainer",
         ),
         pytest.param(
             "nvcr.io#a/b:1", "slurm", "--container-image nvcr.io#a/b:1 --container-mounts "
-            "{here}:{here},{here}:{here} --container-workdir {here}", id="pyxis",
+            "{here}:{here},{here}:{here},/big:/big --container-workdir {here}", id="pyxis",
         ),
     ],
 )  # fmt: skip
@@ -356,6 +358,7 @@ def test_a_job_runs_in_a_container_that_sees_its_files(
 ) -> None:
     (cluster / "w.pth").touch()
     words = [kind, "digits_96", "--nodes", "2", "--image", image, "--set", "model.weights=w.pth"]
+    words += ["--out", "/big/run"]
     (cluster / "job.sh").write_text(filled(capsys, *words))
     printed = dry_run(cluster / "job.sh").replace("\\", "")
     assert f" {started.format(here=cluster)} python3 -m largebatch train " in printed
@@ -449,6 +452,10 @@ def free_port() -> int:
         (["pbs", "digits_96", "--nodes", "2", *IMAGE], "--image registry/largebatch:1"),
         (["pbs", "digits_96", "--nodes", "2", "--set", "model.weights=w.pth"], "model.weights: "),
         (["pbs", "{tmp}/own.yaml", "--nodes", "2"], "RECIPE: {tmp}/own.yaml: "),
+        *(
+            (["slurm", "digits_96", "--nodes", "2", option, "{tmp}/a"], f"{option} {{tmp}}/a: ")
+            for option in ("--data", "--out")
+        ),
     ],
 )
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(

@@ -1,20 +1,30 @@
 """The command `audit`: check a user's own model, loader, loss and optimizer. It prints."""
 
 import gc
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import AuditError, DataError
-from largebatch.runs.options import Given, Workers
+from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
 
 if TYPE_CHECKING:
     from largebatch.audit import Findings
 
 
-def audit(target: str, /, *arguments: str, options: Annotated[Workers, Given] = Workers()) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Audited(Workers):
+    """Local workers of an audit."""
+
+    workers: Annotated[Count | None, OF_WORKERS] = None  # type: ignore[assignment]
+    """Number of worker processes to start on this machine (2 for a script)."""
+
+
+def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
     TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates
@@ -33,9 +43,11 @@ def audit(target: str, /, *arguments: str, options: Annotated[Workers, Given] = 
     if script.suffix == ".py":
         if not script.is_file():
             raise DataError(f"{target}: there is no such script")
-        if options.workers == 1 and worker_rank() is None:
+        if options.workers is None and worker_rank() is None:
             from largebatch.runs.launch import start_workers
 
+            text = "largebatch: two workers were started; --workers 1 audits a single process"
+            print(text, file=sys.stderr)
             words = ["-m", "largebatch", "audit", "--workers", "2", target, *arguments]
             return start_workers(words, workers=2, horovod=options.backend == "horovod")
         from largebatch.audit.script import audit_script

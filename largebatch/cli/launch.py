@@ -11,7 +11,7 @@ import posixpath
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -206,9 +206,8 @@ def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
     return time
 
 
-def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
-    """Return a script whose settings have the job's values; each key is the start of a line."""
-    gpus, node, queue = job.gpus_per_node, job.node, job.queue
+def _files(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path]:
+    """Return the files of this host that a job reads, by option or key."""
     given = {"RECIPE": source if source.is_file() else None, "model.weights": recipe.model.weights}
     travels = {key: Path(file).absolute() for key, file in given.items() if file}
     for key, file in travels.items():
@@ -219,6 +218,31 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
             raise LargebatchError(
                 f"{key}: {file}: only this host has this folder; move it to a shared file system"
             )
+    return travels
+
+
+def _folders(job: Job, travels: Mapping[str, Path]) -> list[Path]:
+    """Return the folders besides the job's own that its hosts must see, each once."""
+    given = {"--data": job.data, "--out": job.out}
+    places = {option: place.absolute() for option, place in given.items() if place is not None}
+    for option, place in places.items():
+        if job.nodes > 1 and any(place.is_relative_to(folder) for folder in LOCAL):
+            raise LargebatchError(
+                f"{option} {place}: each host has a folder of its own there; give one on a shared "
+                "file system"
+            )
+    folders = [file.parent for file in travels.values()]
+    folders += [places["--data"]] if "--data" in places else []
+    out = places.get("--out")
+    if out is not None and (".." in out.parts or not out.is_relative_to(Path.cwd())):
+        folders.append(out.parent)
+    return [*dict.fromkeys(folders)]
+
+
+def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
+    """Return a script whose settings have the job's values; each key is the start of a line."""
+    gpus, node, queue = job.gpus_per_node, job.node, job.queue
+    travels = _files(kind, source, recipe, job)
     options = _options(job)
     if "model.weights" in travels:
         options += ["--set", f"model.weights={travels['model.weights']}"]
@@ -229,9 +253,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
             "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
             file=sys.stderr,
         )
-    folders = dict.fromkeys(file.parent for file in travels.values())
-    folders |= {job.data.absolute(): None} if job.data else {}
-    mounts = [f"{folder}:{folder}" for folder in folders]
+    mounts = [f"{folder}:{folder}" for folder in _folders(job, travels)]
     python, image = [sys.executable], job.image or ""
     if image.endswith(".sif"):
         binds = [word for mount in mounts for word in ("--bind", mount)]

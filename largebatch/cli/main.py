@@ -277,7 +277,7 @@ def _interrupt(*_: object) -> None:
 def _on_workers(words: Sequence[str]) -> int:
     """Run a command in this process, or start local workers that each run it."""
     call, workers = parse(words)
-    if workers.workers == 1:
+    if workers.workers in {None, 1}:  # an audit may have none
         return call() or DONE
     from largebatch.runs.launch import reporting_errors, start_workers
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
@@ -40,7 +40,18 @@ def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options
     return _train(load_recipe(recipe, options.changes), options)
 
 
-def resume(run: Path, /, *, options: Annotated[Options, Given] = Options()) -> int:
+class Asked(Options):
+    """Options that know which of them were given, also with the value of their default."""
+
+    def __init__(self, **given: Any) -> None:  # noqa: ANN401 -- of Options
+        super().__init__(**given)
+        object.__setattr__(self, "given", given)
+
+
+_NOTHING = Asked()
+
+
+def resume(run: Path, /, *, options: Annotated[Asked, Given] = _NOTHING) -> int:
     """Continue a run with its recipe, its images and the options it was started with.
 
     Args:
@@ -49,8 +60,8 @@ def resume(run: Path, /, *, options: Annotated[Options, Given] = Options()) -> i
     from largebatch.runs.folder import check_folder, remembered
 
     check_folder(run, resume=True)
-    options = remembered(run, options)
-    return _train(load_recipe(run / RECIPE, options.changes), options)
+    resumed = remembered(run, vars(options)["given"])
+    return _train(load_recipe(run / RECIPE, resumed.changes), resumed)
 
 
 def _train(loaded: Recipe, options: Options) -> int:

@@ -22,18 +22,23 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
 
     Training continues from its own weights and ends with the polished average in the model.
     `batches` are clean training images, of which every worker may pass all or its own share.
-    Raises ValueError with load_best_model_at_end: saved weights are those of training.
+    Raises ValueError with load_best_model_at_end: saved weights are those of training. So it does
+    for a resumed run, whose average is not saved, and for several evaluation sets in a dict.
     """
 
     def __init__(self, batches: Iterable[Any], *, decay: float = 0.999) -> None:
         self.batches, self.decay = batches, decay
         self._averaged: AveragedModel | None = None
         self._is_in_model = False
+        self._evaluated: int | None = None
+        """Update of the last evaluation."""
 
-    def on_train_begin(self, args: Any, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: Any, state: Any, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
         """Start the average."""
         if args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end loads weights that are not averaged: unset it")
+        if state.global_step > 0:
+            raise ValueError("resume_from_checkpoint has no average: train from the first update")
         self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
 
     def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
@@ -49,16 +54,22 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
 
     on_epoch_end = on_step_end
 
-    def on_evaluate(self, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
-        """Exchange again: training continues from its own weights."""
+    def on_evaluate(self, _: Any, state: Any, *__: Any, model: nn.Module, **___: Any) -> None:  # noqa: ANN401
+        """Exchange again: training continues from its own weights, which are saved next."""
         if self._is_in_model:
             self._exchange(model)
+            self._evaluated = state.global_step
+        elif self._evaluated == state.global_step:
+            raise ValueError(
+                "eval_dataset: the average is evaluated on one set, got several: join them, or "
+                "evaluate the others after training"
+            )
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:  # noqa: ANN401
         """End with the polished average."""
         self._exchange(model)
         polish(model, self.batches)
-        self._is_in_model = False
+        self._is_in_model, self._evaluated = False, None
 
     def _exchange(self, model: nn.Module) -> None:
         assert self._averaged is not None

@@ -5,9 +5,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, assert_never
 
 from pydantic import TypeAdapter, ValidationError
@@ -196,22 +197,17 @@ def remember(folder: Path, options: Options) -> None:
         raise _unwritable(folder, error) from None
 
 
-def remembered(folder: Path, given: Options = Options()) -> Options:
+def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
     """Return options that resume the run of a folder: the remembered ones, except those given.
 
     Limits, profiles and changes are not remembered. A launcher gives a run its workers.
     """
-    own = given.without_limits
+    own = Options(**given).without_limits
     with suppress(OSError, ValidationError):
         own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
     if worker_rank() is not None:
         own = replace(own, workers=1, restarts=0, min_workers=None)
-    changed = {
-        field.name: value
-        for field in fields(given)
-        if (value := getattr(given, field.name)) != field.default
-    }
-    return replace(own, **{**changed, "out": folder, "resume": given.resume or True})
+    return replace(own, **{**given, "out": folder, "resume": given.get("resume") or True})
 
 
 def check_folder(folder: Path, *, resume: Resume) -> None:

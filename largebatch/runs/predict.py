@@ -84,7 +84,7 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
                 interpolation=recipe.data.interpolation,
                 channels_last=recipe.execution.channels_last(backend.device.type),
             )
-            resize, cached = recipe.data.eval_resize, recipe.execution.cache is not None
+            resize, cached = recipe.data.eval_resize, recipe.execution.cache in {"memory", "device"}
             batches = _decode(sizes, resize, view, resources, unreadable, cached=cached)
             evaluate(model, batches, backend, each=lambda logits, _: scores.append(logits))
     readable = [row for row, image in enumerate(sizes) if image not in unreadable]

@@ -7,6 +7,7 @@ import pytest
 from programs import output_of
 
 from largebatch.audit.script import audit_script
+from largebatch.cli.main import DONE, main
 from largebatch.errors import DataError
 
 LOOP = """
@@ -70,6 +71,31 @@ def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(scr
     assert "audit: no fault" in printed
     assert "unknown" not in printed
     assert "1.0000 times that of one process with all 32 samples" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "started"),
+    [
+        pytest.param([], 1, id="two by default"),
+        pytest.param(["--workers", "1"], 0, id="one is one process"),
+    ],
+)
+def test_a_script_is_audited_on_as_many_workers_as_are_given(
+    words: list[str],
+    started: int,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    starts: list[int] = []
+    monkeypatch.setattr(
+        "largebatch.runs.launch.start_workers", lambda *_, workers, **__: starts.append(workers)
+    )
+    assert main(["audit", *words, str(script), "none"]) == DONE
+    printed = capsys.readouterr()
+    assert starts == [2] * started
+    assert ("two workers were started" in printed.err) == bool(started)
+    assert ("audit: no fault" in printed.out) == (not started)
 
 
 @pytest.mark.parametrize(

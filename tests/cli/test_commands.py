@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -18,8 +18,11 @@ from cyclopts.help.help import docstring_parse
 from largebatch import load_recipe, run
 from largebatch.cli.main import COMMANDS, DONE, EXAMPLES, USER, main, make_app, parse
 from largebatch.cli.recipe import BREAKS_RULES
+from largebatch.recipe.writing import dump_yaml
+from largebatch.runs.folder import remember
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB
+from largebatch.tracking.events import RECIPE
 
 PASSED_ON = {"lab study"}
 
@@ -251,3 +254,26 @@ def test_audit_checks_a_users_own_training_on_two_workers(
     assert shown in captured.out + captured.err
     assert "Traceback" not in captured.err
     assert (f"largebatch: {function}" in captured.err) == (code == USER)
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        pytest.param("", {}, id="nothing"),
+        pytest.param("--workers 1", {"workers": 1}, id="the default"),
+        pytest.param("--workers 3", {"workers": 3}, id="another value"),
+        pytest.param("--timeout 5m --restarts 0", {"timeout": 300.0, "restarts": 0}, id="several"),
+        pytest.param("--set seed=3", {"overrides": ("seed=3",)}, id="a change"),
+        pytest.param("--resume auto --out b", {"resume": "auto"}, id="another folder is not"),
+    ],
+)
+def test_a_run_is_resumed_with_what_is_given_and_else_as_it_was_started(
+    words: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Options(workers=2, timeout=77, restarts=1, out=tmp_path)
+    remember(tmp_path, started)
+    (tmp_path / RECIPE).write_text(dump_yaml(load_recipe("digits_96")))
+    resumed: list[Options] = []
+    monkeypatch.setattr("largebatch.cli.train._train", lambda _, options: resumed.append(options))
+    assert main(["resume", str(tmp_path), *words.split()]) == DONE
+    assert resumed == [replace(started, **{"resume": True, **changed})]

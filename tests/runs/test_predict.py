@@ -74,7 +74,7 @@ def test_a_run_is_resumed_and_evaluated_with_what_it_remembers(
     assert str(photos / "data") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cache", ["memory", "null"])
+@pytest.mark.parametrize("cache", ["memory", "none", "null"])
 def test_predictions_are_those_of_the_evaluation(
     cache: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

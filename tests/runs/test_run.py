@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -279,7 +280,16 @@ def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) ->
 
 def test_a_recipe_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Recipe] = []
-    monkeypatch.setattr("largebatch.runs.run.run_worker", lambda recipe, _: trained.append(recipe))
+
+    @dataclass
+    class End:
+        folder: Path | None = None
+
+    def train(recipe: Recipe, _: object) -> End:
+        trained.append(recipe)
+        return End()
+
+    monkeypatch.setattr("largebatch.runs.run.run_worker", train)
     for named in ("digits_96", DIGITS, Path(DIGITS), load_recipe(DIGITS)):
         run(named, out=tmp_path)
     assert trained == 4 * [load_recipe(DIGITS)]
