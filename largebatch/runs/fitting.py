@@ -79,8 +79,16 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     )
 
 
-def halve(session: Session) -> int:
-    """Save a run that ran out of memory as of its last update; return half of its device batch.
+class SmallerBatchError(Exception):
+    """A part of a run ended for want of memory, saved; the next one has a smaller device batch."""
+
+    def __init__(self, device_batch: int) -> None:
+        super().__init__(device_batch)
+        self.device_batch = device_batch
+
+
+def halve(session: Session) -> SmallerBatchError:
+    """Save a run that ran out of memory as of its last update; return what ends this part of it.
 
     Raises DeviceMemoryError, with a smaller device batch, where this process cannot go on.
     """
@@ -98,16 +106,16 @@ def halve(session: Session) -> int:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
         )
-    if asked is not None or backend.name != "serial" or not in_passes:
+    if asked is not None or backend.name != "serial":
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
     training.step_log.flush()
-    session.log.note("train", f"{where}: continuing after update {step:,} with {smaller:,}")
-    if step:
+    since = f"update {step:,}" if in_passes else "the newest checkpoint"
+    session.log.note("train", f"{where}: continuing after {since} with {smaller:,}")
+    if step and in_passes:  # else weights or results may be those of half an update
         session.saver.save()
-    training.requests.stopped = True
-    return smaller
+    return SmallerBatchError(smaller)
 
 
 def whole_spans(num: int, span: int) -> int:

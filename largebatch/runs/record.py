@@ -8,6 +8,7 @@ from pathlib import Path
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
+from largebatch.runs.fitting import SmallerBatchError
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
@@ -38,6 +39,10 @@ def record(
             with failures_named():
                 complete = work()
                 session.saver.finish()
+        except SmallerBatchError:
+            session.saver.finish()
+            _finish(session, folder, "paused", draws=False)
+            raise
         except BaseException as error:
             status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             diverged = str(error) if isinstance(error, DivergedError) else None

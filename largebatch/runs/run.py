@@ -25,7 +25,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
-from largebatch.runs.fitting import halve
+from largebatch.runs.fitting import SmallerBatchError, halve
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -175,19 +175,20 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
-    begun, limit = time.monotonic(), options.time_limit
-    summary, smaller = _run_worker(recipe, options, None)
-    while smaller is not None:
+    begun, limit, fits = time.monotonic(), options.time_limit, None
+    while True:
+        try:
+            return _run_worker(recipe, options, fits)
+        except SmallerBatchError as error:
+            fits = error.device_batch
         gc.collect()  # the tensors of the session before
         left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
-        again = replace(options, resume="auto", allow=(), time_limit=left)
-        summary, smaller = _run_worker(recipe, again, smaller)
-    return summary
+        options = replace(options, resume="auto", allow=(), time_limit=left)
 
 
-def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Summary, int | None]:
-    """Run one worker; return the device batch to continue with after memory ran out, or None."""
-    folder, smaller = options.out, None
+def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
+    """Run one worker; raise SmallerBatchError where it can continue after memory ran out."""
+    folder = options.out
     with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
         training, saver = session.training, session.saver
         checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
@@ -198,7 +199,7 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Sum
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                return finished, None  # if the numbers differ, its last checkpoint is damaged
+                return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with
 
@@ -209,7 +210,6 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Sum
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            nonlocal smaller
             if training.backend.rank == 0:
                 remember(folder, options)
             pipeline = training.pipeline
@@ -228,8 +228,7 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> tuple[Sum
                 session.log.note("train", remark)
             with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
-            smaller = halve(session)  # here, where the failed pass is no longer referenced
-            return False
+            raise halve(session)  # here, where the failed pass is no longer referenced
 
         resumes, draws = bool(options.resume), options.report
-        return record(session, folder, train, resume=resumes, draws=draws), smaller
+        return record(session, folder, train, resume=resumes, draws=draws)

@@ -131,9 +131,8 @@ class Console:
 
     def _show_finish(self, summary: Summary) -> None:
         skipped = summary.skipped_steps
-        end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._show(
-            f"{end} after {summary.seconds:.1f} s"
+            f"{summary.status} after {summary.seconds:.1f} s"
             + " in all parts of the run" * self._resumed
             + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
         )

@@ -28,8 +28,9 @@ StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
 """The stages of a run, in their order."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
-"""paused: saved at --max-steps; interrupted: saved after a signal or near a time limit; stopped:
-at once, by a second signal. In older folders, interrupted also stands for paused."""
+"""paused: saved at --max-steps, or when memory ran out; interrupted: saved after a signal
+or near a time limit; stopped: at once, by a second signal. In older folders, interrupted also
+stands for paused."""
 
 Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A number that may not be finite: null in JSON is read as NaN."""

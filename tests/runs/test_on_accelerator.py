@@ -28,7 +28,7 @@ from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import StageName
 from largebatch.training import updates
-from largebatch.training.evaluation import evaluate
+from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import Update
 
 EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
@@ -250,6 +250,29 @@ def test_after_memory_ran_out_a_run_goes_on_with_half_of_its_device_batch(tmp_pa
     assert [step["step"] for step in log(tmp_path / "device", "step")] == list(range(BEFORE))
     plans = [start["plan"] for start in log(tmp_path / "device", "start")]
     assert [plan["device_batch"] for plan in plans] == [96, 48]
+    ends = [finish["summary"]["status"] for finish in log(tmp_path / "device", "finish")]
+    assert ends == ["paused", "finished"]
+
+
+def test_after_memory_ran_out_in_an_evaluation_a_run_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = a_recipe(CLEAN)
+    run(recipe, out=tmp_path / "whole")
+    fails = iter([False, True])
+
+    def evaluated(*args: Any, **settings: Any) -> Metrics:  # noqa: ANN401 -- of evaluate()
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        return evaluate(*args, **settings)
+
+    monkeypatch.setattr("largebatch.training.judging.evaluate", evaluated)
+    run(recipe, out=tmp_path / "run")
+    starts = log(tmp_path / "run", "start")
+    assert [it["resume_step"] for it in starts] == [0, 6]
+    assert [it["plan"]["device_batch"] for it in starts] == [96, 48]
+    found, whole = (content(tmp_path / name)["model"] for name in ("run", "whole"))
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_a_given_device_batch_that_does_not_fit_is_refused_with_one_that_does(
