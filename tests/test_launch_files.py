@@ -449,6 +449,7 @@ def free_port() -> int:
         (["pbs", "digits_96", "--nodes", "2", *IMAGE], "--image registry/largebatch:1"),
         (["pbs", "digits_96", "--nodes", "2", "--set", "model.weights=w.pth"], "model.weights: "),
         (["pbs", "{tmp}/own.yaml", "--nodes", "2"], "RECIPE: {tmp}/own.yaml: "),
+        (["pbs", "resnet50_8192_mlperf", "--nodes", "2"], "--data"),
     ],
 )
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(

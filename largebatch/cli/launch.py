@@ -225,10 +225,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     if job.data is not None:
         options += ["--data", str(job.data.absolute())]
     elif recipe.data.source == "folder":
-        print(
-            "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
-            file=sys.stderr,
-        )
+        raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
     folders = dict.fromkeys(file.parent for file in travels.values())
     folders |= {job.data.absolute(): None} if job.data else {}
     mounts = [f"{folder}:{folder}" for folder in folders]
