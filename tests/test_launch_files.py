@@ -69,7 +69,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         monkeypatch.setenv(name, value)
     for name in os.environ:
-        if re.match("LD_LIBRARY_PATH|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name):
+        if re.match(
+            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name
+        ):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "LOCAL", ())  # where tests have their folders
@@ -282,7 +284,8 @@ def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixt
 def test_variables_of_libraries_are_handed_on_under_mpi(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["LD_LIBRARY_PATH", "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
+    libraries = ["LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS"]
+    names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))

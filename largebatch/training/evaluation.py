@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
+from largebatch.formatting import plural
 from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
 from largebatch.models.wrappers import (
     device_of,
@@ -103,7 +104,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     samples = tally.samples
     if expected is not None and samples != expected:
         raise ValueError(
-            f"{samples} samples were counted on {backend.world_size} workers, expected "
+            f"{samples} samples were counted on {plural(backend.world_size, 'worker')}, expected "
             f"{expected}; a sampler that pads or drops (DistributedSampler, drop_last) changes it"
         )
     if not samples:
