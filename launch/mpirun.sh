@@ -19,7 +19,7 @@ HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # Not bound to a core: a worker's threads decode images on all cores of its host.
 command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot)
-for name in PATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
+for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
     [[ ! -v $name ]] || command+=(-x "$name")
 done
 command+=("${python[@]}" -m largebatch "$@")

@@ -4,8 +4,8 @@
 #   qsub launch/pbs.sh          from the folder that OUT is relative to
 #   DRY_RUN=1 launch/pbs.sh     print the command only
 #
-# Before LIMIT ends, ten minutes before the walltime, the run saves, exits with code 75 and is requeued;
-# if that needs an operator's rights, submit it again: it resumes.
+# When LIMIT ends, ten minutes before the walltime, the run saves and exits with code 75, and qrerun
+# requeues it; if that needs an operator's rights, submit it again: it resumes.
 #PBS -N largebatch
 #PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8
 #PBS -l walltime=08:00:00
@@ -23,7 +23,7 @@ NODEFILE=${PBS_NODEFILE:-/dev/null}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"
 command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot)
-for name in PATH LD_LIBRARY_PATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
+for name in PATH LD_LIBRARY_PATH PYTHONPATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
     [[ ! -v $name ]] || command+=(-x "$name")
 done
 command+=("${python[@]}" -m largebatch "$@")

@@ -69,7 +69,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         monkeypatch.setenv(name, value)
     for name in os.environ:
-        if re.match("LD_LIBRARY_PATH|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name):
+        if re.match(
+            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name
+        ):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "LOCAL", ())  # where tests have their folders
@@ -282,7 +284,9 @@ def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixt
 def test_variables_of_libraries_are_handed_on_under_mpi(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["LD_LIBRARY_PATH", "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
+    libraries = ["LD_LIBRARY_PATH", "PYTHONPATH"]
+    libraries += [] if kind == "pbs" else ["OMP_NUM_THREADS"]  # PBS sets it to a node's cores
+    names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))
@@ -456,6 +460,7 @@ def free_port() -> int:
             (["slurm", "digits_96", "--nodes", "2", option, "{tmp}/a"], f"{option} {{tmp}}/a: ")
             for option in ("--data", "--out")
         ),
+        (["pbs", "resnet50_8192_mlperf", "--nodes", "2"], "--data"),
     ],
 )
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(

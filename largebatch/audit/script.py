@@ -66,7 +66,10 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
         pass
     except SystemExit as error:
         if watch.thread is None and error.code:
-            raise
+            raise DataError(
+                f"{path}: it exited with {error.code} before its first updates were audited; "
+                "options of the audit, such as --workers, come before the script"
+            ) from None
     except Exception as error:
         if watch.thread is None:
             raise

@@ -249,10 +249,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     if job.data is not None:
         options += ["--data", str(job.data.absolute())]
     elif recipe.data.source == "folder":
-        print(
-            "largebatch: the job has no --data DIR, and this recipe reads its data from a folder",
-            file=sys.stderr,
-        )
+        raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
     mounts = [f"{folder}:{folder}" for folder in _folders(job, travels)]
     python, image = [sys.executable], job.image or ""
     if image.endswith(".sif"):

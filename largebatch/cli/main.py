@@ -354,6 +354,9 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             word = (error.unused_tokens or [""])[0]
             otherwise = f"`{' '.join(['largebatch', *name.split()])} --help` lists them"
             hint = nearest(word, known, otherwise=otherwise, most=1)
+            below = [call for call in EXAMPLES if call.endswith(f" {word}")]
+            if below:  # as diagnose, of report
+                hint = f"did you mean `largebatch {below[0]}`?"
             if word == "compare":  # as it is named in other tools
                 hint = "to compare runs: largebatch report A B"
             return f"there is no command {f'{name} {word}'.strip()!r}; {hint}"

@@ -60,6 +60,7 @@ def check(
         try:
             loaded = load_recipe(path, overrides)
             build_schedule(loaded.schedule, make_plan(loaded.mathematics))
+            _require_device_batch(loaded)
         except LargebatchError as error:
             problems.append(str(error))
             head, *each = str(error).splitlines()
@@ -85,6 +86,17 @@ def check(
     if problems:
         raise LargebatchError("\n".join(problems))
     return BREAKS_RULES if broken else 0
+
+
+def _require_device_batch(recipe: Recipe) -> None:
+    """Raise RecipeError if no number of workers can use the recipe's device batch."""
+    asked = recipe.execution.device_batch or 1
+    for key, size in recipe.batch.by_key.items():
+        if size % asked:
+            raise RecipeError(
+                f"execution.device_batch: {asked} does not divide {key} ({size}), so no number of "
+                "workers can use it; give a divisor, or leave it out"
+            )
 
 
 def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:

@@ -6,11 +6,13 @@ polishing need only the inner module, which is complete on every worker under
 DistributedDataParallel.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -156,6 +158,27 @@ def has_own_hooks(module: nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     return any(own) or torch_module._has_any_global_hook()
+
+
+def kept_on_host(model: nn.Module) -> dict[str, object]:
+    """Return numbers, words and states of random generators that modules keep, by their names.
+
+    The number of spans is counted after a replay too.
+    """
+    found: dict[str, object] = {}
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            state: object = value
+            if isinstance(value, random.Random):
+                state = value.getstate()
+            elif isinstance(value, np.random.Generator):
+                state = repr(value.bit_generator.state)
+            elif isinstance(value, torch.Generator):
+                state = value.get_state().tolist()
+            elif not isinstance(value, int | float | str) or name == "num_spans":
+                continue
+            found[f"{name} of {place or 'the model'}"] = state
+    return found
 
 
 def needs_host(model: nn.Module) -> str | None:

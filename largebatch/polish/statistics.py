@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ from largebatch.models.wrappers import (
     device_of,
     evaluation_mode,
     input_of,
+    kept_on_host,
     local_model,
     needs_host,
     uncompiled,
@@ -362,7 +364,7 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
         counts[images.shape] = [[count for count, *_ in calls] for calls in found]
         return torch.cat([it.double() for calls in found for _, *both in calls for it in both])
 
-    moments = accelerator.Replayed(moments_of, device_of(model))
+    moments = accelerator.Replayed(moments_of, device_of(model), partial(kept_on_host, model))
 
     def measure(images: Tensor) -> None:
         values = moments(images)

@@ -108,7 +108,14 @@ def parse_recipe(text: str, overrides: Overrides = (), *, source: str = "recipe"
         )
     for override in overrides:
         _override(tree, override)
-    return validate_tree(Recipe, tree, source=source)
+    try:
+        return validate_tree(Recipe, tree, source=source)
+    except RecipeError as error:
+        for key, _, value in (override.partition("=") for override in overrides):
+            if value.startswith("{") and f"{key}." in str(error):
+                hint = f"{key}={{...}} replaces the whole section; to change a part: {key}.KEY"
+                raise RecipeError(f"{error}; {hint}") from None
+        raise
 
 
 def validate_tree(kind: type[Kind], tree: dict[str, Any], *, source: str) -> Kind:

@@ -23,9 +23,9 @@ WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 _TIMM = """import timm
 import torch
 from PIL import Image, ImageOps
+from torchvision import transforms
 
 model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 """
 
 _OURS = """import largebatch.models
@@ -36,16 +36,19 @@ from torchvision import transforms
 
 model = largebatch.models.build("{name}", num_classes={classes}, arguments={arguments}).eval()
 model.load_state_dict(safetensors.torch.load_file("<this folder>/model.safetensors"))
-resize = transforms.Resize({resize}, transforms.InterpolationMode("{interpolation}"))
-normalize = transforms.Normalize({mean}, {std})
-crop = transforms.CenterCrop({side})
-transform = transforms.Compose([resize, crop, transforms.ToTensor(), normalize])
+"""
+
+_CROP = """side = max(1, round(min(photo.size) * {side} / {resize}))
+left, top = ((length - side) // 2 for length in photo.size)
+photo = photo.crop((left, top, left + side, top + side))
 """
 
 _PREDICT = """names = {names}
 photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
+{crop}photo = photo.resize(({side}, {side}), Image.Resampling.{interpolation})
+pixels = transforms.Normalize({mean}, {std})(transforms.ToTensor()(photo))
 with torch.inference_mode():
-    probabilities = model(transform(photo)[None]).softmax(1)[0]
+    probabilities = model(pixels[None]).softmax(1)[0]
 for probability, label in zip(*probabilities.topk({shown})):
     print(f"{{names[label]}}: {{probability:.2%}}")"""
 
@@ -96,8 +99,8 @@ def _card(checkpoint: Checkpoint) -> str:
         name=section.name,
         classes=data.classes,
         arguments=section.arguments,
-        resize=resize or (side, side),
-        interpolation=data.interpolation,
+        crop=_CROP.format(side=side, resize=resize) if resize else "",
+        interpolation=data.interpolation.upper(),
         mean=data.mean,
         std=data.std,
         side=side,
@@ -105,6 +108,8 @@ def _card(checkpoint: Checkpoint) -> str:
         shown=min(5, data.classes),
     )
     shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
+    if resize and (resize - side) % 2 and is_timms(section.name):
+        shown += "; timm's own transform crops half a pixel beside it"
     rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
     for stage in checkpoint.stages:
         name = stage.name if stage.kept else f"{stage.name} (rolled back)"

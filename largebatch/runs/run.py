@@ -199,6 +199,8 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, training.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
+                if training.backend.rank == 0:
+                    sys.stdout.write(printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with

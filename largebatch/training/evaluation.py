@@ -6,6 +6,7 @@ workers. Means of batch means and samplers that pad would give wrong results.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
+from largebatch.formatting import plural
 from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
 from largebatch.models.wrappers import (
     device_of,
     evaluation_mode,
     input_of,
+    kept_on_host,
     local_model,
     needs_host,
 )
@@ -88,7 +91,9 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
         as_input = input_of(model)
         call: Callable[[Tensor], Any] = model
         if graph and needs_host(model) is None:
-            call = accelerator.Replayed(lambda images: scores_of(model(images)), device)
+            call = accelerator.Replayed(
+                lambda images: scores_of(model(images)), device, partial(kept_on_host, model)
+            )
         for batch in batches:
             output = forward(model, batch) if forward else call(as_input(images_of(batch)))
             if forward and isinstance(output, tuple) and len(output) == 2:
@@ -103,7 +108,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     samples = tally.samples
     if expected is not None and samples != expected:
         raise ValueError(
-            f"{samples} samples were counted on {backend.world_size} workers, expected "
+            f"{samples} samples were counted on {plural(backend.world_size, 'worker')}, expected "
             f"{expected}; a sampler that pads or drops (DistributedSampler, drop_last) changes it"
         )
     if not samples:

@@ -30,7 +30,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
-from largebatch.models.wrappers import needs_host
+from largebatch.models.wrappers import kept_on_host, needs_host
 from largebatch.optim.rates import hidden_gradients
 
 if TYPE_CHECKING:
@@ -128,10 +128,14 @@ class Graphs:
     def _watch(self, batch: Batch, stopwatch: "Stopwatch", first: bool, last: bool) -> None:  # noqa: FBT001 -- a key
         """Do the work as always, and note what cannot be recorded of it."""
         work, before = self._work, accelerator.host_generators()
+        kept = kept_on_host(work.model)
         with accelerator.waits(self._device) as found:
             work.accumulate(batch, first=first, last=last)
         if found:
             self._limit(NOTHING, f"the host waits for the device in {found[0]}")
+        elif (now := kept_on_host(work.model)) != kept:
+            changed = next(name for name in now if now[name] != kept.get(name))
+            self._limit(NOTHING, f"a pass changes {changed}, which a replay would not")
         elif before != accelerator.host_generators():
             self._limit(NOTHING, "the network draws random numbers on the host")
         if not last:

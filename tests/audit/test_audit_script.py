@@ -48,8 +48,8 @@ for epoch in range(100):
         if number % 2 and fault != "no update":
             optimizer.step()
             optimizer.zero_grad()
-        if number == 1 and fault == "end":
-            sys.exit()
+        if number == 1 and fault in {"end", "exit"}:
+            sys.exit(2 if fault == "exit" else 0)
     if fault == "no update":
         break
 """
@@ -119,6 +119,7 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
         pytest.param("loss", "loss", id="no loss function"),
         pytest.param("labels", "labels", id="labels of another batch"),
         pytest.param("end", "batch", id="the script ends"),
+        pytest.param("exit", "2.* before the script", id="the script fails, as of an option"),
     ],
 )
 def test_a_script_that_cannot_be_audited_is_refused(fault: str, missing: str, script: Path) -> None:

@@ -117,6 +117,8 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
         recipe = load_recipe(Path(f"{name}.yaml"))
         epochs = recipe.duration.epochs or 0
         chosen[minutes] = recipe.data.image_size, epochs
+        assert recipe.data.eval_resize is not None
+        assert (recipe.data.eval_resize - recipe.data.image_size) % 2 == 0
         total = epochs * 3 * (recipe.data.image_size / 128) ** 2
         assert 0.5 * 60 * float(minutes) < total < 60 * float(minutes)
     assert [size for size, _ in chosen.values()] == [128, 96, 64]

@@ -37,6 +37,8 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("trian", "no command 'trian'; did you mean 'train'?"),
         ("data improt", "no command 'data improt'; did you mean 'import'?"),
         ("help", "no command 'help'; `largebatch --help` lists them"),
+        ("diagnose", "did you mean `largebatch report diagnose`?"),
+        ("check digits_96 --set execution.device_batch=7", "execution.device_batch: 7"),
         ("train digits_96 --backend horovd", 'Did you mean "horovod"?'),
         ("train", "train: missing RECIPE"),
         ("check", "check: missing RECIPE"),

@@ -63,6 +63,11 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["seed='1'"], "seed", '"1"'),
         (["data.flip=1"], "data.flip", "1"),
         (["optimizer={eta: 1.0}"], "optimizer.kind", "missing"),
+        (
+            ["schedule={warmup: {epochs: 1}, decay: {kind: constant}}"],
+            "schedule.peak_lr",
+            "schedule.KEY",
+        ),
         (["schedule.warmup={epochs: 1, steps: 1}"], "schedule.warmup", "epochs or steps"),
         (["batch.global_batch=64"], "batch", "multiple of bn_span (48)"),
         (["batch={global_batch: 97, bn_span: 2}"], "batch", "such as 96"),

@@ -161,7 +161,7 @@ def test_a_label_that_is_not_a_class_ends_every_worker() -> None:
 
 def test_a_sample_too_many_or_none_at_all_is_noticed() -> None:
     logits, labels = data()
-    with pytest.raises(ValueError, match="23 samples were counted on 1 workers, expected 24"):
+    with pytest.raises(ValueError, match="23 samples were counted on 1 worker, expected 24"):
         evaluate(nn.Identity(), [(logits, labels)], CPU, expected=24)
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(nn.Identity(), [], CPU)

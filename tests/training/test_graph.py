@@ -277,6 +277,20 @@ class Draws(nn.Identity):
         return images * (1.0 if random.random() < 0.5 else 2.0)
 
 
+class Counts(nn.Identity):
+    """Multiplies by a number that it counts, or draws with a generator of its own."""
+
+    def __init__(self, generator: random.Random | None) -> None:
+        super().__init__()
+        self.calls, self.generator = 0, generator
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.generator is not None:
+            return images * self.generator.random()
+        self.calls += 1
+        return images * (1 + 0.1 * self.calls)
+
+
 class Copies(nn.Identity):
     """Copies pinned memory of the host, which a replay would copy again."""
 
@@ -294,6 +308,8 @@ def hooked() -> nn.Module:
 PLANTED: dict[str, Callable[[], nn.Module]] = {
     "item": lambda: nn.Sequential(Reads(), small()),
     "random": lambda: nn.Sequential(Draws(), small()),
+    "a counter": lambda: nn.Sequential(Counts(None), small()),
+    "a generator": lambda: nn.Sequential(Counts(random.Random(1)), small()),
     "a copy": lambda: nn.Sequential(Copies(), small()),
     "a hook": hooked,
 }

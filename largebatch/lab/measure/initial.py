@@ -94,7 +94,7 @@ def survey(
     if "eval_resize" in prepared and prepared["eval_resize"] is None:
         resize = None
     elif resize is not None:
-        resize = round(size * prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
+        resize = _resize(size, prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
     requests = (clean_request(train, part, image_size=size, resize=resize) for part in parts)
@@ -144,7 +144,12 @@ def image_sizes(index: Index) -> tuple[int, int | None]:
         square = bool((index.heights == index.widths).all())
         return max(8, middle), None if square else max(8, middle)
     size = 224 if middle >= LARGE else 128 if middle >= MEDIUM else 64
-    return size, round(size * 256 / 224)
+    return size, _resize(size, 256 / 224)
+
+
+def _resize(size: int, ratio: float) -> int:
+    """Return the even number of pixels around a centre: other libraries cut whole pixels."""
+    return size + 2 * round(size * (ratio - 1) / 2)
 
 
 def remarks(train: Index, val: Index) -> Iterator[str]:
