@@ -314,7 +314,7 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
             id="slurm",
         ),
         pytest.param(
-            "slurm --memory 2T --out big/1", ["#SBATCH --mem=2048G", "OUT=${OUT:-big/1}"], id="mem"
+            "slurm --memory 2T --out /big/1", ["#SBATCH --mem=2048G", "OUT=${OUT:-/big/1}"], id="mem"
         ),
         pytest.param(
             "pbs --partition gpu --account lab --exclusive --time 30h --memory 400G",
@@ -338,7 +338,7 @@ def test_the_time_comes_from_the_planner(capsys: pytest.CaptureFixture[str]) -> 
     words = ["resnet50_8192_mlperf", "--set", "precision=fp16"]
     assert main(["plan", *words, "--workers", "64", "--cluster", "dgx-a100", "--json"]) == DONE
     longest = json.loads(capsys.readouterr().out)["high"]
-    job = filled(capsys, "slurm", *words, "--nodes", "8", "--cluster", "dgx-a100", "--data", "d")
+    job = filled(capsys, "slurm", *words, "--nodes", "8", "--cluster", "dgx-a100", "--data", "/big")
     hours, minutes = re.findall(r"^#SBATCH --time=(\d+):(\d+):00$", job, re.MULTILINE)[0]
     assert longest + 600 <= 3600 * int(hours) + 60 * int(minutes) < longest + 900
 
