@@ -314,7 +314,7 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
             id="slurm",
         ),
         pytest.param(
-            "slurm --memory 2T --out /big/1", ["#SBATCH --mem=2048G", "OUT=${OUT:-/big/1}"], id="mem"
+            "slurm --memory 2T --out /big", ["#SBATCH --mem=2048G", "OUT=${OUT:-/big}"], id="mem"
         ),
         pytest.param(
             "pbs --partition gpu --account lab --exclusive --time 30h --memory 400G",
