@@ -1,10 +1,9 @@
 """The updates of a stage: what they are made with, and the training loop over its batches."""
 
-import functools
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from largebatch.data.pipeline import Pipeline
@@ -65,11 +64,6 @@ def train_pieces(
         yield from train_piece(steps=piece, accumulation=accumulation, global_batch=global_batch)
 
 
-def noted_once(note: Callable[[str], object]) -> Callable[[str], object]:
-    """Return a function that passes each sentence on once: pieces of a plan repeat it."""
-    return functools.cache(note)
-
-
 def synchronous_updates(
     training: Training, part: Part, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
@@ -91,7 +85,7 @@ def synchronous_updates(
         skip_nonfinite=training.skip_nonfinite,
         measure_norm=step_log.monitors.measure_norm,
         graph=training.graph,
-        note=noted_once(partial(training.log.note, part.stage)),
+        note=cache(partial(training.log.note, part.stage)),  # pieces of a plan repeat a sentence
     )
     updates = train_pieces(train_piece, plan, part.steps)
     step_log.resume_clock()
