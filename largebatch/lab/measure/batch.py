@@ -23,7 +23,6 @@ from largebatch.lab.measure.lr_range import RangeTest, derived, plan_range, trai
 from largebatch.lab.planner.cluster import Cluster
 from largebatch.lab.planner.prediction import predict, workload
 from largebatch.lab.planner.suggest import EpochLaw
-from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
@@ -214,7 +213,7 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
     ramp = round(min(steps, updates / 4))
     changes = {
         "duration": {"steps": 8 * updates + 2},
-        "data": without_resolution(recipe.data),
+        "data": {**recipe.data.model_dump(), "resolution": ()},
         "schedule": {
             **recipe.schedule.model_dump(),
             "warmup": {"steps": ramp} if ramp else None,
