@@ -5,7 +5,7 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
@@ -26,7 +26,7 @@ from largebatch.data.index.index import (
     share_index,
 )
 from largebatch.data.order import Stream, divide, samples_at
-from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -190,18 +190,6 @@ class Pipeline:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
-
-
-@dataclass(frozen=True, slots=True)
-class CleanSamples:
-    """Clean training samples; each iteration is a new pass."""
-
-    pipeline: Pipeline
-    samples: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        with closing(self.pipeline.statistics(self.samples)) as batches:
-            yield from batches
 
 
 def divide_samples(

@@ -1,7 +1,7 @@
 """The networks of this package, for small images: N x 3 x H x W to N x num_classes."""
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class CifarQuick(nn.Sequential):
     def __init__(self, num_classes: int, *, batch_norm: bool = False) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        pools = nn.MaxPool2d, nn.AvgPool2d, nn.AvgPool2d
+        pools: Any = nn.MaxPool2d, nn.AvgPool2d, nn.AvgPool2d
         for inputs, outputs, pool in zip((3, 32, 32), (32, 32, 64), pools, strict=True):
             layers.append(nn.Conv2d(inputs, outputs, kernel_size=5, padding=2))
             layers += [nn.BatchNorm2d(outputs)] if batch_norm else []

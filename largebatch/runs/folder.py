@@ -36,9 +36,9 @@ from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
+    parse_checkpoint,
     set_aside_damaged,
 )
-from largebatch.training.saving import share_checkpoint
 from largebatch.training.session import Session
 
 OPTIONS = "options.json"
@@ -127,7 +127,10 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-    return share_checkpoint(found, backend)
+    content = broadcast_bytes(found.content if found else None, backend)
+    if found is not None:
+        return found.checkpoint
+    return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
 
 
 def require_same_run(

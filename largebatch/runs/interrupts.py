@@ -21,8 +21,6 @@ HEARD = b"stopping; once more stops at once\n"
 TOGETHER_SECONDS = 1.0
 """Signals within this time of the first one count as the same request."""
 
-_SHOW_CURSOR = b"\x1b[?25h"
-
 
 def say_heard() -> None:
     """Print HEARD, if the terminal is still open: its end is a request, too."""
@@ -158,11 +156,3 @@ def describe_saved(folder: Path) -> str:
     if newest is None:
         return "nothing is saved"
     return f"saved is {newest}, after {int(newest.stem.removeprefix('step-')):,} steps"
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which a killed progress bar leaves hidden."""
-    for stream in (1, 2):
-        if os.isatty(stream):
-            os.write(stream, _SHOW_CURSOR)
-            return

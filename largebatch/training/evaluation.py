@@ -22,10 +22,10 @@ from largebatch.formatting import plural
 from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
 from largebatch.models.wrappers import (
     device_of,
-    evaluation_mode,
     input_of,
     kept_on_host,
     local_model,
+    mode,
     needs_host,
 )
 
@@ -87,7 +87,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     if backend is None:
         backend = running_backend(device)
     tally = _Tally(device)
-    with evaluation_mode(model):
+    with mode(model, training=False):
         as_input = input_of(model)
         call: Callable[[Tensor], Any] = model
         if graph and needs_host(model) is None:

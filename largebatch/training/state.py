@@ -68,12 +68,6 @@ class Progress:
         """Number of optimizer updates made."""
         return self.step - self.discarded
 
-    def count(self, step: int, *, images: int, seconds: float) -> None:
-        """Count the update of a step."""
-        self.step = step + 1
-        self.images += images
-        self.train_seconds += seconds
-
     def note(self, found: Metrics) -> None:
         """Record an evaluation of the current state."""
         if self.best is None or found.top1 > self.best:
@@ -128,19 +122,17 @@ class TrainState:
         """Remove the hooks of the reducer of the last stage."""
         self.updater.reducer.close()
 
-    def use(self, updater: Updater) -> None:
-        """Use another updater from now on."""
-        self.updater.reducer.close()  # its hooks would claim the same gradients
-        self.updater = updater
-
     def begin_affine(self) -> None:
         """Use the updater of the affine stage from now on."""
         assert self.build_affine is not None
-        self.use(self.build_affine())
+        self.updater.reducer.close()  # its hooks would claim the same gradients
+        self.updater = self.build_affine()
 
     def count(self, step: int, *, images: int, seconds: float) -> None:
         """Count the update of a step on the host; `follow` it then."""
-        self.progress.count(step, images=images, seconds=seconds)
+        self.progress.step = step + 1
+        self.progress.images += images
+        self.progress.train_seconds += seconds
         if self.average is not None:
             self.average.count(step)
 
@@ -174,11 +166,6 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
-
-    def end_stage(self, result: StageResult) -> None:
-        """Add the result of a stage and drop its snapshot."""
-        self.stages.append(result)
-        self.snapshot = {}
 
     def store_average(self) -> None:
         """Copy the average into the model."""
