@@ -15,9 +15,8 @@ from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder, remember, remembered
+from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
-from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
