@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -143,9 +142,6 @@ class Evaluation(Section):
         return self
 
 
-SHORT = {"tracking": "trackers"}
-"""Sections that a word or a list may replace, and the key of the section that it is."""
-
 Label = Annotated[str, Field(min_length=1, max_length=64)]
 """A name in a tracker; W&B allows tags of 64 characters."""
 
@@ -184,6 +180,11 @@ class Tracking(Section):
 
     notes: str | None = None
     """A text about the run, for W&B and MLflow."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_list_is_of_trackers(cls, value: object) -> object:
+        return {"trackers": value} if isinstance(value, (str, list, tuple)) else value
 
     @field_validator("trackers", "tags", mode="before")
     @classmethod
@@ -241,12 +242,6 @@ class Keys(Section):
     @classmethod
     def _one_word_is_a_list(cls, value: object) -> object:
         return _words(value)
-
-    @field_validator(*SHORT, mode="before")
-    @classmethod
-    def _short_form(cls, value: object, field: ValidationInfo) -> object:
-        is_short = isinstance(value, (str, list, tuple))
-        return {SHORT[str(field.field_name)]: _words(value)} if is_short else value
 
     @property
     def train_samples(self) -> int:

@@ -57,7 +57,7 @@ def test_images_are_sent_once_as_bytes_with_their_labels(
         return run(torchvision.open_decoder, folder, requests, **IMAGENET)
 
     expected = list(decoded())
-    monkeypatch.setattr("largebatch.accelerator.is_remote", lambda _: True)
+    monkeypatch.setattr(Transfer, "is_remote", property(lambda _: True))
     monkeypatch.setattr(Transfer, "send", note)
     found = list(decoded())
     assert_same(iter_batches(found), iter_batches(expected))

@@ -29,6 +29,11 @@ class Transfer:
         self.device = device
         self._stream = accelerator.stream(device)
 
+    @property
+    def is_remote(self) -> bool:
+        """True if the device has its own memory."""
+        return accelerator.is_remote(self.device)
+
     def room(self, *shape: int) -> Tensor:
         """Return an empty uint8 tensor whose copy does not block the host (pinned memory)."""
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
@@ -95,7 +100,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
     scale_there = transfer.send(*scale)
 
     def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
-        if accelerator.is_remote(resources.device):
+        if transfer.is_remote:
             images = transfer.room(len(labels), size, size, 3).permute(0, 3, 1, 2)
         else:
             order = torch.channels_last if view.channels_last else torch.contiguous_format
