@@ -1,7 +1,7 @@
 """Models by name, and the parameter groups that are decayed and adapted."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,12 +15,12 @@ from largebatch.models.batchnorm import with_span as with_span
 
 _DEPTHS = (8, 20, 32, 44, 56, 110)
 
-_OURS: dict[str, tuple[str, dict[str, int]]] = {
-    "lenet5": ("LeNet5", {}),
-    "cifar_quick": ("CifarQuick", {}),
-    "cifar_resnet9": ("CifarResNet9", {}),
-    "airbench": ("Airbench", {}),
-    **{f"cifar_resnet{depth}": ("CifarResNet", {"depth": depth}) for depth in _DEPTHS},
+_OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
+    "lenet5": (networks.LeNet5, {}),
+    "cifar_quick": (networks.CifarQuick, {}),
+    "cifar_resnet9": (networks.CifarResNet9, {}),
+    "airbench": (networks.Airbench, {}),
+    **{f"cifar_resnet{depth}": (networks.CifarResNet, {"depth": depth}) for depth in _DEPTHS},
 }
 """Class by name, and the arguments that a recipe cannot change."""
 
@@ -49,9 +49,9 @@ def build(
     Linear(in_features=64, out_features=10, bias=True)
     """
     if name in _OURS:
-        kind, fixed = _OURS[name]
+        construct, fixed = _OURS[name]
         try:
-            model: nn.Module = getattr(networks, kind)(num_classes, **fixed, **(arguments or {}))
+            model = construct(num_classes, **fixed, **(arguments or {}))
         except (TypeError, ValueError) as error:
             raise RecipeError(f"model.arguments: {name}: {error}") from None
     else:

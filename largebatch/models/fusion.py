@@ -71,7 +71,6 @@ class _Tracer(fx.Tracer):
     """Reads the forward pass of one module, with its children as they are."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 -- torch's signature
-        """Return True: the forward pass of no child is read."""
         return True
 
 

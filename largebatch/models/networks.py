@@ -177,8 +177,6 @@ class _Unit(nn.Module):
 
 
 class _ResidualUnits(nn.Module):
-    """Two units and a shortcut, added after the last ReLU."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.unit1 = _Unit(channels, channels)
@@ -268,8 +266,6 @@ def _first(batches: Iterable[Tensor], number: int) -> Iterable[Tensor]:
 
 
 class _Whitening(nn.Module):
-    """A convolution with fixed filters and a trained bias."""
-
     weight: Tensor
 
     def __init__(self) -> None:

@@ -65,11 +65,10 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     """
     check_folder(options.out, resume=False)
     _, checkpoint, options = _load(path, options)
-    state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(state["model"])}
+    facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
     with open_measuring(recipe, options, facts) as session:
-        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.training.plan)

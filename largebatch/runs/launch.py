@@ -262,7 +262,6 @@ def _cause(
 
 
 def _describe(failure: ProcessFailure) -> str:
-    """Return a worker's report, else how it exited."""
     if Path(failure.error_file).exists():
         return failure.message
     code = failure.exitcode

@@ -112,7 +112,6 @@ def _build_others(
     *,
     muon_lr: float,
 ) -> Optimizer:
-    """Build the optimizer of the weights that are not `matrices`."""
     taken, classifiers = set(matrices), classifier_weights(model)
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
     head = [weight for weight in decayed if weight in classifiers]

@@ -107,7 +107,6 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
 
 
 def _require_options(options: Options) -> None:
-    """Raise BackendError if the options contradict each other."""
     workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(

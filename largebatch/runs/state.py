@@ -147,7 +147,6 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         backend=backend,
         pipeline=pipeline,
         requests=requests,
-        log=log,
         writer=Writer(folder / CHECKPOINTS, keep_last=checkpoints.keep_last),
     )
     evaluator = Evaluator(
@@ -228,7 +227,6 @@ def _train_early(
 
 
 def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: nn.Module) -> None:
-    """Lower the rates of all weights but the classifier's; RecipeError if there is none."""
     try:
         head = set(classifier(model).parameters())
     except ValueError as error:

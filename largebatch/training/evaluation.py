@@ -143,7 +143,6 @@ class _Tally:
         return within
 
     def sum(self, backend: Backend) -> None:
-        """Sum the counts over all workers and copy them to the CPU."""
         width = self._table.shape[1]
         own = torch.tensor([width, width**2, width > 0])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
@@ -169,7 +168,6 @@ class _Tally:
         return int(self._table[0].sum())
 
     def metrics(self) -> Metrics:
-        """Return the metrics of at least one sample."""
         samples, correct, top5, loss = self._table.numpy().sum(axis=1).tolist()
         return Metrics(
             top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=int(samples)
@@ -221,9 +219,4 @@ class Answers:
         table[places] = torch.cat([table[:0], *(part.to(device) for part in self._parts)])
         backend.all_reduce(table).wait()
         label, predicted, loss = table.cpu().numpy().T  # sync: the result is wanted
-        return Answer(
-            sample=everyone,
-            label=label.astype(np.int64),
-            predicted=predicted.astype(np.int64),
-            loss=loss,
-        )
+        return Answer(everyone, label.astype(np.int64), predicted.astype(np.int64), loss)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
@@ -17,7 +17,7 @@ from largebatch.training.checkpoint import (
     copy_state,
 )
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import Requests, RunLog
+from largebatch.training.step_log import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class Saver:
     backend: Backend
     pipeline: Pipeline
     requests: Requests
-    log: RunLog
     writer: Writer
 
     def is_due(self, *, since: int) -> bool:
@@ -87,6 +86,8 @@ class Saver:
             self.state.begin_affine()
         with require_fit(source):
             self.state.load_state_dict(checkpoint.state)
+        self.state.progress = replace(checkpoint.progress)
+        self.state.stages = list(checkpoint.stages)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -24,8 +24,6 @@ from largebatch.training.evaluation import Metrics
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-_STAGES = TypeAdapter(list[StageResult])
 
 _COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 """Counters in the parameter groups of optimizers: timm's Lamb, Shampoo, Schedule-Free."""
@@ -190,7 +188,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint; the updater must be the one of its stage.
+        """Load the state of a checkpoint but its progress; the updater must be that of its stage.
 
         Hyper-parameters are kept from this run's optimizer. Raises KeyError, TypeError,
         RuntimeError or ValueError if the state is not of this run.
@@ -207,8 +205,6 @@ class TrainState:
                 f"scaler: the loss scale must be above 0 and finite, got {scaler['scale']}"
             )
         self.scaler.load_state_dict(scaler)
-        self.progress = Progress(**state["progress"])
-        self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
         if self.snapshot:

@@ -303,7 +303,6 @@ class StepLog:
         self._pending = pending._replace(own=own)
 
     def _record(self) -> None:
-        """Read the values of the last update, and emit its record."""
         if self._pending is None:
             return
         self.read_own()

@@ -357,7 +357,6 @@ def _find_sizes(data: Data, plan: Plan) -> tuple[SizePiece, ...]:
 def _divide(
     batch: BatchSizes, *, workers: int, asked: int | None, fits: int | None, measures_noise: bool
 ) -> int:
-    """Return the device batch; raise PlanError if a global batch cannot be divided."""
     common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
     over = f"over {plural(workers, 'worker')}"
     for key, size in batch.by_key.items():
@@ -465,7 +464,6 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
 
 
 def _evaluations(section: Evaluation, plan: Plan, *, steps: int) -> tuple[int, ...]:
-    """Return the numbers of updates after which accuracy is measured within the schedule."""
     every, offset = section.every_epochs, section.offset_epochs
     if every is None:
         return ()
