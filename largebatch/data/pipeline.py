@@ -429,8 +429,7 @@ def root_of(data: Data, folder: Path | None) -> Path:
         return write_digits()
     if folder is None:
         raise DataError(
-            "this recipe reads images from a folder; pass --data DIR "
-            "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
+            "this recipe reads a folder; pass --data DIR with train and val of <class>/* or *.tar"
         )
     return folder
 

@@ -43,8 +43,7 @@ def local_model(model: nn.Module) -> nn.Module:
     """
     if has_divided_weights(model):
         raise ValueError(
-            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy of the "
-            "model with complete weights, of torch's get_model_state_dict"
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a complete copy"
         )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)

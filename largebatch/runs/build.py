@@ -179,10 +179,7 @@ def with_profiler(
         if first > last:
             return session, nullcontext()
     if not made < first <= last <= end:
-        raise PlanError(
-            f"--profile {first}:{last}: expected a first and a last update among those that are "
-            f"to be made, {made + 1} to {end}"
-        )
+        raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
     if training.backend.rank:
         return session, nullcontext()
 

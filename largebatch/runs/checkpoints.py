@@ -97,8 +97,7 @@ def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
-                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
-                "can be changed"
+                f"--set {override}: of a checkpoint only execution and evaluation can be changed"
             )
     if overrides:
         text = dump_yaml(checkpoint.recipe)

@@ -252,8 +252,7 @@ def require_same_run(
     unknown = sorted(set(allow) - changed.keys())
     if unknown:
         raise CheckpointError(
-            f"--allow {unknown[0]}: that is the same there and here; these differ: "
-            f"{shorten(list(changed))}"
+            f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )
     for key, text in changed.items():
         if key.startswith("optimizer.") and key.endswith(".kind"):
@@ -324,6 +323,5 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
-            f"{folder}: already holds files; choose another --out, or add --resume to continue "
-            "the run in it"
+            f"{folder}: already holds files; choose another --out, or add --resume"
         )

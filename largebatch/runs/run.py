@@ -74,8 +74,7 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         recipe = load_recipe(recipe, changes)
     elif not isinstance(recipe, Recipe):
         raise TypeError(
-            "recipe: expected the name of an installed recipe, the path of a file or what "
-            f"load_recipe returns, got {type(recipe).__name__}"
+            f"recipe: expected a name, a path or of load_recipe, got {type(recipe).__name__}"
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
@@ -110,13 +109,11 @@ def _require_options(options: Options) -> None:
     workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
-            "--restarts starts the processes of --workers again; leave it out, and start this "
-            "command again with --resume auto"
+            "--restarts starts --workers again; leave it out, and repeat this with --resume auto"
         )
     if least is not None and not (options.restarts and 1 <= least <= workers):
         raise BackendError(
-            f"--min-workers {least} is the least number of workers to restart with: it needs "
-            f"--restarts, and expected 1 to {workers}, the number of --workers"
+            f"--min-workers {least}: expected --restarts, and from 1 to {workers}, as --workers"
         )
     if workers != 1:
         require_alone(workers)

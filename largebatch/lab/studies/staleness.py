@@ -163,7 +163,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
+    was_asked_to_stop = noting_requests()
+    with open_session(recipe, options, {}) as session:
         plan, evaluator = session.training.plan, session.evaluator
         alone = Serial(session.training.backend.device)
         model = build_model(session.saver.recipe, alone.device)
