@@ -30,8 +30,7 @@ from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
 from largebatch.training.graph import require_graphs
-from largebatch.training.session import Session
-from largebatch.training.updates import Updates, synchronous_updates
+from largebatch.training.session import Session, Updates, synchronous_updates
 
 
 @contextmanager
@@ -169,18 +168,17 @@ def with_profiler(
     """
     if options.profile is None:
         return session, nullcontext()
-    training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     first, last = options.profile
-    made, end = session.state.progress.step, min(until, training.plan.updates)
+    made, end = session.state.progress.step, min(until, session.plan.updates)
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
             return session, nullcontext()
     if not made < first <= last <= end:
         raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
-    if training.backend.rank:
+    if session.backend.rank:
         return session, nullcontext()
 
     def action(number: int) -> ProfilerAction:
@@ -191,7 +189,7 @@ def with_profiler(
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(options.out / TRACE))
-        training.step_log.resume_clock()
+        session.step_log.resume_clock()
 
     profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler

@@ -71,11 +71,11 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
         begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
-        stage = current_stage(checkpoint, session.training.plan)
+        stage = current_stage(checkpoint, session.plan)
 
         def polish() -> bool:
             assert session.polish.statistics is not None
-            if session.training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(options.out, options)
             session.judge.end(stage, num_steps=session.state.progress.updates)
             polish_statistics(session.judge, session.polish.statistics)

@@ -92,8 +92,8 @@ def halve(session: Session) -> SmallerBatchError:
 
     Raises DeviceMemoryError, with a smaller device batch, where this process cannot go on.
     """
-    training, recipe = session.training, session.saver.recipe
-    plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
+    recipe, plan, backend = session.saver.recipe, session.plan, session.backend
+    reducer = session.state.updater.reducer
     in_passes = reducer.in_passes
     reducer.zero()
     gc.collect()  # the tensors of the pass that failed
@@ -110,7 +110,7 @@ def halve(session: Session) -> SmallerBatchError:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
-    training.step_log.flush()
+    session.step_log.flush()
     since = f"update {step:,}" if in_passes else "the newest checkpoint"
     session.log.note("train", f"{where}: continuing after {since} with {smaller:,}")
     if step and in_passes:  # else weights or results may be those of half an update

@@ -72,7 +72,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     )
     config = {
         **recipe.model_dump(mode="json", exclude={"tracking"}),
-        "plan": {key: getattr(session.training.plan, key) for key in _PLANNED},
+        "plan": {key: getattr(session.plan, key) for key in _PLANNED},
         "commit": source_commit() if tracking.trackers else None,
     }
     trackers: list[Tracker] = [Console()]
@@ -131,7 +131,7 @@ def record(
     `work` returns True if the run is complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
-    if session.training.backend.rank == 0:
+    if session.backend.rank == 0:
         opened = open_folder(session, folder, resume=resume)
     with opened as trackers:
         session.log.trackers.extend(trackers)
@@ -152,7 +152,7 @@ def record(
             with suppress(CheckpointError):
                 _finish(session, folder, status, draws=draws, diverged=diverged)
             raise
-        stopped = session.training.requests.stopped
+        stopped = session.requests.stopped
         status = "finished" if complete else "interrupted" if stopped else "paused"
         return _finish(session, folder, status, draws=draws)
 
@@ -160,7 +160,7 @@ def record(
 def _finish(
     session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
-    plan, state, backend = session.training.plan, session.state, session.training.backend
+    plan, state, backend = session.plan, session.state, session.backend
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
     summary = Summary(
@@ -191,7 +191,7 @@ def _finish(
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
-            if draws and not session.training.requests.stopped:  # a stopped run has no time for it
+            if draws and not session.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
         except OSError as error:
             raise _unwritable(folder, error) from None

@@ -186,16 +186,16 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
     """Run one worker; raise SmallerBatchError where it can continue after memory ran out."""
     folder = options.out
     with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
-        training, saver = session.training, session.saver
-        checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
+        saver = session.saver
+        checkpoint = read_checkpoint(folder, session.backend, resume=options.resume)
         if checkpoint is not None:
-            here, splits = recipe.mathematics.model_dump(mode="json"), training.pipeline.splits
+            here, splits = recipe.mathematics.model_dump(mode="json"), session.pipeline.splits
             require_same_run(checkpoint, here, splits, folder, allow=options.allow)
-            require_resumable(checkpoint, training.plan, folder)
+            require_resumable(checkpoint, session.plan, folder)
             saver.restore(checkpoint, source=str(folder))
-            finished = finished_summary(folder, training.backend)
+            finished = finished_summary(folder, session.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                if training.backend.rank == 0:
+                if session.backend.rank == 0:
                     sys.stdout.write(printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
@@ -203,20 +203,20 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
 
             drawn = recipe.model.head_std is not None
             file = Path(recipe.model.weights)
-            begin_with(file, session.state, training.backend, drawn=drawn)
-        until = training.plan.updates if options.max_steps is None else options.max_steps
+            begin_with(file, session.state, session.backend, drawn=drawn)
+        until = session.plan.updates if options.max_steps is None else options.max_steps
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            if training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(folder, options)
-            pipeline = training.pipeline
+            pipeline = session.pipeline
             remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
-            if recipe.precision != "fp32" and training.backend.device.type == "cpu":
+            if recipe.precision != "fp32" and session.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
                 remarks.append(_COMPILING)
-            if session.training.backend.device.type in kernels.DEVICES:
+            if session.backend.device.type in kernels.DEVICES:
                 from largebatch.models.fusion import describe_pairs
 
                 remarks += describe_pairs(session.state.model)

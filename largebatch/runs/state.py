@@ -37,10 +37,9 @@ from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.monitors import Monitors
 from largebatch.training.saving import Saver
-from largebatch.training.session import Session
+from largebatch.training.session import Session, Updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
-from largebatch.training.updates import Training, Updates
 
 _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
     {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,20 +126,6 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
     group = Serial(backend.device) if alone else backend
-    training = Training(
-        state=state,
-        plan=plan,
-        pipeline=pipeline,
-        backend=backend,
-        criterion=build_criterion(recipe.loss),
-        spans=Spans(state.model, group, sync_workers=plan.sync_workers),
-        log=log,
-        step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
-        requests=requests,
-        seed=recipe.seed,
-        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
-        graph=recipe.execution.graph,
-    )
     saver = Saver(
         recipe=recipe,
         state=state,
@@ -167,7 +152,18 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         measures_gap="generalization_gap" in recipe.monitor,
     )
     return Session(
-        training=training,
+        state=state,
+        plan=plan,
+        pipeline=pipeline,
+        backend=backend,
+        criterion=build_criterion(recipe.loss),
+        spans=Spans(state.model, group, sync_workers=plan.sync_workers),
+        log=log,
+        step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
+        requests=requests,
+        seed=recipe.seed,
+        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        graph=recipe.execution.graph,
         updates=updates,
         judge=judge,
         polish=polish,

@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by the first batch of a schedule",
-        "training/updates.py",
+        "training/session.py",
         "global_batch=global_batch)",
         "global_batch=plan.global_batch)",
         "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",

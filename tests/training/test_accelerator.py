@@ -36,8 +36,8 @@ from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loop import Update, cross_entropy, step_seeds, train
+from largebatch.training.session import log_update
 from largebatch.training.state import TrainState, Updater
-from largebatch.training.updates import log_update
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

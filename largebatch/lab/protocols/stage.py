@@ -27,8 +27,8 @@ from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Step
+from largebatch.training.session import Part, Training, Updates
 from largebatch.training.state import TrainState
-from largebatch.training.updates import Part, Training, Updates
 
 
 @dataclass(frozen=True)

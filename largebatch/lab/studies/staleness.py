@@ -47,7 +47,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.updates import Training
+from largebatch.training.session import Training
 
 _NOTE = (
     "The gradients are real, the learners and their times are simulated. Means over seeds with "
@@ -165,13 +165,13 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
     was_asked_to_stop = noting_requests()
     with open_session(recipe, options, {}) as session:
-        plan, evaluator = session.training.plan, session.evaluator
-        alone = Serial(session.training.backend.device)
+        plan, evaluator = session.plan, session.evaluator
+        alone = Serial(session.backend.device)
         model = build_model(session.saver.recipe, alone.device)
         learners = _Learners(
             cell=cell,
             seed=seed,
-            training=session.training,
+            training=session,
             was_asked_to_stop=was_asked_to_stop,
             model=model,
             reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
