@@ -137,7 +137,6 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
     trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
-    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
-    if trackers and tracking.job_type is None:
-        tracking = tracking.model_copy(update={"job_type": "polish"})
+    job_type = recipe.tracking.job_type or ("polish" if trackers else None)
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers, "job_type": job_type})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

@@ -64,12 +64,8 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
-    tracking = recipe.tracking.model_copy(
-        update={
-            "group": recipe.group,
-            "job_type": recipe.tracking.job_type or "train",
-        }
-    )
+    job_type = recipe.tracking.job_type or "train"
+    tracking = recipe.tracking.model_copy(update={"group": recipe.group, "job_type": job_type})
     config = {
         **recipe.model_dump(mode="json", exclude={"tracking"}),
         "plan": {key: getattr(session.plan, key) for key in _PLANNED},

@@ -24,7 +24,6 @@ from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Groups, GroupsByBytes
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
-from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -121,7 +120,6 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     `began` is the start of this worker in seconds since 1970.
     """
     plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
-    nonfinite, optimizer = recipe.nonfinite, recipe.optimizer
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
@@ -140,9 +138,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         backend=backend,
         views=recipe.evaluation.views,
         graph=recipe.execution.graph is not False,
-        average_samples=optimizer.statistics_samples
-        if isinstance(optimizer, ScheduleFree)
-        else None,
+        average_samples=getattr(recipe.optimizer, "statistics_samples", None),
     )
     judge = Judge(
         evaluator=evaluator,
@@ -162,7 +158,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
         requests=requests,
         seed=recipe.seed,
-        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
         graph=recipe.execution.graph,
         updates=updates,
         judge=judge,

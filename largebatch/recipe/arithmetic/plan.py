@@ -216,8 +216,7 @@ class Plan:
     def image_size(self, position: int, *, otherwise: int) -> int:
         """Return the side of the augmented image at a position of the run."""
         step = self.steps_for(position + 1) - 1
-        found = self.sized(range(step, step + 1), otherwise=otherwise)
-        return found[0][1] if found else otherwise
+        return next((piece.image_size for piece in self.sizes if step < piece.end), otherwise)
 
     def measuring(self, *, workers: int, device_batch: int | None) -> "Plan":
         """Return the plan of an evaluation or a polishing, whose positions are not of updates."""
@@ -364,7 +363,7 @@ def _divide(
                 f"{key}: {size} cannot be divided {over}; possible: {_some(_divisors(common))}"
             )
     span = batch.bn_span or 1
-    possible = device_batches(common // workers, workers=workers, span=span)
+    possible = _device_batches(common // workers, workers=workers, span=span)
     if measures_noise:  # which compares a device batch of whole spans with the global batch
         least = min(batch.by_key.values())
         possible = [size for size in possible if size % span == 0 and size < least]
@@ -394,13 +393,10 @@ def _divide(
     return asked
 
 
-def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
+def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
     """Return the divisors of a worker's share that keep every span whole, smallest first.
 
     Either a device batch holds whole spans, or a group of workers holds one span.
-
-    >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
-    [12, 24]
     """
     return [
         size
