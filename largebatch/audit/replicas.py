@@ -1,7 +1,5 @@
 """Whether weights, buffers, averages, optimizer state, rates and modes are equal on all workers."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 
 from largebatch.audit.findings import Check, Finding, fault, fine
 from largebatch.audit.ranks import Ranks
-from largebatch.distributed.agreement import checksum, have_same_bytes, shape
+from largebatch.distributed.agreement import checksum, gather_unequal, shape
 from largebatch.errors import SHOWN, shorten
 from largebatch.formatting import plural, three_digits
 from largebatch.models.wrappers import local_model
@@ -99,11 +97,9 @@ def differences(
 ) -> Finding | None:
     """Return a fault that names the tensors that differ between workers; None if none does."""
     own = [[name, shape(it), checksum({name: it.cpu()})] for name, it in tensors.items()]
-    digest = hashlib.sha256(json.dumps(own).encode()).digest()
-    device = ranks.backend.device
-    if have_same_bytes(torch.tensor(list(digest), dtype=torch.uint8, device=device), ranks.backend):
+    everyone = gather_unequal(own, ranks.backend, ranks.backend.device)
+    if everyone is None:
         return None
-    everyone = ranks.gather(own)
     if any([it[:2] for it in other] != [it[:2] for it in everyone[0]] for other in everyone):
         sets = [{name for name, *_ in other} for other in everyone]
         names = sorted(set.union(*sets) - set.intersection(*sets)) or [name for name, *_ in own]
