@@ -24,7 +24,7 @@ from largebatch.audit.randomness import check_augmentation, check_dropout
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import Recorder
-from largebatch.audit.reference import option_of, reference_of
+from largebatch.audit.reference import reference_of
 from largebatch.audit.replicas import ReplicaCheck, averaged_tensors, check_modes, check_moves
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.samples import check_samples
@@ -206,7 +206,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     recorder = Recorder(
         model,
         optimizer,
-        lambda micros: reference_of(micros, subject, ranks.size),
+        lambda micros: reference_of(micros, subject),
         sends_float16=_sends_float16(subject.model),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
@@ -295,13 +295,10 @@ def _call(
         text = f"workers made {min(counts)} to {max(counts)} updates"
         remedy = "make the update in the same call of `step` on every worker"
         raise StoppedError(fault("updates", text, remedy, float(min(counts))))
-    names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
-    weights = option_of(subject.loss_fn, "weight", None)
+    named = {name: it for name, it in subject.inner.named_parameters() if it.requires_grad}
     results = []
     for update in recorder.updates[made:]:
-        found = check_gradient(
-            update, recorder.parameters, names, ranks, has_weights=isinstance(weights, Tensor)
-        )
+        found = check_gradient(update, named, ranks)
         results.append((max(ranks.gather(micros)), found))
         update.gradients, update.reference = [], None  # frees their memory
     return results

@@ -7,7 +7,7 @@ of unequal means, the last micro-batch, gradients clipped before they are averag
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.recording import Update
-from largebatch.audit.reference import Gradients, Reference
+from largebatch.audit.reference import Gradients, Reference, weighted
 from largebatch.audit.replicas import differences
 from largebatch.errors import shorten
 from largebatch.formatting import plural, three_digits
@@ -116,16 +116,11 @@ class Fit:
 
 
 def check_gradient(
-    update: Update,
-    parameters: Sequence[nn.Parameter],
-    names: Sequence[str],
-    ranks: Ranks,
-    *,
-    has_weights: bool,
+    update: Update, parameters: Mapping[str, nn.Parameter], ranks: Ranks
 ) -> list[Finding]:
     """Compare one update with that of one process; every worker calls this.
 
-    `has_weights` is True if the loss has class weights.
+    `parameters` are those of the model that are trained, by name.
     """
 
     def reference_of() -> Reference:
@@ -137,20 +132,18 @@ def check_gradient(
     remedy = "loss_fn(model(images), labels) must run again on a batch, and on a half of it; pass "
     remedy += "`forward` for other inputs and outputs"
     reference = ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
-    counts = ranks.gather(reference.counts)
+    counts = ranks.gather([it.samples for it in reference.passes])
     if not all(counts) or not sum(map(sum, counts)):
         text = "no forward pass of the model in training mode was seen before the update"
         remedy = "pass the model that the step trains, in training mode, and a `step` that calls "
         remedy += "backward before optimizer.step(), not in a closure"
         return [unknown("gradient scale", text, remedy)]
-    found = _check_places(update, names, ranks)
-    for gradients in (
-        update.gradients, reference.total, reference.mean, reference.last, reference.reduced
-    ):  # fmt: skip
+    found = _check_places(update, [*parameters], ranks)
+    passes = [it.gradients for it in reference.passes]
+    for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    comparison = _Comparison(update, reference, parameters, names, ranks, counts)
-    return found + comparison.findings(has_weights=has_weights)
+    return found + _Comparison(update, reference, parameters, ranks, counts).findings()
 
 
 def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:
@@ -180,24 +173,27 @@ class _Comparison:
         self,
         update: Update,
         reference: Reference,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
+        named: Mapping[str, nn.Parameter],
         ranks: Ranks,
         counts: list[list[float]],
     ) -> None:
         self.update, self.reference, self.ranks = update, reference, ranks
-        self.parameters, self.names, self.counts = parameters, names, counts
+        self.names, self.parameters = [*named], [*named.values()]
+        self.counts, self.micros = counts, max(map(len, counts))
         self.samples = math.fsum(map(math.fsum, counts))
-        self.micros = max(map(len, counts))
-        scales = reference.loss_scales
-        seen = sum(scales) / len(scales) if scales else 0
-        facts = ranks.gather([seen, reference.loss_cosine])
+        losses = [it.own_loss for it in reference.passes if it.own_loss]
+        seen = sum(scale for scale, _ in losses) / max(1, len(losses))
+        facts = ranks.gather([seen, min((cosine for _, cosine in losses), default=1.0)])
         self.loss_scales = [it[0] for it in facts]
         self.loss_cosine = min(it[1] for it in facts)
         self.loss_scale = sum(self.loss_scales) / len(facts) / update.loss_scale or math.nan
         """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
 
-    def findings(self, *, has_weights: bool) -> list[Finding]:
+        self.passes = [it.gradients for it in reference.passes]
+        self.total = weighted(self.passes, counts[ranks.rank])
+        self.unclipped = self._fit(self.total, self.samples)
+
+    def findings(self) -> list[Finding]:
         """Return the findings on precision, clipping, scale and direction."""
         if broken := self._not_finite():
             return broken
@@ -206,7 +202,7 @@ class _Comparison:
             text = f"the step's loss is not loss_fn (cosine {self.loss_cosine:.3f} on the logits), "
             text += "so the gradient was not compared"
             return [*before, unknown("gradient direction", text, "pass the step's own loss")]
-        exact = self._fit(self.reference.total, self.samples, transform=self._clip)
+        exact = self._fit(self.total, self.samples, transform=self._clip)
         lost = self._underflow(exact)
         if before := before or self._unequal():
             return [*lost, *before]
@@ -214,17 +210,15 @@ class _Comparison:
         if any(it.level == "fault" for it in found):
             return found
         if _is_same(exact):
-            text = (
-                f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} samples"
-            )
             few, number = len(self.update.places), len(self.names)
-            text += f", of {few} of {number} tensors" * (few < number)
+            text = f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} "
+            text += "samples" + f", of {few} of {number} tensors" * (few < number)
             scale = fine("gradient scale", text, figure=exact.scale)
             cosine = fine("gradient direction", f"cosine {exact.cosine:.6f}", figure=exact.cosine)
             return [*found, scale, cosine]
         other = self._left_or_zeroed(exact) or self._by_hooks(exact)
         if other is None and exact.residual > SAME:
-            other = self._direction(exact, has_weights=has_weights)
+            other = self._direction(exact)
         return [*found, other or self._scale(exact)]
 
     def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
@@ -260,7 +254,9 @@ class _Comparison:
         """Return a fault if gradients overflowed, with where."""
         got = [it for it in self.update.gradients if it is not None]
         bad = sum(int((~it.isfinite()).sum()) for it in got)
-        facts = self.ranks.gather([bad, sum(it.numel() for it in got), self.reference.is_finite])
+        values = [it for gradients in self.passes for it in gradients if it is not None]
+        is_finite = all(bool(it.isfinite().all()) for it in values)
+        facts = self.ranks.gather([bad, sum(it.numel() for it in got), is_finite])
         if not any(it[0] for it in facts) and all(it[2] for it in facts):
             return []
         worst = max(facts, key=lambda it: it[0])
@@ -298,7 +294,7 @@ class _Comparison:
             text += "are averaged or sent instead, which was not compared"
             remedy = "nothing if weights are averaged on purpose (local SGD)"
             return [unknown("gradient direction", text, remedy)]
-        exact = self._fit(self.reference.total, self.samples)
+        exact = self.unclipped
         what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
         what += f"({shorten(unequal, most=3)})"
         remedy = "average all gradients before each update, of these parameters too"
@@ -326,7 +322,7 @@ class _Comparison:
                 return [fault("clipping", text, remedy, ratio)]
             if max(norms) - min(norms) <= _EQUAL * max(norms):
                 continue
-            exact = self._fit(self.reference.total, self.samples)
+            exact = self.unclipped
             length, most = math.sqrt(exact.exact.sum()), limits[0]
             ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
             text = (
@@ -340,15 +336,12 @@ class _Comparison:
 
     def _clipping(self) -> list[Finding]:
         """Return how gradients were clipped: with their loss scale, too often, or well."""
-        exact = np.sqrt(self._fit(self.reference.total, self.samples).exact)
-        scaled = self.ranks.gather([self._scale_in(it.lengths, exact) for it in self.update.clips])
+        scaled = self.ranks.gather([self._scale_in(it.lengths) for it in self.update.clips])
         clips, scale = self.update.clips, self.update.loss_scale
         for clip, ratio in zip(clips, scaled[0], strict=False):
-            if scale > 2 and clip.factor < 1 and abs(ratio / scale - 1) < _NAMED_SCALE:
-                text = (
-                    f"gradients are clipped to {clip.most:g} while they are {three_digits(ratio)} "
-                )
-                text += f"times too large: the loss scale is {scale:g}"
+            if scale > 2 and clip.factor < 1 and _is(ratio, scale):
+                text = f"gradients are clipped to {clip.most:g} while they are still multiplied "
+                text += f"by the loss scale, {scale:g}"
                 remedy = "call scaler.unscale_(optimizer) before clipping"
                 return [fault("clipping", text, remedy, ratio)]
         times = sum(it.lengths.keys() == clips[0].lengths.keys() for it in clips)
@@ -362,11 +355,11 @@ class _Comparison:
         text = f"norm {three_digits(norms[0].norm or 0)}, maximum {norms[0].most:g}, equal on all "
         return [fine("clipping", f"{text}workers", figure=norms[0].norm)]
 
-    def _scale_in(self, lengths: dict[int, float], exact: np.ndarray) -> float:
+    def _scale_in(self, lengths: dict[int, float]) -> float:
         """Return how long gradients were before clipping, over the exact lengths."""
         places = [at for at, it in enumerate(self.parameters) if id(it) in lengths]
         before = math.hypot(*(lengths[id(self.parameters[at])] for at in places))
-        length = math.hypot(*exact[places])
+        length = math.sqrt(self.unclipped.exact[places].sum())
         return before / length if length else 1.0
 
     def _left_or_zeroed(self, exact: Fit) -> Finding | None:
@@ -389,11 +382,10 @@ class _Comparison:
 
     def _by_hooks(self, exact: Fit) -> Finding | None:
         """Return a note if hooks explain the gradient, which may be meant."""
-        hooked = self.reference.hooked or self.reference.total
-        has_hooks = any(it._backward_hooks for it in self.parameters)
-        has_hooks = has_hooks or self.reference.hooked is not None
+        has_hooks = bool(self.reference.hooked) or any(it._backward_hooks for it in self.parameters)
         if exact.residual <= SAME or not any(self.ranks.gather(has_hooks)):
             return None
+        hooked = weighted(self.reference.hooked or self.passes, self.counts[self.ranks.rank])
         if not _is_same(self._fit(hooked, self.samples, transform=self._changed)):
             return None
         names = exact.names_of_unequal(self.names, SAME)
@@ -402,14 +394,16 @@ class _Comparison:
         remedy = "nothing if that is meant: one process with these hooks computes the same"
         return note("gradient direction", text, remedy, exact.cosine)
 
-    def _direction(self, exact: Fit, *, has_weights: bool) -> Finding:
+    def _direction(self, exact: Fit) -> Finding:
         """Name what was computed instead of the exact gradient."""
         size, limit, cosine = self.ranks.size, max(_EXPLAINED * exact.residual, 1e-4), exact.cosine
+        passes, few = self.passes, f"{self.micros} micro-batches"
+        mean = weighted(passes, [1 / len(passes)] * len(passes))
         own = [
             None if it is None else self._changed(it, at)
-            for it, at in zip(self.reference.mean, self.parameters, strict=True)
+            for it, at in zip(mean, self.parameters, strict=True)
         ]
-        reference, few = self.reference, f"{self.micros} micro-batches"
+        has_weights = self.reference.has_weights
         after, each = self._clip, [count for counts in self.counts for count in counts]
         tries: list[tuple[Gradients, Transform | None, str, str]] = []
         if len(set(each)) > 1:
@@ -418,14 +412,15 @@ class _Comparison:
             if has_weights:
                 text = "a mean of means of which each has its own sum of class weights"
                 remedy = f"nothing, it is usual with class weights; to be exact, {remedy}"
-            tries += [(reference.mean, after, text, remedy)]
+            tries += [(mean, after, text, remedy)]
         if self.micros > 1:
             text, remedy = f"only the last of {few} counts", "call zero_grad once per update"
-            tries += [(reference.last, after, text, remedy)]
+            tries += [(passes[-1], after, text, remedy)]
             text = f"gradients are summed over {size} workers after each of {few}, so that one "
             text += f"counts {size} times as often as the next one"
             remedy = "sum gradients over workers once per update, after the last micro-batch"
-            tries += [(reference.reduced, after, text, remedy)]
+            reduced = weighted(passes, [size ** -float(it) for it in range(len(passes))])
+            tries += [(reduced, after, text, remedy)]
         text = "each worker changes its own gradient before the average, by a hook or by clipping "
         remedy = "change gradients after they are averaged, equally on all workers"
         tries += [(own, None, f"{text}values", remedy)]
@@ -434,7 +429,7 @@ class _Comparison:
                 whole = f"{text}: {_likeness(exact)}"
                 if parts is own and self.update.clips:
                     return fault("clipping", whole, remedy, self.update.clips[0].most)
-                level = note if has_weights and parts is reference.mean else fault
+                level = note if has_weights and parts is mean else fault
                 return level("gradient direction", whole, remedy, cosine)
         if some := self._of_some_tensors(exact):
             return some
