@@ -25,7 +25,7 @@ from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import Recorder
 from largebatch.audit.reference import reference_of
-from largebatch.audit.replicas import ReplicaCheck, averaged_tensors, check_modes, check_moves
+from largebatch.audit.replicas import averaged_tensors, check_modes, check_moves, compare_replicas
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Forward, Step, Subject
@@ -198,9 +198,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     model, averaged = subject.inner, subject.averaged
     optimizer = _without_wrappers(subject.optimizer)
-    are_broadcast = getattr(subject.model, "broadcast_buffers", False)
-    replicas = ReplicaCheck(model, optimizer, averaged, ranks, are_broadcast=are_broadcast)
-    replicas.compare("at the start")
+    at_start = compare_replicas(subject, optimizer, ranks, "at the start")
+    unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
     distances = [norms.distance_of_statistics(model, ranks)]
     before = norms.tracked(model)
     recorder = Recorder(
@@ -217,10 +216,10 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     counts = ranks.gather(len(recorder.updates))
     number = min(counts)
     if number < max(counts):  # the step failed on some workers, after which they are not equal
-        return found + replicas.findings(0)
-    replicas.compare(f"after {plural(number, 'update')}")
+        return [*found, *unequal.values()]
+    after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
+    found += (after | unequal).values()
     distances.append(norms.distance_of_statistics(model, ranks))
-    found += replicas.findings(number)
     found += check_moves(recorder.moves, ranks)
     found += check_modes(model, recorder.evaluated, ranks)
     found += norms.check_span(model, recorder.norm_samples, ranks)

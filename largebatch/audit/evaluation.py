@@ -19,11 +19,11 @@ from largebatch.audit.ranks import Ranks
 from largebatch.audit.replicas import depends_on_mode
 from largebatch.audit.samples import (
     Epoch,
+    NoNumbersError,
     Numbers,
     Readings,
     around,
-    count_readings,
-    numbered_epochs,
+    read_epochs,
     torch_loader,
     whole,
 )
@@ -96,12 +96,11 @@ def _check_samples(
     """Return findings on a validation loader, this worker's samples, and those of all workers."""
     if loader is None:
         return [], None, None
-    epochs, problem = numbered_epochs(loader, 1, ranks, "evaluation samples")
-    base = torch_loader(loader)
-    if problem or base is None:
+    try:
+        _, epochs, readings = read_epochs(loader, 1, ranks, "evaluation samples")
+    except NoNumbersError as error:
         remedy = "give the audit a DataLoader whose data set has a length"
-        return [unknown("evaluation samples", problem, remedy)], None, None
-    readings = count_readings(base.dataset, epochs[0], ranks)
+        return [unknown("evaluation samples", str(error), remedy)], None, None
     return [_coverage(readings, ranks.size)], epochs[0], readings.held
 
 

@@ -14,11 +14,11 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from largebatch.audit.findings import Check, Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import INNER_LOADERS, global_states, without_iterator
+from largebatch.audit.restoring import INNER_LOADERS, without_iterator
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
 from largebatch.formatting import percent, plural
@@ -95,11 +95,10 @@ def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
 
     Where samples have no numbers, a few batches of the workers are compared.
     """
-    epochs, problem = numbered_epochs(subject.loader, 2, ranks, "samples", subject.set_epoch)
-    base = torch_loader(subject.loader)
-    if problem or base is None:
-        return [_compare_batches(subject, ranks, problem)]
-    readings = count_readings(base.dataset, epochs[0], ranks)
+    try:
+        base, epochs, readings = read_epochs(subject.loader, 2, ranks, "samples", subject.set_epoch)
+    except NoNumbersError as error:
+        return [_compare_batches(subject, ranks, str(error))]
     sampler = getattr(base.batch_sampler, "sampler", base.sampler)
     findings = [_coverage(readings, ranks.size, sampler)]
     few, most = min(readings.batches), max(readings.batches)
@@ -111,14 +110,17 @@ def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
     return [*findings, _order(epochs, subject, ranks)]
 
 
-def numbered_epochs(
+def read_epochs(
     loader: object,
     number: int,
     ranks: Ranks,
     check: Check,
     set_epoch: Callable[[int], object] | None = None,
-) -> tuple[list[Epoch], str]:
-    """Return the sample numbers of epochs, and why there are none on some worker."""
+) -> tuple[DataLoader[Any], list[Epoch], Readings]:
+    """Return the DataLoader in a loader, this worker's epochs, and all readings in the first one.
+
+    Raises NoNumbersError on all workers if the samples of one of them have no numbers.
+    """
 
     def draw() -> tuple[list[Epoch], str]:
         try:
@@ -127,10 +129,14 @@ def numbered_epochs(
             return [], str(error)
 
     epochs, problem = ranks.attempt(check, "drawing sample numbers", draw)
-    return epochs, next((text for text in ranks.gather(problem) if text), "")
+    problems = [text for text in ranks.gather(problem) if text]
+    base = torch_loader(loader)
+    if problems or base is None:
+        raise NoNumbersError(problems[0])
+    return base, epochs, _count_readings(base.dataset, epochs[0], ranks)
 
 
-def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
+def _count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
     """Count how often the workers read each sample in an epoch."""
     root, held = whole(dataset)
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
@@ -178,10 +184,12 @@ def _fingerprints(dataset: Any) -> list[int]:  # noqa: ANN401 -- a data set of a
     size = len(dataset)
     found = []
     for number in sorted({0, size // 2, size - 1}) if size else ():
-        with _same_generators():
-            first = fingerprint(dataset[number])
-        with _same_generators():
-            found.append(first if first == fingerprint(dataset[number]) else 0)
+        readings = []
+        for _ in range(2):
+            for seed in (random.seed, np.random.seed, torch.manual_seed):  # restored by the caller
+                seed(0)
+            readings.append(fingerprint(dataset[number]))
+        found.append(readings[0] if readings[0] == readings[1] else 0)
     return found
 
 
@@ -201,19 +209,6 @@ def fingerprint(sample: object) -> int:
         content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
         digest.update(f"{type(leaf).__name__} {getattr(leaf, 'shape', '')}".encode() + content)
     return int.from_bytes(digest.digest())
-
-
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's generators with 0 in this block, and restore them."""
-    restores = global_states()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()
 
 
 def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
@@ -276,10 +271,7 @@ def may_set_epoch() -> bool:
     """Return True if a calling module or one that it imports from names a function that sets the
     epoch, or if its source cannot be read.
     """
-    frames, frame = [], inspect.currentframe()
-    while frame is not None:
-        frames.append(frame.f_globals)
-        frame = frame.f_back
+    frames = [it.frame.f_globals for it in inspect.stack(0)]
     frames = [it for it in frames if not str(it.get("__name__")).startswith("largebatch.")]
     if not frames or not linecache.getlines(str(frames[0].get("__file__"))):
         return True
@@ -373,7 +365,18 @@ def epochs_of(
     if isinstance(base.dataset, IterableDataset) or size is None:
         raise NoNumbersError(f"samples of {kind} have no numbers")
     places, found = whole(base.dataset)[1], []
-    with _reading_numbers(base, size()):
+    changes: dict[str, Any] = {
+        "dataset": range(size()),
+        "collate_fn": lambda batch: batch,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "timeout": 0,
+        "_iterator": None,
+        "iterator": None,  # of timm's MultiEpochsDataLoader
+    }
+    with mock.patch.dict(vars(base), changes):  # DataLoader refuses assignments
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)
@@ -393,30 +396,3 @@ def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN40
     samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
     sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
     return Epoch(places[samples], sizes)
-
-
-@contextmanager
-def _reading_numbers(base: DataLoader[Any], size: int) -> Iterator[None]:
-    """Make a loader return sample numbers, in this process, in this block.
-
-    DataLoader refuses assignments to its attributes, hence `vars`.
-    """
-    changes: dict[str, Any] = {
-        "dataset": range(size),
-        "collate_fn": lambda batch: batch,
-        "num_workers": 0,
-        "prefetch_factor": None,
-        "pin_memory": False,
-        "persistent_workers": False,
-        "timeout": 0,
-        "_iterator": None,
-    }
-    if "iterator" in vars(base):  # timm's MultiEpochsDataLoader keeps one
-        changes["iterator"] = None
-    before = dict(vars(base))
-    vars(base).update(changes)
-    try:
-        yield
-    finally:
-        vars(base).clear()
-        vars(base).update(before)
