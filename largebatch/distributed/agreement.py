@@ -130,7 +130,8 @@ def have_same_bytes(own: Tensor, group: Group) -> bool:
 def sum_of_bits(tensors: Iterable[Tensor]) -> int:
     """Return the sum of tensors' memory as integers, which is independent of the order."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    reals = [torch.view_as_real(it) if it.is_complex() else it for it in map(Tensor.detach, tensors)]
+    whole = [it.detach() for it in tensors]
+    reals = [torch.view_as_real(it) if it.is_complex() else it for it in whole]
     sums = [it.view(kinds[it.element_size()]).sum(dtype=torch.int64) for it in reals]
     return int(sum(it.to(sums[0].device) for it in sums))  # sync: once in many updates
 
