@@ -51,6 +51,7 @@ _OTHER_LOSS = 0.99
 _LOST = 0.01
 """Part of a gradient's values that become zero in a type before this is a fault."""
 
+_FLOAT16 = "send float32 or bfloat16, or divide by the workers before the sum and use a GradScaler"
 
 Numbers = npt.NDArray[np.float64]
 
@@ -228,17 +229,14 @@ class _Comparison:
         for gradient, part, parameter in triples:
             own, exact = _filled(gradient, parameter), self.ranks.sum(_filled(part, parameter))
             exact = transform(exact / divisor, parameter) if transform else exact / divisor
-            used = exact != 0
-            lost = (used & (own == 0)).sum()
-            row = [own @ own, own @ exact, exact @ exact, lost, used.sum()]
+            lost = ((exact != 0) & (own == 0)).sum()
+            row = [own @ own, own @ exact, exact @ exact, lost, (exact != 0).sum()]
             rows.append(torch.stack(row).double())
         table = self.ranks.sum(torch.stack(rows, 1)) / self.ranks.size
         return Fit(*table.cpu().numpy())  # sync: in an audit only
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
-        for clip in self.update.clips:
-            if id(parameter) not in clip.lengths:
-                continue
+        for clip in (it for it in self.update.clips if id(parameter) in it.lengths):
             exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
         return exact
 
@@ -259,28 +257,23 @@ class _Comparison:
         facts = self.ranks.gather([bad, sum(it.numel() for it in got), is_finite])
         if not any(it[0] for it in facts) and all(it[2] for it in facts):
             return []
-        worst = max(facts, key=lambda it: it[0])
+        number, of, _ = max(facts, key=lambda it: it[0])
         where = [str(rank) for rank, it in enumerate(facts) if not it[2]]
-        text = f"{worst[0]:,} of {worst[1]:,} values of the gradient are infinite or NaN; "
+        text, remedy = f"{number:,} of {of:,} values of the gradient are infinite or NaN", _FLOAT16
         if where:
-            text += f"the exact gradient is infinite or NaN too, on worker {shorten(where)}"
+            text += f", and the exact ones too, on worker {shorten(where)}"
             remedy = "look for the cause in the data or the rate: it is not in the reduction"
-        else:
-            text, remedy = f"{text}that of one process is finite", _float16_remedy("overflows")
-        return [fault("precision", text, remedy, worst[0])]
+        return [fault("precision", text, remedy, number)]
 
     def _underflow(self, exact: Fit) -> list[Finding]:
         """Return a fault if values became zero in float16; other types do not underflow."""
-        lost, of = float(exact.lost.sum()), float(exact.nonzero.sum())
-        share = lost / of if of else 0.0
-        is_float16 = any(
-            it is not None and it.dtype == torch.float16 for it in self.update.gradients
-        )
-        is_float16 |= self.update.may_be_float16
+        share = float(exact.lost.sum()) / max(1.0, float(exact.nonzero.sum()))
+        types = {it.dtype for it in self.update.gradients if it is not None}
+        is_float16 = self.update.may_be_float16 or torch.float16 in types
         if share <= _LOST or not any(self.ranks.gather(is_float16)):
             return []
         text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
-        return [fault("precision", text, _float16_remedy("underflows"), share)]
+        return [fault("precision", text, _FLOAT16, share)]
 
     def _unequal(self) -> list[Finding]:
         """Return what is wrong if the workers have different gradients."""
@@ -294,14 +287,12 @@ class _Comparison:
             text += "are averaged or sent instead, which was not compared"
             remedy = "nothing if weights are averaged on purpose (local SGD)"
             return [unknown("gradient direction", text, remedy)]
-        exact = self.unclipped
-        what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
-        what += f"({shorten(unequal, most=3)})"
-        remedy = "average all gradients before each update, of these parameters too"
-        if len(unequal) == (exact.exact > 0).sum():
-            what = "every worker uses its own gradient"
-            remedy = "average the gradients before each update: call the DistributedDataParallel "
-            remedy += "model, not its module, and leave no_sync on the last micro-batch"
+        exact, what = self.unclipped, "every worker uses its own gradient"
+        remedy = "average the gradients before each update: call the DistributedDataParallel "
+        remedy += "model, not its module, and leave no_sync on the last micro-batch"
+        if len(unequal) < (exact.exact > 0).sum():
+            what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
+            what += f"({shorten(unequal, most=3)})"
         text = f"{what}: cosine {exact.cosine:.3f} with that of one process"
         return [fault("gradient direction", text, remedy, exact.cosine)]
 
@@ -313,11 +304,9 @@ class _Comparison:
             if min(factors) == 1.0:
                 continue
             if len(set(limits)) > 1:
-                number, ratio = sum(it < math.inf for it in limits), min(factors) / max(factors)
-                text = f"workers clip gradients to {min(limits):g} .. {max(limits):g}"
-                if number < self.ranks.size:
-                    text = f"{number} of {self.ranks.size} workers clip gradients"
-                text += f": some are {three_digits(ratio)} times as long as those of other workers"
+                ratio = min(factors) / max(factors)  # without clipping the limit is infinite
+                text = f"workers clip gradients to {min(limits):g} .. {max(limits):g}: some are "
+                text += f"{three_digits(ratio)} times as long as those of other workers"
                 remedy = "clip on every worker, with the same maximum"
                 return [fault("clipping", text, remedy, ratio)]
             if max(norms) - min(norms) <= _EQUAL * max(norms):
@@ -325,11 +314,9 @@ class _Comparison:
             exact = self.unclipped
             length, most = math.sqrt(exact.exact.sum()), limits[0]
             ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
-            text = (
-                f"each worker clips its own gradient before they are averaged (norms "
-                f"{three_digits(min(norms))} to {three_digits(max(norms))}, maximum {most:g}): the "
-                f"result is {three_digits(ratio)} times as long as if clipped after"
-            )
+            text = f"each worker clips its own gradient, of norm {three_digits(min(norms))} to "
+            text += f"{three_digits(max(norms))}, to {most:g} before they are averaged: the result "
+            text += f"is {three_digits(ratio)} times as long as if clipped after"
             remedy = "call clip_grad_norm_ after the gradients are averaged"
             return [fault("clipping", text, remedy, ratio)]
         return []
@@ -365,8 +352,7 @@ class _Comparison:
     def _left_or_zeroed(self, exact: Fit) -> Finding | None:
         """Return a fault if `zero_grad` was called too late, too early or never."""
         if exact.exact.any() and not exact.own.any():
-            text = "the gradients are zero at the update: zero_grad comes between it and backward, "
-            text += "or no backward pass comes before it"
+            text = "the gradients are zero at the update: no backward comes after zero_grad"
             return fault("gradient scale", text, "call zero_grad after the update", 0.0)
         everyone = self.ranks.gather(sorted(self.update.held & self.update.places))
         held = sorted(set().union(*everyone))
@@ -416,14 +402,13 @@ class _Comparison:
         if self.micros > 1:
             text, remedy = f"only the last of {few} counts", "call zero_grad once per update"
             tries += [(passes[-1], after, text, remedy)]
-            text = f"gradients are summed over {size} workers after each of {few}, so that one "
-            text += f"counts {size} times as often as the next one"
+            text = f"gradients are summed over {size} workers after each of {few}"
             remedy = "sum gradients over workers once per update, after the last micro-batch"
             reduced = weighted(passes, [size ** -float(it) for it in range(len(passes))])
             tries += [(reduced, after, text, remedy)]
-        text = "each worker changes its own gradient before the average, by a hook or by clipping "
+        text = "each worker changes its own gradient before the average, by a hook or clipping"
         remedy = "change gradients after they are averaged, equally on all workers"
-        tries += [(own, None, f"{text}values", remedy)]
+        tries += [(own, None, text, remedy)]
         for parts, transform, text, remedy in tries:
             if self._fit(parts, size, transform=transform).residual <= limit:
                 whole = f"{text}: {_likeness(exact)}"
@@ -439,11 +424,8 @@ class _Comparison:
             remedy = "multiply the loss by the same factor on every worker"
             return fault("gradient direction", text, remedy, cosine)
         names = exact.names_of_unequal(self.names, SAME, scale=exact.scale)
-        text = (
-            f"{_likeness(exact)}, equal on all workers, most in {shorten(names, most=3)}: a fault, "
-            "a term of the loss that loss_fn has not (weights, a second head), or a step that "
-            "changes weights or gradients (SAM)"
-        )
+        text = f"{_likeness(exact)}, equal on all workers, most in {shorten(names, most=3)}: a "
+        text += "fault, a term of the loss that loss_fn has not, or a step that changes weights"
         remedy = "for the audit leave such terms out of the step; what then remains is a fault"
         return unknown("gradient direction", text, remedy, cosine)
 
@@ -538,13 +520,6 @@ def causes_of(
 
 def _is(value: float, expected: float, tolerance: float = _NAMED_SCALE) -> bool:
     return abs(value / expected - 1) <= tolerance
-
-
-def _float16_remedy(does: str) -> str:
-    return (
-        f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before the "
-        "sum and use a GradScaler"
-    )
 
 
 def _is_same(fit: Fit) -> bool:

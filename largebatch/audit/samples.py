@@ -103,8 +103,7 @@ def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
     findings = [_coverage(readings, ranks.size, sampler)]
     few, most = min(readings.batches), max(readings.batches)
     if few < most:
-        text = f"workers have {few:,} to {most:,} batches in an epoch: the last updates wait for "
-        text += "workers that have ended"
+        text = f"workers have {few:,} to {most:,} batches in an epoch: the last updates wait"
         remedy = "give all workers as many batches: DistributedSampler, drop_last, or DDP's join()"
         findings.append(fault("samples", text, remedy, float(most - few)))
     return [*findings, _order(epochs, subject, ranks)]
@@ -213,12 +212,9 @@ def fingerprint(sample: object) -> int:
 
 def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
     size, never, twice = readings.size, readings.never, readings.twice
-    text = (
-        f"{plural(size, 'sample')}: {never:,} never read in an epoch"
-        + f" ({percent(never / max(1, size))} %)" * bool(never)
-        + f", {twice:,} read again"
-        + ", of data sets that differ between workers" * (readings.held is None)
-    )
+    part = f" ({percent(never / max(1, size))} %)" * bool(never)
+    text = f"{plural(size, 'sample')}: {never:,} never read in an epoch{part}, {twice:,} read again"
+    text += ", of data sets that differ between workers" * (readings.held is None)
     kind = type(sampler).__name__
     is_draw = kind in _REPEATING or getattr(sampler, "replacement", False) or readings.by_draw
     if is_draw and not readings.equal:  # a fault in the division repeats samples on other workers
@@ -226,8 +222,7 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         return note("samples", f"{text}, as {kind} draws them", remedy)
     if readings.everything or readings.equal:
         what = "all" if readings.everything else f"the same draws of {kind} from"
-        text = f"every worker reads {what} {plural(size, 'sample')} in an epoch: {world_size} "
-        text += "passes over the data are counted as one"
+        text = f"every worker reads {what} {plural(size, 'sample')} in an epoch"
         remedy = "divide the data: DataLoader(..., sampler=DistributedSampler(data))"
         if not readings.everything:
             remedy = "divide the draws: give worker r of W those with the numbers r, r + W, ..."
@@ -260,7 +255,7 @@ def _order(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> Finding:
         return note("epoch order", text, "shuffle the training data: shuffle=True")
     text = f"{len(same)} of {ranks.size} workers read both epochs in one shuffled order"
     if subject.set_epoch is None and may_set_epoch():
-        text += " if the script does not set the epoch, which was not given"
+        text += ", without set_epoch"
         remedy = "to check what your loop does: audit(..., set_epoch=sampler.set_epoch)"
         return unknown("epoch order", text, remedy)
     remedy = "call sampler.set_epoch(epoch) before each epoch"
@@ -302,8 +297,7 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     words, base = plural(number, "batch", "batches"), torch_loader(subject.loader)
     again = max(len(own) - len(set(own)) for own in everyone)
     if again and base is not None and base.num_workers > 1:
-        text = f"{again} of {number} batches repeat one that the same worker has read: each "
-        text += "process of its loader reads all samples"
+        text = f"{again} of {number} batches are read by several processes of a worker's loader"
         remedy = "divide an iterable data set by loader process too: get_worker_info()"
         return fault("samples", text, remedy, float(again))
     if most > 1:
