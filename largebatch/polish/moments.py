@@ -6,7 +6,7 @@ squared, sums over parts of a batch are added in float64, and parts are merged b
 Chan, Golub and LeVeque (1983).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -47,12 +47,6 @@ class Moments:
 
     _pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     """Counts, means and variances of batches that are to be merged."""
-
-    @classmethod
-    def of_nothing(cls, channels: int, *, device: torch.device) -> Self:
-        """Return the moments of no values."""
-        zeros = torch.zeros(channels, dtype=torch.float64, device=device)
-        return cls(0.0, zeros, zeros.clone())
 
     def to(self, device: torch.device) -> Self:
         """Return the moments on a device, with all batches; not a copy if they are there."""
@@ -201,8 +195,8 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return near + shift, (second - shift * first).clamp_(min=0)
 
 
-def _parts(values: Tensor) -> Iterator[Tensor]:
-    yield from values.split(max(1, _PART * len(values) // values.numel()))
+def _parts(values: Tensor) -> Sequence[Tensor]:
+    return values.split(max(1, _PART * len(values) // values.numel()))
 
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
