@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -102,8 +103,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
-        remedy = "find the worker whose step failed before a sum in which others waited, and start "
-        remedy += "the script again: its process group is no longer usable"
+        remedy = "find the worker whose step failed, and start the script again: its process group "
+        remedy += "is no longer usable"
         found.append(unknown("updates", text, remedy))
         return _printed(Findings(tuple(found), time.monotonic() - began))
     findings = Findings(ranks.share(found), time.monotonic() - began)
@@ -242,15 +243,14 @@ def _make_updates(
     for parameter in subject.inner.parameters():
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
-    stream, results, stopped = _endless(subject.loader), list[tuple[int, list[Finding]]](), []
+    stream, steps, stopped = _endless(subject.loader), subject.steps, list[Finding]()
+    results: list[tuple[int, list[Finding]]] = []
     try:
-        for _ in range(subject.steps * _MOST_CALLS):
+        for _ in range(steps * _MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
-            batches += [batch] if len(batches) < subject.steps else []
+            batches += [batch] if len(batches) < steps else []
             results += _call(batch, subject, ranks, recorder)
-            if len(recorder.updates) >= subject.steps:
-                break
-            if min(ranks.gather(recorder.elsewhere)) > subject.steps:
+            if max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1) >= steps:
                 break
     except StoppedError as error:
         stopped = [error.finding]
@@ -266,14 +266,13 @@ def _make_updates(
     if recorder.elsewhere:
         text = f"the optimizer has 0 of {plural(len(weights), 'tensor')} of the model"
         remedy = "make the optimizer from the parameters of the model that is trained, not a copy"
-        pairs = zip(weights, recorder.parameters, strict=True)
-        if all(before.equal(it) for before, it in pairs):
+        if all(map(torch.equal, weights, recorder.parameters)):
             text += f", which stays as it is in {plural(recorder.elsewhere, 'step')}"
             return [fault("updates", text, remedy, 0.0)]
         return [unknown("updates", f"{text}: what it changes is copied into the model", remedy)]
-    text = f"no update in {subject.steps * _MOST_CALLS:,} calls of step"
-    remedy = "make updates in `step`, with the optimizer that is passed; if it accumulates over "
-    remedy += f"more than {_MOST_CALLS} batches, pass more `steps`"
+    text = f"no update in {steps * _MOST_CALLS:,} calls of step"
+    remedy = "make updates in `step`, with the optimizer that is passed; for more than "
+    remedy += f"{_MOST_CALLS} micro-batches pass more `steps`"
     return [unknown("updates", text, remedy)]
 
 

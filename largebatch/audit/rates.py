@@ -111,13 +111,11 @@ def _check_base(
     linear, root = base[1] * factor, base[1] * math.sqrt(factor)
     adaptive = "Adam" in type(optimizer).__name__
     unscaled = factor > 1 and not adaptive and math.isclose(peak, base[1], rel_tol=_SAME)
+    text = f"the rate is {three_digits(peak)} at a batch of {batch:,}"
     momentum = optimizer.param_groups[0].get("momentum")
-    text = (
-        f"the rate is {three_digits(peak)} at a batch of {batch:,}"
-        + (f", momentum {momentum:g}" if momentum is not None else "")
-        + f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
-        f"{three_digits(linear)}, the square root {three_digits(root)}"
-    )
+    text += "" if momentum is None else f", momentum {momentum:g}"
+    text += f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
+    text += f"{three_digits(linear)}, the square root {three_digits(root)}"
     if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
         return fine("rate for the batch", text, figure=peak / linear)
     rule, value = ("square-root", root) if adaptive else ("linear", linear)

@@ -228,7 +228,9 @@ def generators_of(model: nn.Module | None = None) -> Callable[[], None]:
 def _generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN401 -- anything
     """Return a function that restores a generator of random numbers; None for another object."""
     match value:
-        case torch.Generator() | np.random.RandomState():
+        case torch.Generator():
+            return partial(value.set_state, value.get_state())
+        case np.random.RandomState():
             return partial(value.set_state, value.get_state())
         case random.Random():
             return partial(value.setstate, value.getstate())

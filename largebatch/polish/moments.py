@@ -6,7 +6,7 @@ squared, sums over parts of a batch are added in float64, and parts are merged b
 Chan, Golub and LeVeque (1983).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -195,8 +195,8 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return near + shift, (second - shift * first).clamp_(min=0)
 
 
-def _parts(values: Tensor) -> Sequence[Tensor]:
-    return values.split(max(1, _PART * len(values) // values.numel()))
+def _parts(values: Tensor) -> Iterator[Tensor]:
+    yield from values.split(max(1, _PART * len(values) // values.numel()))
 
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
