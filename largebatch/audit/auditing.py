@@ -124,7 +124,6 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 
 def _check_world(ranks: Ranks) -> Finding:
-    """Compare the number of connected workers with the variables of launchers."""
     hosts, size = ranks.gather(socket.gethostname()), plural(ranks.size, "worker")
     started = {"launcher": launched_size(), "command srun": slurm_tasks()}
     what, most = max(started.items(), key=lambda it: it[1])
@@ -288,7 +287,7 @@ def _call(
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)
-    counts = [it[0] for it in ranks.gather([len(recorder.updates), recorder.skipped])]
+    counts = ranks.gather(len(recorder.updates))
     if min(counts) < max(counts):
         text = f"workers made {min(counts)} to {max(counts)} updates"
         remedy = "make the update in the same call of `step` on every worker"
@@ -318,7 +317,6 @@ def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, in as many epochs as are needed."""
     number = 1
     while number:
         number = 0

@@ -249,7 +249,6 @@ class _Comparison:
         return self._clip(gradient.flatten().double(), parameter)
 
     def _not_finite(self) -> list[Finding]:
-        """Return a fault if gradients overflowed, with where."""
         got = [it for it in self.update.gradients if it is not None]
         bad = sum(int((~it.isfinite()).sum()) for it in got)
         values = [it for gradients in self.passes for it in gradients if it is not None]
@@ -276,7 +275,6 @@ class _Comparison:
         return [fault("precision", text, _FLOAT16, share)]
 
     def _unequal(self) -> list[Finding]:
-        """Return what is wrong if the workers have different gradients."""
         mean = self._fit(self.update.gradients, self.ranks.size)
         unequal = mean.names_of_unequal(self.names, _EQUAL)
         if not unequal:
@@ -442,15 +440,7 @@ class _Comparison:
         return None
 
     def _scale(self, exact: Fit) -> Finding:
-        batch = self.samples / sum(map(len, self.counts))
-        causes = causes_of(
-            exact.scale,
-            loss_scale=self.loss_scale,
-            workers=self.ranks.size,
-            micros=self.micros,
-            batch=batch,
-            unscaled=self.update.loss_scale,
-        )
+        causes = self._causes(exact.scale)
         why = " and ".join(text for text, _ in causes)
         text = f"{three_digits(exact.scale)} times that of one process with all "
         text += f"{self.samples:,.0f} samples: {why or 'no factor of the script explains it'}"
@@ -464,58 +454,41 @@ class _Comparison:
             return unknown("gradient scale", text, remedy, exact.scale)
         return fault("gradient scale", text, remedy, exact.scale)
 
+    def _causes(self, scale: float) -> list[tuple[str, str]]:
+        """Return the causes of a wrong scale, each with its remedy: of the loss, then of the rest.
 
-def causes_of(
-    scale: float,
-    *,
-    loss_scale: float,
-    workers: int,
-    micros: int,
-    batch: float,
-    unscaled: float = 1.0,
-) -> list[tuple[str, str]]:
-    """Return the causes of a wrong scale, each with its remedy.
-
-    `loss_scale` is the factor of the script's loss to the mean loss of a micro-batch of `batch`
-    samples. The rest of the scale is due to the reduction. If it is NaN, it is taken to be right.
-    `unscaled` is the scale that a GradScaler removed.
-
-    >>> causes_of(8, loss_scale=1, workers=8, micros=1, batch=32)[0][0]
-    'gradients are summed over 8 workers, not averaged'
-    >>> causes_of(4, loss_scale=1, workers=8, micros=4, batch=32)[0][0]
-    'the losses of 4 micro-batches are added, not averaged'
-    """
-    in_loss = 1.0 if math.isnan(loss_scale) else loss_scale * micros
-    if in_loss * unscaled >= _LEAST_LOSS_SCALE and _is(scale, 1 / (in_loss * unscaled)):
-        text = f"gradients are divided by the loss scale {in_loss * unscaled:g} twice"
-        return [(text, "unscale once: scaler.step does it unless unscale_ was called")]
-    power, few = math.log2(in_loss), f"{micros} micro-batches"
-    of_loss = [
-        (1, "", ""),
-        (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
-        (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
-        (batch, f"the loss is a sum over {batch:g} samples, not a mean", 'use reduction="mean"'),
-        (
-            in_loss if power >= 4 and _is(power, round(power), 1e-6) else math.inf,
-            f"the gradient still has the loss scale {in_loss:g}",
-            "call scaler.step(optimizer), or scaler.unscale_(optimizer) before the update",
-        ),
-        (in_loss, f"the loss is {three_digits(in_loss)} times loss_fn", "remove the factor"),
-    ]
-    rest, many = scale / in_loss, plural(workers, "worker")
-    of_rest = [
-        (1, "", ""),
-        (workers, f"gradients are summed over {many}, not averaged", "divide by them once"),
-        (
-            1 / workers,
-            f"gradients are divided by {many} twice",
-            "divide once: DistributedDataParallel and Horovod average already",
-        ),
-        (rest, f"a factor {three_digits(rest)} after the loss", "look for it after backward"),
-    ]
-    first = next(it[1:] for it in of_loss if _is(in_loss, it[0]))
-    last = next(it[1:] for it in of_rest if _is(rest, it[0]))
-    return [cause for cause in (first, last) if cause[0]]
+        If the script's loss was not seen, its factor is taken to be right.
+        """
+        workers, micros = self.ranks.size, self.micros
+        in_loss = 1.0 if math.isnan(self.loss_scale) else self.loss_scale * micros
+        removed = in_loss * self.update.loss_scale
+        if removed >= _LEAST_LOSS_SCALE and _is(scale, 1 / removed):
+            text = f"gradients are divided by the loss scale {removed:g} twice"
+            return [(text, "unscale once: scaler.step does it unless unscale_ was called")]
+        batch, few = self.samples / sum(map(len, self.counts)), f"{micros} micro-batches"
+        factor = (f"the loss is {three_digits(in_loss)} times loss_fn", "remove the factor")
+        power = math.log2(in_loss)
+        if in_loss >= _LEAST_LOSS_SCALE and _is(power, round(power), 1e-6):
+            text = f"the gradient still has the loss scale {in_loss:g}"
+            factor = (text, "call scaler.step(optimizer), or scaler.unscale_ before the update")
+        of_loss = [
+            (1, "", ""),
+            (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
+            (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
+            (batch, f"the loss is a sum over {batch:g} samples, not a mean", "take their mean"),
+            (in_loss, *factor),
+        ]
+        rest, many = scale / in_loss, plural(workers, "worker")
+        averaged = "divide once: DistributedDataParallel and Horovod average already"
+        of_rest = [
+            (1, "", ""),
+            (workers, f"gradients are summed over {many}, not averaged", "divide by them once"),
+            (1 / workers, f"gradients are divided by {many} twice", averaged),
+            (rest, f"a factor {three_digits(rest)} after the loss", "look for it after backward"),
+        ]
+        first = next(it[1:] for it in of_loss if _is(in_loss, it[0]))
+        last = next(it[1:] for it in of_rest if _is(rest, it[0]))
+        return [cause for cause in (first, last) if cause[0]]
 
 
 def _is(value: float, expected: float, tolerance: float = _NAMED_SCALE) -> bool:
@@ -535,7 +508,6 @@ def _likeness(exact: Fit) -> str:
 
 
 def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """Return a gradient as a vector of float64; zeros if there is none."""
     if gradient is None:
         return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
     return gradient.to_dense().flatten().double()

@@ -231,7 +231,6 @@ class Recorder:
             self.norm_samples = max(self.norm_samples, len(args[0]))
 
     def _places_of(self, optimizer: Optimizer) -> list[int]:
-        """Return the places of the parameters that an optimizer updates."""
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
         return [place for place, it in enumerate(self.parameters) if id(it) in own]
 

@@ -99,7 +99,6 @@ class Snapshot:
         return inside
 
     def _copy(self, value: Any) -> Iterable[object]:  # noqa: ANN401 -- anything a script holds
-        """Copy the content of one object, and return the objects in it."""
         inside: Iterable[object] = ()
         match value:
             case Tensor():
@@ -241,7 +240,6 @@ def _generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN4
 
 
 def _content(cell: CellType) -> object:
-    """Return the content of a closure's cell; None if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:

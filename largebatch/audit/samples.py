@@ -136,7 +136,6 @@ def read_epochs(
 
 
 def _count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
-    """Count how often the workers read each sample in an epoch."""
     root, held = whole(dataset)
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
     read, has, before = (
@@ -282,7 +281,6 @@ def may_set_epoch() -> bool:
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
-    """Compare a few batches of the workers, where samples have no numbers."""
 
     def read() -> list[int]:
         batches = islice(without_iterator(subject.loader), subject.steps)

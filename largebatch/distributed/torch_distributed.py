@@ -53,11 +53,7 @@ class TorchGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._worker = dist.get_rank()  # global rank, for error messages
-        self._use(group)
-
-    def _use(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.in_graphs = any(name in dist.get_backend_config(group) for name in _IN_GRAPHS)

@@ -185,7 +185,6 @@ def polish(
 
 
 def _left_out(model: nn.Module, skip: Iterable[str]) -> dict[nn.Module, str]:
-    """Return why modules keep their statistics: by mode, by class, by name."""
     left = {}
     leaves = [it for it in model.modules() if not [*it.children()]]
     if any(it.training and {*it.parameters(), *it.buffers()} for it in leaves):
