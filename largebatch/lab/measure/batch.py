@@ -178,7 +178,7 @@ class Measuring:
         """Run range tests at two batches, seed by seed; none where they take too long."""
         question, recipe = self.question, self.question.recipe
         try:
-            steps = plan_range(recipe).steps
+            steps = len(plan_range(recipe).rates)
         except LargebatchError as error:
             self.remarks.append(f"no edges of the learning rate: {error}")
             return ()
