@@ -373,7 +373,7 @@ class Cell:
     variant: str
     recipe: Recipe
     seeds: int
-    own_process = False
+    own_process: bool = False
     """True if each run needs its own process, also if one runs at a time."""
 
     @property
