@@ -31,6 +31,7 @@ from largebatch.report.pages import (
     Code,
     Column,
     Page,
+    Part,
     Section,
     Series,
     Table,
@@ -136,7 +137,7 @@ def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Rankin
         if target is None:
             return run.top1
         reached = reached_at(run, target)
-        return reached and reached.step
+        return None if reached is None else reached.step
 
     def order(one: Ranked) -> tuple[bool, bool, float, float]:
         known = one.scores.values()
@@ -194,7 +195,7 @@ def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = 
         findings += [f"{recipe}: {one.finding}." for one in rankings]
         ranked += rankings[0].ranked
         highest = max(rankings, key=lambda one: one.target or 0.0)
-        parts = [_schedule(highest.ranked[0].results)]
+        parts: list[Part] = [_schedule(highest.ranked[0].results)]
         if highest.target is not None:
             parts.insert(0, _chart(some, highest.target, looks))
         sections.append(Section(title=recipe, parts=parts))

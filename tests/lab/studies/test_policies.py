@@ -52,7 +52,7 @@ def level(found: Ranking) -> list[str]:
 
 def test_the_policy_of_the_lowest_cost_leads(cells: Cells) -> None:
     found = rank(cells, target=0.9)
-    quick, slow, never = found.ranked
+    _, slow, never = found.ranked
     assert [one.policy for one in found.ranked] == ["quick", "slow", "never"]
     assert found.finding.startswith("recommended by cost to 90.00%: quick")
     # one of two comparisons
