@@ -187,7 +187,7 @@ class Measuring:
                 options = replace(question.options, out=question.options.out / f"range-{size}")
                 test = train_range(rates, options, workers=question.here)
                 assert test is not None
-                tests.append((size, test.upper and test.upper.value))
+                tests.append((size, None if test.upper is None else test.upper.value))
             found, needed = tuple(tests), monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(

@@ -43,13 +43,11 @@ __all__ = ["cells_of", "make_page"]
 
 _NOTE = (
     "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
-    "the same seeds. Of many policies the best one is best by luck, too. A run that diverged "
-    "counts as chance."
+    "the same seeds. A run that diverged counts as chance."
 )
 _TABLE = (
-    "peak_lr is that which the search chose by held-out images; all else is of the validation "
-    "images. A cost is that at the first evaluation at or above the target, of the seeds that "
-    "reached it; seconds are those of updates and evaluations."
+    "A cost is that of updates and evaluations up to the first evaluation at the target, of the "
+    "seeds that reached it. Held-out images chose peak_lr."
 )
 
 

@@ -26,9 +26,8 @@ from largebatch.report.pages import Page, Section, series
 INSIDE, HOSTS = "one-host", "hosts"
 
 _NOTE = (
-    "Workers in one host, or each on its own host, which is a network namespace of one machine "
-    "with a shaped link. Gradients take a time that is set and slept. Means over starts with "
-    "Student's interval of 95 %."
+    "Workers in one host, or each on its own host, which is a network namespace with a shaped "
+    "link. Means over starts with Student's interval of 95 %."
 )
 _TABLE = (
     "The ideal, an efficiency of 100 %, is one worker times the number of workers; in weak scaling "

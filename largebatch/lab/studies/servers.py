@@ -45,18 +45,16 @@ UPDATES, REPEATS = 20, 5
 
 _NOTE = (
     "Every layout makes the same update of the same mini-batches; only where the weights are "
-    "differs. Hosts are network namespaces of one machine with a shaped link each. Means over "
-    "starts with Student's interval of 95 %."
+    "differs. Hosts are network namespaces with a shaped link each. Means over starts with "
+    "Student's interval of 95 %."
 )
 _TABLE = (
-    "Speed-up is against one worker alone, and efficiency is that over the workers: servers on "
-    "their own hosts are not counted. Late gradients took longer than their set time: with many of "
-    "them the machine was too busy to judge by it."
+    "Efficiency is the speed-up against one worker over the workers, without servers on their own "
+    "hosts. With many late gradients the machine was too busy to judge by it."
 )
 _SIMULATED = (
-    "Simulated from the bytes of messages, the times of gradients, and what an update of one "
-    "worker alone takes besides its gradient; messages share links at fair rates. Servers update "
-    "in no time."
+    "Simulated from bytes, times of gradients, and what an update of one worker alone takes besides"
+    " its gradient; messages share links at fair rates. Servers update in no time."
 )
 
 
@@ -191,7 +189,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
 
 
 def findings(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
-    """Yield how servers beside the workers compare with a central one, and what does not pay."""
+    """Yield how servers beside the workers compare with a central one."""
     for row in rows:
         for other in rows:
             case = row.cell.configuration, row.cell.workers
@@ -202,13 +200,6 @@ def findings(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
                     f"{case[0]} on {case[1]} workers, {how}: {other.cell.look} is "
                     f"{times.with_ends('.2f', ' times')} as fast as {row.cell.look}."
                 )
-    slow = [
-        f"{row.cell.name} ({row.speed_up.mean:.2f})"
-        for row in rows
-        if row.cell.workers > 1 and row.speed_up and round(row.speed_up.mean, 2) < 1
-    ]
-    if slow:
-        yield f"SLOWER THAN ONE WORKER, {how}: {', '.join(slow)}."
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:

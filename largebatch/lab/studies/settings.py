@@ -35,13 +35,11 @@ __all__ = ["cells_of", "make_page"]
 
 _NOTE = (
     "Means over seeds with Student's interval of 95 %; two settings compare by pairs of the same "
-    "seeds. Of many settings the best one is best by luck, too. The accuracy of a run that "
-    "diverged is that of chance, and its costs do not count."
+    "seeds. A run that diverged has the accuracy of chance, and its costs do not count."
 )
 _TABLE = (
-    "Training is the time of the updates. Processor "
-    "time, cores and memory are those of all workers, from their set-up to the last update. Memory "
-    "that workers share is counted in each of them. Times need a quiet machine."
+    "Training is the time of the updates. The rest is of all workers, from their set-up to the last"
+    " update; memory that they share is counted in each. Times need a quiet machine."
 )
 _TRANSFER = (
     "Below each value is its distance from the own best setting of the recipe of the column, over "

@@ -7,7 +7,6 @@ arrivals is the order in which gradients are computed here, one after the other,
 trains any number of learners.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,10 +14,8 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import cast
 
 import numpy as np
-from pydantic_core import to_json
 from torch import Tensor, nn
 
 from largebatch.data.types import Batch
@@ -49,14 +46,12 @@ from largebatch.schedules.build import build_schedule
 from largebatch.training.updates import Training
 
 _NOTE = (
-    "The gradients are real, the learners and their times are simulated. Means over seeds with "
-    "Student's interval of 95 %. Of many cells the best one is best by luck, too. A run that "
-    "diverged counts as chance."
+    "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
+    "95 %. Of many cells the best one is best by luck, too. A run that diverged counts as chance."
 )
 _TABLE = (
     "sigma is the staleness that a protocol aims at (0: hardsync), mu the samples of a gradient, "
-    "lambda the learners. tau is how many updates late a gradient was. Seconds are "
-    "those of the simulated cluster, for a whole run without its evaluations."
+    "lambda the learners, tau how many updates late a gradient was. Evaluations take no time."
 )
 
 
@@ -97,8 +92,7 @@ class StalenessCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe and cluster."""
-        cluster = json.loads(self.cluster.model_dump_json())  # keys become strings
-        return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
+        return {name: getattr(self, name).model_dump(mode="json") for name in ("recipe", "cluster")}
 
     def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
@@ -196,7 +190,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
     tau = Arrivals.joined([found.arrivals[0] for found in simulations]).staleness
-    record = {
+    return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
         "loss": last.get("loss"),
@@ -207,7 +201,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "tau": np.bincount(tau).tolist(),
         **circumstances(),
     }
-    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 class _DivergedError(Exception):

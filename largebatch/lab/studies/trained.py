@@ -6,7 +6,6 @@ run holds everything that a reader needs, because the run folder may be on anoth
 deleted.
 """
 
-import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,11 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from largebatch import accelerator
 from largebatch.errors import DivergedError, StudyError, WorkerFailedError
@@ -290,14 +288,13 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    end: Json = {"top1": 1 / recipe.data.classes, "loss": None}
-    if diverged is None:
-        assert read.result is not None
-        end = {name: getattr(read.result, name) for name in end}
     done = read.summary if diverged is None else None
-    record = {
+    last = read.result if diverged is None else None
+    end = (1 / recipe.data.classes, None) if last is None else (last.top1, last.loss)
+    return {
         **circumstances(),
-        **end,
+        "top1": end[0],
+        "loss": end[1],
         "seed": recipe.seed,
         "diverged": diverged,
         "evaluations": measurements(read),
@@ -307,7 +304,6 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
         "weights_sha256": done and done.weights_sha256,
         "folder": str(folder.resolve()),
     }
-    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 def circumstances() -> Json:

@@ -112,9 +112,8 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
     assert ring.efficiency.mean == pytest.approx(100 * mean)
     assert list(ring.throughputs.values()) == pytest.approx(32 / np.array(SECONDS["ring"]))
     mean, low, high = ratio("beside", "central")
-    compared, slow = findings(rows, "measured")
+    (compared,) = findings(rows, "measured")
     assert f"{mean:.2f} times ({low:.2f} to {high:.2f}) as fast" in compared
-    assert "central-2" in slow
     table = draw("tiny", rows, []).sections[0].parts[0]
     assert isinstance(table, Table)
     assert list(table.columns[0].values) == [cell.name for cell in cells.values()]
