@@ -7,15 +7,17 @@ arrivals is the order in which gradients are computed here, one after the other,
 trains any number of learners.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from pydantic_core import to_json
 from torch import Tensor, nn
 
 from largebatch.data.types import Batch
@@ -25,7 +27,7 @@ from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer
+from largebatch.lab.protocols.server import ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
@@ -92,7 +94,8 @@ class StalenessCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe and cluster."""
-        return {name: getattr(self, name).model_dump(mode="json") for name in ("recipe", "cluster")}
+        cluster = json.loads(to_json(self.cluster))  # keys become strings
+        return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
     def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
@@ -189,7 +192,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = Arrivals.joined([found.arrivals[0] for found in simulations]).staleness
+    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
     return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
@@ -231,14 +234,13 @@ class _Learners:
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
         weights = list(self.model.parameters())
         held = list(state.model.parameters())
-        cluster = self.cell.cluster.model_copy(
-            update={"model_bytes": float(sum(weight.nbytes for weight in weights))}
-        )
+        model_bytes = float(sum(weight.nbytes for weight in weights))
+        cluster = replace(self.cell.cluster, model_bytes=model_bytes)
         # A stage has draws of its own.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
-        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed)
+        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start)
         self.simulations.append(found)
-        arrivals = found.arrivals[0].later(steps.start, gradients=rule.gradients)
+        arrivals = found.arrivals[0]
         server = ParameterServer(
             held, state.updater.optimizer, state.updater.schedule, rule, clock=steps.start
         )
