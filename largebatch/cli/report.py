@@ -69,8 +69,7 @@ def diagnose(
         small = read_record(other, classes=classes)
         require_comparable(judged, small)
     records = [judged] if small is None else [small, judged]
-    unfinished = judged.run is not None and not judged.is_complete
-    ended = verdict(judged.run).words if judged.run is not None and unfinished else None
+    ended = verdict(judged.run).words if judged.run and not judged.run.finished else None
     causes = find_causes(judged, small)
     values = [_values(record) for record in records]
     if json:

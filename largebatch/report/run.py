@@ -6,7 +6,7 @@ which step on earlier records are superseded: every step is read once, however o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -218,6 +218,11 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
+def column(events: Iterable[object], name: str) -> FloatArray:
+    """Return the numbers of events in one of their fields."""
+    return np.array([*map(attrgetter(name), events)], dtype=np.float64)
+
+
 def median(values: FloatArray) -> float:
     """Return the median of the finite values; NaN if there is none."""
     finite = values[np.isfinite(values)]
@@ -228,7 +233,7 @@ def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
         return run.summary.images_per_second
-    rate = median(np.array([step.images_per_second for step in run.steps]))
+    rate = median(column(run.steps, "images_per_second"))
     return None if math.isnan(rate) else rate
 
 
@@ -244,10 +249,8 @@ def shares(run: Run) -> tuple[float, float]:
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
-    data, reduction = (
-        sum(getattr(step, name) for step in steps) for name in ("data_seconds", "reduction_seconds")
-    )
-    return data / whole, reduction / whole
+    data, reduction = (column(steps, name) for name in ("data_seconds", "reduction_seconds"))
+    return float(data.sum()) / whole, float(reduction.sum()) / whole
 
 
 def read_run(folder: Path) -> Run:

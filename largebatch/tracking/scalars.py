@@ -180,7 +180,7 @@ def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
     [('seed', 1), ('optimizer.eta', 0.001)]
     """
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from dotted(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
