@@ -27,7 +27,7 @@ from largebatch.errors import (
 from largebatch.formatting import plural
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
-from largebatch.report.mistakes import Change, compare
+from largebatch.report.mistakes import Change, change_from
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -42,7 +42,6 @@ from largebatch.report.pages import (
     series,
 )
 from largebatch.report.run import (
-    FloatArray,
     Run,
     Stage,
     images_per_second,
@@ -157,7 +156,7 @@ class Compared:
 
     def change_from(self, best: "Compared") -> Change:
         """Return how the run ended compared with another one of the same data."""
-        return compare(best.last.after, self.last.after, best.last.mistakes, self.last.mistakes)
+        return change_from(best.last, self.last)
 
 
 @dataclass(frozen=True)
@@ -375,19 +374,19 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
 def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]:
     shown = [(looks[one.label], one.evaluated, updates_of(one.run)) for one in comparison.runs]
 
-    def line(axis: str, look: Series, at: Course, y: FloatArray, **drawn: bool) -> Line:
-        x = at.epoch if axis == "Epoch" else at.seconds / 60
-        return Line(series=look, x=x.tolist(), y=y.tolist(), **drawn)
-
-    losses = np.concatenate([at.loss for _, *both in shown for at in both])
-    log: Literal["", "y"] = "y" if needs_log_scale(losses) else ""
+    every = np.concatenate([at.loss for _, *both in shown for at in both])
+    log: Literal["", "y"] = "y" if needs_log_scale(every) else ""
     accuracy, loss = list[Panel](), list[Panel]()
     for axis in ("Epoch", "Time, min"):
-        lines = [line(axis, look, found, found.top1) for look, found, _ in shown]
-        accuracy.append(Panel(lines=lines, x=axis, y="Top-1, %"))
-        lines = [line(axis, look, made, made.loss, points=False) for look, _, made in shown]
-        lines += [line(axis, look, found, found.loss, line=False) for look, found, _ in shown]
-        loss.append(Panel(lines=lines, x=axis, y="Loss", log=log))
+        top1s, losses = list[Line](), list[Line]()
+        for look, *both in shown:
+            x, x_updates = (at.epoch if axis == "Epoch" else at.seconds / 60 for at in both)
+            evaluated, updates = both
+            top1s.append(Line(series=look, x=x, y=evaluated.top1))
+            losses.append(Line(series=look, x=x_updates, y=updates.loss, points=False))
+            losses.append(Line(series=look, x=x, y=evaluated.loss, line=False))
+        accuracy.append(Panel(lines=top1s, x=axis, y="Top-1, %"))
+        loss.append(Panel(lines=losses, x=axis, y="Loss", log=log))
     if comparison.groups:
         yield line_chart(
             "accuracy",
@@ -396,7 +395,7 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
             caption="Top-1 on the validation images, at every evaluation of what the run kept. "
             "Time is that of updates, evaluations and stages without updates, each counted once.",
         )
-    if losses.size:
+    if every.size:
         yield line_chart(
             "loss",
             *loss,

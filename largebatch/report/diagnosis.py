@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.errors import LargebatchError
-from largebatch.formatting import percent, plural
+from largebatch.formatting import percent, plural, three_digits
 from largebatch.report.mistakes import by_class
-from largebatch.report.noise import has_course, latest, samples
+from largebatch.report.noise import has_course, latest
 from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
 from largebatch.rules import Finding, Numbers, Rule, find
@@ -136,7 +136,7 @@ def _gained(it: Judged) -> Numbers | None:
     )
     if run is None or stage is None or stage.before is None:
         return None
-    before, after, most = stage.before.top1, stage.after.top1, ""
+    before, after, most = stage.before.after.top1, stage.after.top1, ""
     noise = 2 * math.sqrt(max(before * (1 - before), 1e-9) / stage.after.samples)
     if after - before <= max(noise, GAINED):
         return None
@@ -247,7 +247,7 @@ def _noise_scale(it: Judged) -> Numbers | None:
     if not (found.value > 0 and found.high < batch):
         return None
     return {
-        "value": samples(found.value), "high": samples(found.high), "batch": batch,
+        "value": three_digits(found.value), "high": three_digits(found.high), "batch": batch,
         "more": batch / found.value,
     }  # fmt: skip
 
