@@ -136,7 +136,6 @@ class DivergenceCheck:
                     stage=step.stage,
                     step=step.step,
                     text=f"update skipped: {text}",
-                    numbers={"loss": step.loss, "lr": step.lr},
                 )
             )
             return
