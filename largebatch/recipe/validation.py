@@ -20,9 +20,10 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 def _samples(recipe: Keys) -> Iterator[str]:
     data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
     if data.train_split < 1:
-        yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples"
+        total = data.train_samples
+        yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
     elif polish is not None and trained < 1:
-        yield f"polish.held_out ({polish.held_out}) leave none of the training images"
+        yield f"polish.held_out ({polish.held_out}) leave none of the images ({data.train_split})"
     else:
         measured = polish.statistics if polish is not None else None
         samples = {

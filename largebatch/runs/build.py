@@ -151,10 +151,9 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
-    size = pipeline.plan.statistics_batch
-    starts = range(0, pipeline.plan.train_samples, size)
-    ends = (min(start + size, pipeline.plan.train_samples) for start in starts)
-    parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
+    size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
+    starts = range(0, len(positions), size)
+    parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
     with closing(pipeline.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
 

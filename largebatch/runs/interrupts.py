@@ -120,11 +120,7 @@ def noting_requests() -> Callable[[], bool]:
 
 
 def describe_saved(folder: Path) -> str:
-    """Describe the newest checkpoint of a run folder.
-
-    >>> describe_saved(Path("no such folder"))
-    'nothing is saved'
-    """
+    """Describe the newest checkpoint of a run folder."""
     from largebatch.tracking.events import CHECKPOINTS  # pydantic's models of all events
 
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)

@@ -86,8 +86,8 @@ class Checkpoint:
         """
         if is_averaging(self.state["optimizer"]["param_groups"]):
             raise CheckpointError(
-                f"{source}: holds a Schedule-Free run without its average: resume it or "
-                f"write the average with `largebatch polish {source} --out DIR`"
+                f"{source}: holds a Schedule-Free run before the end of its schedule, without its "
+                f"average: resume it, or run `largebatch polish {source} --out DIR`"
             )
         weights: dict[str, Tensor] = self.state["model"]
         return weights

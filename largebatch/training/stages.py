@@ -81,7 +81,8 @@ def run_average(
         state.average = None
         return
     judge.begin()
-    state.store_average()
+    state.average.store()
+    state.average = None
     section = session.polish.statistics
     if kind is SWA and judge.decides and section is not None:
         judge.measure_statistics(name, section)

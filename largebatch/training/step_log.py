@@ -73,10 +73,6 @@ class Requests:
         late = self._backend.rank == 0 and self.save_is_late()
         return [float(self._wants_stop()), float(late)]
 
-    def is_pending(self) -> bool:
-        """Return True if this worker has a request."""
-        return any(self.own())
-
     def take(self, stop: float, save: float) -> None:
         """Set `stopped` and `save_due` by the sums of `own` over the workers."""
         self.stopped = self.stopped or stop > 0

@@ -282,8 +282,8 @@ def late_records() -> None:
     assert state.average is not None
     assert whole.average is not None
     assert state.average.num_models == whole.average.num_models == 3
-    state.store_average()
-    whole.store_average()
+    state.average.store()
+    whole.average.store()
     assert difference(state.model, whole.model) < 1e-6
 
 

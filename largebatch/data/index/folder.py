@@ -126,11 +126,7 @@ def list_ignored(root: Path, split: str) -> dict[str, int]:
 
 
 def by_suffix(paths: Iterable[str]) -> dict[str, int]:
-    """Count ignored files by their suffix, the most frequent first.
-
-    >>> by_suffix(["a.GIF", "cat/b.gif", "cat/README"])
-    {'.gif': 2, 'without a suffix': 1}
-    """
+    """Count ignored files by their suffix, the most frequent first."""
     suffixes = (PurePath(path).suffix.lower() or "without a suffix" for path in paths)
     kinds = Counter(MISPLACED if suffix in EXTENSIONS else suffix for suffix in suffixes)
     return dict(kinds.most_common())

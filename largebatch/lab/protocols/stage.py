@@ -93,7 +93,7 @@ class _Segment:
                 MiniBatches(rule, updates),
                 clock=updates.start,
                 gradient=self._gradients.of,
-                asks=training.requests.is_pending,
+                asks=lambda: any(training.requests.own()),
             )
             average_statistics(
                 training.state.model, training.backend, learners=self._exchange.learners
