@@ -1,7 +1,7 @@
 """The section `schedule`: the learning rate.
 
 The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, some also under a
-longer one, half a cosine and restarts. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
+longer one, and half a cosine. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
 optimizer steps from the end of the warm-up.
 """
 
@@ -135,18 +135,6 @@ class CosineCycles(Cycle):
     """Length of a fall and a rise: l in the paper, and twice the l of its code."""
 
 
-class Restarts(Cycle):
-    """Fall from peak_lr to low_lr along half a cosine and restart (SGDR, arXiv:1608.03983)."""
-
-    kind: Literal["restarts"]
-
-    every: Duration
-    """Length of the first fall."""
-
-    lengthen: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Length of a fall over that of the one before; SGDR's T_mult."""
-
-
 Simple: TypeAlias = (
     Constant
     | StepDecay
@@ -158,7 +146,6 @@ Simple: TypeAlias = (
     | Wave
     | WaveExp
     | CosineCycles
-    | Restarts
 )
 """The policies that can also be a piece of another."""
 

@@ -87,7 +87,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
+def _build(  # noqa: PLR0911 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
     last = segment.steps - 1
@@ -119,9 +119,6 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
         case schedule.CosineCycles(low_lr=low, cycle=cycle):
             steps = segment.length("cycle", cycle, limit=2 * last)
             return functions.cosine_cycles(peak=peak, low=low, steps=steps)
-        case schedule.Restarts(low_lr=low, every=every, lengthen=lengthen):
-            steps = segment.length("every", every, limit=last)
-            return functions.restarts(peak=peak, low=low, steps=steps, lengthen=lengthen)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, segment)
         case _:

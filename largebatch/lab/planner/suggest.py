@@ -153,7 +153,13 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     points = reference_points()
     samples = IMAGES if base is None else base.data.train_split
     equivalent = batch * IMAGES / samples  # with as many updates in an epoch of ImageNet
-    _require_in_range(batch, equivalent, smallest=points[0].batch, share=samples / IMAGES)
+    if not points[0].batch <= equivalent <= LARGEST:
+        least, most = (math.ceil(points[0].batch * samples / IMAGES), LARGEST * samples // IMAGES)
+        raise RecipeError(
+            f"--batch {batch:,}: runs with LARS are known from {least:,} to {most:,} (by updates "
+            f"in an epoch {points[0].batch:,} to {LARGEST:,} of ImageNet); below, keep SGD, with a "
+            "learning rate of 0.1 for every 256 images (arXiv:1706.02677)"
+        )
     lower = [point for point in points if point.batch <= equivalent][-1]
     is_point = lower.batch == equivalent
     is_alone = is_point or lower is points[-1]
@@ -224,23 +230,6 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
         }
     return Suggestion(
         recipe=validate_tree(Recipe, tree, source=name), source=source, comments=comments
-    )
-
-
-def _require_in_range(batch: int, equivalent: float, *, smallest: int, share: float) -> None:
-    if smallest <= equivalent <= LARGEST:
-        return
-    least, most = math.ceil(smallest * share), math.floor(LARGEST * share)
-    if equivalent < smallest:
-        raise RecipeError(
-            f"--batch {batch:,}: suggestions are made from {least:,} to {most:,}, where runs with "
-            f"LARS are known. A batch below {least:,} does without LARS: keep SGD, with a learning "
-            f"rate of 0.1 for every 256 images (arXiv:1706.02677), here {0.1 * batch / 256:.2g}"
-        )
-    advice = f"give at most {most:,}" if most >= SPANS[0] else "these images are too few for any"
-    raise RecipeError(
-        f"--batch {batch:,}: {equivalent:,.0f} on ImageNet by updates in an epoch; the largest "
-        f"batch with a run to 75.9 % is {LARGEST:,} (Fujitsu's, MLPerf v0.6); {advice}"
     )
 
 

@@ -27,11 +27,9 @@ from largebatch.schedules.functions import Schedule
 class Record(NamedTuple):
     """The record of some updates, the same on every worker."""
 
-    end: int
-    """Number of updates made in all; fewer than requested if a learner was asked to stop."""
-
     updates: list[tuple[Applied, float]]
-    """Updates of the first server, each with its seconds."""
+    """Updates of the first server, each with its seconds; fewer than requested if a learner was
+    asked to stop."""
 
     arrivals: list[list[Arrival]]
     """Gradients by server, in order of arrival."""
@@ -94,7 +92,7 @@ class Exchange:
                 ]
                 learn(shards, gradient, asks=asks)
         self._share(weights, optimizer, numbers, own)
-        return self._collect(own, mini_batches)
+        return self._collect(own)
 
     @torch.no_grad()
     def _share(
@@ -129,13 +127,12 @@ class Exchange:
                 kept = values[len(weights) + number].view_as(weight)
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
-    def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
+    def _collect(self, own: Service | None) -> Record:
         values: dict[str, Any] = {}
         if own is not None:
             values = {
                 "arrivals": own.server.arrivals,
                 "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
-                "end": mini_batches.end,
             }
         gathered = gather_values(values, self.backend, self.backend.device)
         found = [each for each in gathered if each]
@@ -147,7 +144,7 @@ class Exchange:
             (Applied(update, lr, tuple(by_update[update])), seconds)
             for update, lr, seconds in found[0]["updates"]
         ]
-        return Record(found[0]["end"], updates, arrivals)
+        return Record(updates, arrivals)
 
 
 @contextmanager

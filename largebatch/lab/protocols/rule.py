@@ -90,11 +90,6 @@ class MiniBatches:
         self._next = updates.start * rule.gradients
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
 
-    @property
-    def end(self) -> int:
-        """Number of updates made in all when no mini-batch is left."""
-        return self._stop
-
     def next(self, learner: int) -> int | None:
         """Return the next mini-batch of a learner; None if none is left."""
         if self._rule.waits:
