@@ -19,7 +19,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.links import Link, QueueLink, open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM, Applied, Arrival, ParameterServer, divide
+from largebatch.lab.protocols.server import MOMENTUM, Arrival, ParameterServer, divide
 from largebatch.lab.protocols.service import Gradient, Service, Shard, learn
 from largebatch.schedules.functions import Schedule
 
@@ -27,9 +27,9 @@ from largebatch.schedules.functions import Schedule
 class Record(NamedTuple):
     """The record of some updates, the same on every worker."""
 
-    updates: list[tuple[Applied, float]]
-    """Updates of the first server, each with its seconds; fewer than requested if a learner was
-    asked to stop."""
+    updates: list[tuple[int, float, float]]
+    """Number, learning rate and seconds of the updates of the first server; fewer than requested if
+    a learner was asked to stop."""
 
     arrivals: list[list[Arrival]]
     """Gradients by server, in order of arrival."""
@@ -128,23 +128,13 @@ class Exchange:
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
     def _collect(self, own: Service | None) -> Record:
-        values: dict[str, Any] = {}
+        values = None
         if own is not None:
-            values = {
-                "arrivals": own.server.arrivals,
-                "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
-            }
+            values = {"arrivals": own.server.arrivals, "updates": own.updates}
         gathered = gather_values(values, self.backend, self.backend.device)
-        found = [each for each in gathered if each]
+        found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
-        by_update = dict[int, list[Arrival]]()
-        for arrival in arrivals[0]:
-            by_update.setdefault(arrival.update, []).append(arrival)
-        updates = [
-            (Applied(update, lr, tuple(by_update[update])), seconds)
-            for update, lr, seconds in found[0]["updates"]
-        ]
-        return Record(updates, arrivals)
+        return Record([tuple(one) for one in found[0]["updates"]], arrivals)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 
 from torch import nn
 
@@ -145,15 +146,15 @@ class _Segment:
 
     def _steps(self, record: Record) -> Iterator[Step]:
         """Yield the record of each update, as the core does."""
-        plan = self._training.plan
-        for applied, seconds in record.updates:
-            losses = [arrival.loss for arrival in applied.arrivals]
+        plan, takes = self._training.plan, self._rule.gradients
+        losses = iter([arrival.loss for arrival in record.arrivals[0]])
+        for update, lr, seconds in record.updates:
             yield Step(
                 stage=self._part.stage,
-                step=applied.update,
-                epoch=plan.epoch(applied.update + 1),
-                loss=sum(losses) / len(losses),
-                lr=applied.lr,
+                step=update,
+                epoch=plan.epoch(update + 1),
+                loss=sum(islice(losses, takes)) / takes,
+                lr=lr,
                 step_seconds=seconds,
                 images_per_second=plan.global_batch / seconds,
             )
