@@ -126,7 +126,13 @@ def _build(  # noqa: PLR0911 -- one case for each kind
 
 
 def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
-    boundaries = _boundaries(pieces, segment)
+    boundaries, epochs, steps = list[int](), 0.0, 0
+    for piece in pieces[:-1]:  # lengths are added before they are rounded
+        assert piece.length is not None
+        epochs += piece.length.epochs or 0.0
+        steps += piece.length.steps or 0
+        rounded = segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0
+        boundaries.append(steps + rounded)
     parts = []
     for place, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
         key = f"{segment.key}.pieces.{place}"
@@ -139,20 +145,6 @@ def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
         part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
         parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
     return functions.piecewise(parts, boundaries=boundaries)
-
-
-def _boundaries(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> list[int]:
-    """Return the first step of each later piece; lengths are added before they are rounded."""
-    boundaries = []
-    epochs, steps = 0.0, 0
-    for piece in pieces[:-1]:
-        assert piece.length is not None
-        epochs += piece.length.epochs or 0.0
-        steps += piece.length.steps or 0
-        boundaries.append(
-            steps + (segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
-        )
-    return boundaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

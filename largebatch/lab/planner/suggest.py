@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
@@ -123,8 +122,7 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
     return EpochLaw(shortest, shortest / slope)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """A recipe for a batch, and the sources of its numbers."""
 
     recipe: Recipe
@@ -219,8 +217,10 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
         "schedule.warmup": f"for LARS; {warmup / epochs:.0%} of the run",
     }
     if has_spans:
+        fujitsu: Any = parse_recipe(read_installed("resnet50_86016_fujitsu"))
+        clean = epochs * fujitsu.polish.clean.steps / fujitsu.duration.steps
         tree["polish"] = {
-            "clean": {"epochs": _digits(clean_share() * epochs, 3)},
+            "clean": {"epochs": _digits(clean, 3)},
             "statistics": {"samples": min(VALIDATION, samples)},
         }
         comments |= {
@@ -228,9 +228,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish": "no reference point has it",
             "polish.clean": "the share of Fujitsu's entry",
         }
-    return Suggestion(
-        recipe=validate_tree(Recipe, tree, source=name), source=source, comments=comments
-    )
+    return Suggestion(validate_tree(Recipe, tree, source=name), source, comments)
 
 
 def _span(batch: int, wanted: float) -> int:
@@ -248,13 +246,6 @@ def _span(batch: int, wanted: float) -> int:
 
 def _spans(batch: int) -> list[int]:
     return [span for span in SPANS if batch % span == 0]
-
-
-@cache
-def clean_share() -> float:
-    """Return the share of its run that Fujitsu's entry trained on clean images."""
-    recipe: Any = parse_recipe(read_installed("resnet50_86016_fujitsu"))
-    return float(recipe.polish.clean.steps / recipe.duration.steps)
 
 
 def _digits(value: float, number: int) -> float:
