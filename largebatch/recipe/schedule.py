@@ -181,13 +181,11 @@ class Piecewise(Section):
     def _only_the_last_is_open(self) -> Self:
         if len(self.pieces) < 2:
             raise ValueError(f"give two pieces or more, got {len(self.pieces)}")
-        for place, piece in enumerate(self.pieces, 1):
-            last = place == len(self.pieces)
-            if (piece.length is None) != last:
+        for place, piece in enumerate(self.pieces):
+            if (piece.length is None) != (place == len(self.pieces) - 1):
                 raise ValueError(
-                    "the last piece lasts until the run ends: its length must be null"
-                    if last
-                    else f"piece {place} has no length: only the last one's may be null"
+                    f"pieces.{place}.length: null is for the last piece, which lasts until the run "
+                    "ends, and only for it"
                 )
         return self
 
@@ -212,13 +210,9 @@ class Schedule(Section):
     """The number of the first update; MLPerf's reference counts from 1."""
 
     @model_validator(mode="after")
-    def _start_lr_is_used(self) -> Self:
+    def _rates_fit(self) -> Self:
         if self.warmup is None and self.start_lr:
             raise ValueError("start_lr is the start of the warm-up: give warmup too")
-        return self
-
-    @model_validator(mode="after")
-    def _peak_is_the_highest(self) -> Self:
         if isinstance(self.decay, Piecewise):
             highest = max(piece.peak_lr for piece in self.decay.pieces)
             if highest != self.peak_lr:
