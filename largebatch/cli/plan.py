@@ -10,7 +10,6 @@ from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_batch_changes,
-    describe_decoding,
     describe_division,
     describe_protocol,
     describe_spans,
@@ -90,7 +89,6 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
-        "images": describe_decoding(recipe.execution, recipe.data.source),
         **follow(recipe.schedule, plan).facts(),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }

@@ -8,7 +8,6 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.section import Duration
 from largebatch.schedules import functions
@@ -40,15 +39,13 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
         )
     ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
     policy = functions.skip(ramp, steps=section.first_step)
-    return _follow_samples(policy, plan.pieces) if plan.batch_changes else policy
+    return _follow_samples(policy, plan) if plan.batch_changes else policy
 
 
-def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
-    first = pieces[0].global_batch
-
+def _follow_samples(policy: Policy, plan: Plan) -> Schedule:
     def rate(step: int) -> float:
-        piece = piece_at(pieces, step)
-        return policy(piece.samples_before(step) / first) * piece.lr_factor
+        piece = plan.piece_at(step)
+        return policy(piece.samples_before(step) / plan.global_batch) * piece.lr_factor
 
     return rate
 
