@@ -188,10 +188,14 @@ class Tracking(Section):
     @property
     def remark(self) -> str:
         """A sentence on keys that only W&B and MLflow read, without these; else empty."""
-        given = [key for key in ("group", "job_type", "tags", "entity", "notes") if getattr(self, key)]
+        given = [
+            key for key in ("group", "job_type", "tags", "entity", "notes") if getattr(self, key)
+        ]
         if not given or not {"wandb", "mlflow"}.isdisjoint(self.trackers):
             return ""
-        return f"tracking.{given[0]} needs wandb or mlflow in tracking.trackers; nothing else reads it"
+        return (
+            f"tracking.{given[0]} needs wandb or mlflow in tracking.trackers; nothing else reads it"
+        )
 
     @field_validator("trackers", "tags", mode="before")
     @classmethod
