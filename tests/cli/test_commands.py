@@ -43,7 +43,7 @@ def test_the_tree_of_commands() -> None:
     below = {name for name in EVERY if " " in name}
     assert below == {
         "recipes copy", "report diagnose", "report mlperf",
-        *(f"data {name}" for name in ("index", "pack", "import", "show")),
+        *(f"data {name}" for name in ("index", "import", "show")),
         *(f"lab {name}" for name in (
             "clusters", "study", "range", "noise", "suggest", "rehearse")),
     }  # fmt: skip
