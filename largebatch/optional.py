@@ -83,10 +83,6 @@ require_dali = partial(
     "--decoder dali (--decoder torchvision works without it)",
     install="pip install nvidia-dali-cuda120",
 )
-require_lightning = partial(_import, "lightning", "lightning", "largebatch.integrations.lightning")
-require_transformers = partial(
-    _import, "transformers", "transformers", "largebatch.integrations.transformers"
-)
 require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
 require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
 require_wandb = partial(_import, "wandb", "wandb", "tracking: [wandb]")

@@ -57,16 +57,10 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
         from largebatch.audit.script import audit_script
 
         return _end(audit_script(script, arguments), target)
-    from largebatch.data.datasets.own import import_own
+    from largebatch.data.datasets.own import own_function
     from largebatch.distributed.connection import connect
 
-    module, _, name = target.partition(":")
-    make = getattr(import_own(module), name, None) if name else None
-    if not callable(make):
-        raise DataError(
-            f"{target}: there is no such function; expected a script, or MODULE:FUNCTION such as "
-            f"{module}:build"
-        )
+    make = own_function(target)
     backend = connect(options.backend, timeout=options.timeout)
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")

@@ -4,16 +4,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from largebatch.audit import Findings
 from largebatch.integrations import audit_updates
-from largebatch.optional import require_lightning
 from largebatch.polish import polish
-
-require_lightning()
-
-from lightning import Callback, LightningModule, Trainer  # noqa: E402
 
 
 class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read

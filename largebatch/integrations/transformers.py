@@ -5,15 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import Trainer, TrainerCallback
 
 from largebatch.audit import Findings
 from largebatch.integrations import audit_updates, exchange, polished
-from largebatch.optional import require_transformers
 from largebatch.polish import polish
-
-require_transformers()
-
-from transformers import Trainer, TrainerCallback  # noqa: E402
 
 
 class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' types are not read
