@@ -157,7 +157,9 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
     Args:
         kind: Kind of job.
     """
-    owners = {("slurm", "pbs", *KUBERNETES): job.node, SCHEDULERS: job.queue, KUBERNETES: job.pods}
+    owners: dict[tuple[str, ...], Node | Queue | Pods] = {
+        ("slurm", "pbs", *KUBERNETES): job.node, SCHEDULERS: job.queue, KUBERNETES: job.pods,
+    }  # fmt: skip
     for kinds, options in owners.items():
         for field in fields(options):
             if kind not in kinds and getattr(options, field.name) != field.default:
@@ -203,8 +205,8 @@ def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
 
 def _places(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path]:
     """Return the files and folders of this host that a job uses, by option or key."""
-    files_of_job = {"RECIPE": source if source.is_file() else None}
-    files_of_job["model.weights"] = recipe.model.weights and Path(recipe.model.weights)
+    weights = Path(recipe.model.weights) if recipe.model.weights else None
+    files_of_job = {"RECIPE": source if source.is_file() else None, "model.weights": weights}
     given = files_of_job | {"--data": job.data, "--out": job.out}
     places = {
         key: Path(posixpath.normpath(place.absolute()))
