@@ -101,7 +101,6 @@ EXAMPLES = {
     "export": ("export runs/mine --out exported",),
     "data": ("data import cifar10 cifar-10-python.tar.gz --out cifar10", "data index images"),
     "data index": ("data index images", "data index images --drop-bad"),
-    "data pack": ("data pack images --out shards",),
     "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),

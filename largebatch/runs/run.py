@@ -222,7 +222,8 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
                 remarks += describe_pairs(session.state.model)
             if options.resume == "auto" and checkpoint is None:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
-            for remark in remarks:
+            remarks.append(recipe.tracking.remark)
+            for remark in filter(None, remarks):
                 session.log.note("train", remark)
             with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
