@@ -30,6 +30,7 @@ from cyclopts import (
 from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import (
     LAUNCHER,
     configure_libraries,
@@ -41,6 +42,7 @@ from largebatch.errors import (
     AuditError,
     BackendError,
     LargebatchError,
+    SmallerBatchError,
     MismatchError,
     PeerLostError,
     PlanError,
@@ -297,7 +299,7 @@ def _call(words: Sequence[str]) -> int:
         return _on_workers(words)
     except LargebatchError as error:
         _show_refusal(error, rank)
-        return USER
+        return INTERRUPTED if isinstance(error, SmallerBatchError) else USER
     except KeyboardInterrupt as stop:
         if rank == 0:
             _show("; ".join(["stopped at once", *stop.args]))

@@ -5,10 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from largebatch.errors import CheckpointError, DivergedError, LargebatchError
+from largebatch.errors import (
+    CheckpointError,
+    DivergedError,
+    LargebatchError,
+    SmallerBatchError,
+)
 from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
-from largebatch.runs.fitting import SmallerBatchError
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
