@@ -9,8 +9,9 @@ DistributedDataParallel.
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
+from threading import Lock, get_ident
 
 import numpy as np
 import torch
@@ -118,15 +119,31 @@ def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
     return mode(model, training=False)
 
 
-def uncompiled() -> AbstractContextManager[object]:
+_STANCE, _STANCE_LOCK = ExitStack(), Lock()
+_STANCE_USERS: list[int] = []
+"""Threads in a block of `uncompiled`; the last one to leave restores the stance of all."""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """Run compiled modules uncompiled, because graphs do not include hooks added later.
 
     Importing the compiler takes seconds; if it was not imported, nothing is compiled.
     """
     if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eager
+        yield
+        return
+    with _STANCE_LOCK:
+        if not _STANCE_USERS:
+            _STANCE.enter_context(torch.compiler.set_stance("force_eager"))
+        _STANCE_USERS.append(get_ident())
+    try:
+        yield
+    finally:
+        with _STANCE_LOCK:
+            _STANCE_USERS.remove(get_ident())
+            if not _STANCE_USERS:
+                _STANCE.close()
 
 
 @contextmanager
