@@ -87,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
 )
 @pytest.mark.parametrize("order", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("kernel", [False, True], ids=["PyTorch's kernels", "one kernel"])
-def test_batches_from_a_device_are_those_of_the_cpu(  # noqa: PLR0913 -- what differs
+def test_batches_from_a_device_are_those_of_the_cpu(
     size: tuple[int, int],
     changes: tuple[str, ...],
     steps: int,

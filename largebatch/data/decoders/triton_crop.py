@@ -18,7 +18,7 @@ def cut_out(
     """Write parts of images, mirrored, moved and normalised: num x 3 x size x size, float32.
 
     `pixels` are images x height x width x 3 bytes. `numbers` are rows of `num` numbers: image, top,
-    left, height and width, mirrored, moved down and right. `scale` has three means, then deviations.
+    left, height and width, mirrored, moved down and right; `scale` three means, then deviations.
     """
     which = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
