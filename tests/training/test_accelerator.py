@@ -120,7 +120,7 @@ def training(
         growth_interval=1,
     )
     with Reducer(network.named_parameters(), backend) as reducer:
-        updater = Updater(case.optimizer(network), lambda _: 0.1, reducer)
+        updater = Updater(case.optimizer(network), lambda step: 0.1 * 0.8**step, reducer)
         made = train(
             network,
             updater.optimizer,

@@ -36,7 +36,10 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
+from largebatch.models import hidden_matrices
 from largebatch.models.batchnorm import with_span
+from largebatch.optim.adamw import build_adamw
+from largebatch.optim.muon import Muon
 from largebatch.polish import polish
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.graph import UseGraph, require_graphs
@@ -138,6 +141,19 @@ def frozen_first(network: nn.Module) -> Optimizer:
     return optimizer
 
 
+def adamw(network: nn.Module) -> Optimizer:
+    return build_adamw([{"params": list(network.parameters())}], lr=0.01)
+
+
+def muon(network: nn.Module, build: Callable[..., Optimizer] = adamw) -> Optimizer:
+    """Return Muon of the second convolution, with another optimizer of the other weights."""
+    matrices = hidden_matrices(network)
+    taken = set(matrices)
+    rest = nn.ParameterList(it for it in network.parameters() if it not in taken)
+    settings = {"lr": 0.02, "momentum": 0.6, "weight_decay": 0.1, "normalize_weights": True}
+    return Muon(matrices, build(rest), **settings)
+
+
 def norm() -> Tensor:
     """Stand in for a measurement of the caller, which a graph repeats."""
     return torch.ones((), device=accelerator.simulate()) * 2
@@ -155,6 +171,16 @@ def norm() -> Tensor:
             dropped,
             7,
             id="fp16, skipped",
+        ),
+        pytest.param(replace(TABLED, optimizer=partial(muon, build=sgd)), dropped, 5, id="Muon, SGD"),
+        pytest.param(
+            replace(TABLED, accumulation=3, optimizer=muon), small, 11, id="Muon, accumulated"
+        ),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=adamw),
+            dropped,
+            7,
+            id="AdamW, skipped",
         ),
     ],
 )
