@@ -142,8 +142,8 @@ class _Segment:
             state, plan = self._training.state, self._training.plan
             for step in self._steps(record):
                 images = plan.batch_at(step.step)
+                state.move_average(None)
                 state.count(step.step, images=images, seconds=step.step_seconds)
-                state.follow(step.step, None)
                 self._training.step_log.add_record(step)
         except DivergedError as error:
             return error

@@ -17,7 +17,7 @@ class Numbers:
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 
     def use(self, numbers: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
-        """Return these numbers on the device; in a graph, those that were sent before its replay."""
+        """Return these numbers on the device; in a graph, those sent before its replay."""
         if numbers != self._sent and not accelerator.is_recording():
             source = pinned(numbers, self._device, self._dtype)
             if source.shape != self._tensor.shape:
