@@ -158,6 +158,10 @@ def muon(network: nn.Module, build: Callable[..., Optimizer] = adamw) -> Optimiz
     return Muon(matrices, build(rest), **settings)
 
 
+def muon_and_sgd(network: nn.Module) -> Optimizer:
+    return muon(network, build=sgd)
+
+
 def norm() -> Tensor:
     """Stand in for a measurement of the caller, which a graph repeats."""
     return torch.ones((), device=accelerator.simulate()) * 2
