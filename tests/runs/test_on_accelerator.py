@@ -1,6 +1,6 @@
 """Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU.
 
-Updates are replayed from graphs, up to the optimizers, whose kernels here are not LARS's tables.
+Updates are replayed from graphs, with Muon and AdamW or up to the optimizers: LARS has no tables here.
 """
 
 from collections import Counter

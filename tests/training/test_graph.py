@@ -154,8 +154,7 @@ def muon(network: nn.Module, build: Callable[..., Optimizer] = adamw) -> Optimiz
     matrices = hidden_matrices(network)
     taken = set(matrices)
     rest = nn.ParameterList(it for it in network.parameters() if it not in taken)
-    settings = {"lr": 0.02, "momentum": 0.6, "weight_decay": 0.1, "normalize_weights": True}
-    return Muon(matrices, build(rest), **settings)
+    return Muon(matrices, build(rest), lr=0.02, weight_decay=0.1, normalize_weights=True)
 
 
 def muon_and_sgd(network: nn.Module) -> Optimizer:
