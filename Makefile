@@ -110,6 +110,7 @@ STUDIES := polishing averaged_weights optimizers learning_rates recipes stalenes
 
 study: $(VENV)/.installed-for-tests
 	for study in $(STUDIES); do $(BENCH_PYTHON) -m benchmarks.studies.$$study.tables || exit 1; done
+	$(BENCH_PYTHON) -m benchmarks.studies.pages
 
 soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) -m benchmarks.studies.soak.soak

@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.studies import pages
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.averaged_weights import tables as averaged_weights
 from benchmarks.studies.figures import save_svg
@@ -63,6 +64,7 @@ def test_an_interval_is_that_of_a_t_test() -> None:
             partial(accuracy_fell.draw, loops=result("accuracy_fell")["loops"]), (520, 700),
             id="accuracy fell",
         ),
+        *(pytest.param(*one, id=name) for name, one in pages.figures().items()),
     ],
 )  # fmt: skip
 def test_a_figure_is_drawn_from_the_results(
@@ -72,7 +74,7 @@ def test_a_figure_is_drawn_from_the_results(
 ) -> None:
     save_svg(tmp_path / "figure.svg", draw_it, size=size)
     svg = ET.parse(tmp_path / "figure.svg").getroot()
-    assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 50
+    assert len(list(svg.iter())) > 100
     assert "prefers-color-scheme:dark" in (svg[0].text or "")
 
 
