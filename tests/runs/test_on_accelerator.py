@@ -1,6 +1,6 @@
 """Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU.
 
-Updates are replayed from graphs, with Muon and AdamW or up to the optimizers: LARS has no tables here.
+Updates are replayed from graphs: Muon's whole, others up to the optimizer (no tables of LARS here).
 """
 
 from collections import Counter
