@@ -75,8 +75,8 @@ def log(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
-TIMES = re.compile("second|gpu|cpu|bytes|time")
-"""What is measured of the machine."""
+TIMES = re.compile("second|gpu|cpu|bytes|time|capturable")
+"""What is measured of the machine, or depends on it."""
 
 
 def leaves(value: object, name: str = "") -> dict[str, Any]:
