@@ -42,19 +42,20 @@ from largebatch.errors import (
     DivergedError,
     LargebatchError,
     PeerLostError,
+    SmallerBatchError,
     WorkerFailedError,
     shorten,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, show_cursor
+from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """Seconds that the others have to exit after a worker failed."""
 
-CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
-"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
-Ctrl-C before it could save; besides LOST."""
+CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
+"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, that
+the run can resume with a smaller device batch, or Ctrl-C before it could save; besides LOST."""
 
 _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 """Exit codes caused by another worker's failure or a request to stop, most informative first; NCCL
@@ -77,15 +78,15 @@ def start_workers(
     thread runs, whose locks would stay locked in the copies, and if no accelerator was used.
 
     Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
-    diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
-    the second request.
+    diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
+    traceback; KeyboardInterrupt after the second request.
     """
     configure_libraries()
     listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
     port = listener.getsockname()[1]
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
-        server = horovods_server(f"localhost:{workers}", workers=workers)
+        server = _horovods_server(workers)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
         group = _Workers(
             name="workers",
@@ -120,35 +121,28 @@ def start_workers(
 
 
 @contextmanager
-def horovods_server(
-    hosts: str, *, workers: int, address: str = HOST, interface: str | None = None
-) -> Iterator[dict[str, str]]:
+def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
     """Run the server through which Horovod's workers find each other; yield its variables.
 
-    `hosts` are in horovodrun's format (a:1,b:1). They reach this process at `address`, and each
-    other through the network interface of this name, None: loopback. horovodrun's own server is not
-    used, because it listens on all interfaces.
+    horovodrun's own server is not used, because it listens on all interfaces.
     """
     require_horovod()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    interface = interface or loopback()
-
-    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
-        server.init(get_host_assignments(parse_hosts(hosts), workers))
+    with RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0) as server:
+        server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        own = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": interface,
-            "HOROVOD_HOSTNAME": "localhost",
-            "NCCL_SOCKET_IFNAME": interface,
-        }
         try:
-            yield own
+            yield {
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_IFACE": loopback(),
+                "HOROVOD_HOSTNAME": "localhost",
+                "NCCL_SOCKET_IFNAME": loopback(),
+            }
         finally:
             server.shutdown()  # else its thread would use the closed socket
 
@@ -197,7 +191,6 @@ class _Workers(SubprocessContext):
         if self.ended is None:
             self.ended = set(self._failures)
         super().close(death_sig, timeout or LEAVE_SECONDS)
-        show_cursor()
 
 
 class _Fork:
@@ -263,14 +256,17 @@ def _cause(
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
         return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
-    kinds = {USER: LargebatchError, DIVERGED: DivergedError}
+    kinds: dict[int, type[Exception]] = {
+        USER: LargebatchError,
+        DIVERGED: DivergedError,
+        MEMORY: SmallerBatchError,
+    }
     if not Path(failure.error_file).exists():
         kinds = {}
     return kinds.get(failure.exitcode, WorkerFailedError)(_describe(failure))
 
 
 def _describe(failure: ProcessFailure) -> str:
-    """Return a worker's report, else how it exited."""
     if Path(failure.error_file).exists():
         return failure.message
     code = failure.exitcode
@@ -306,6 +302,8 @@ def reporting_errors() -> Iterator[None]:
         yield
     except DivergedError as error:
         code, message = DIVERGED, str(error)
+    except SmallerBatchError as error:
+        code, message = MEMORY, str(error)
     except LargebatchError as error:
         code, message = USER, str(error)
     except PeerLostError as error:
