@@ -90,13 +90,11 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
     remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
     if epochs:
-        text = f"{number} draws of a sample in the second epoch repeat the first epoch's on "
-        text += f"{plural(len(epochs), 'worker')}"
+        text = f"{number} draws of a sample are equal in two epochs on {len(epochs)} workers"
         return fault("augmentation", text, remedy, float(number))
     shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
     if shared:
-        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers: "
-        text += "their noise does not average out in a gradient"
+        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers"
         remedy = f"{_SEED}, and random's and NumPy's generators equally"
         return note("augmentation", text, remedy, float(shared + 1))
     workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]

@@ -230,9 +230,9 @@ class Recorder:
         if layer.training and not self._is_paused and args:
             self.norm_samples = max(self.norm_samples, len(args[0]))
 
-    def _places_of(self, optimizer: Optimizer) -> list[int]:
+    def _places_of(self, optimizer: Optimizer) -> set[int]:
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
-        return [place for place, it in enumerate(self.parameters) if id(it) in own]
+        return {place for place, it in enumerate(self.parameters) if id(it) in own}
 
     def _is_second(self, optimizer: Optimizer) -> bool:
         return not self.micros and self._first not in {None, optimizer}
@@ -250,14 +250,11 @@ class Recorder:
             return
         self._depth += 1
         if self._depth == 1 or self._update is None:
-            self._update = self._begun(optimizer, set(places))
+            self._update = self._begun(optimizer, places)
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
-        gradients = [
-            None if it.grad is None else it.grad.detach().clone() for it in self.parameters
-        ]
-        if divisor is not None:
-            gradients = [None if it is None else it / divisor.to(it.device) for it in gradients]
-        self._update.gradients = gradients
+        scale = 1.0 if divisor is None else float(divisor)  # sync: in an audit only
+        gradients = (it.grad for it in self.parameters)
+        self._update.gradients = [None if it is None else it.detach() / scale for it in gradients]
 
     def _begun(self, optimizer: Optimizer, places: set[int]) -> Update:
         """Return an update before it is made, without its gradients."""
