@@ -18,7 +18,7 @@ from largebatch.audit.subject import Subject
 from largebatch.errors import DataError, MismatchError
 from largebatch.formatting import plural, three_digits
 from largebatch.models.batchnorm import SpanBatchNorm
-from largebatch.models.wrappers import evaluation_mode, local_model
+from largebatch.models.wrappers import local_model, mode
 from largebatch.polish import polish
 
 _FEW = 16
@@ -154,7 +154,7 @@ def _loss_of(model: nn.Module, batches: Sequence[Any], subject: Subject, ranks: 
 
     @torch.no_grad()
     def own() -> list[float]:
-        with evaluation_mode(model):
+        with mode(model, training=False):
             losses = [subject.loss_on(model, batch) for batch in batches]
         return [sum(float(it) * count for it, count in losses), sum(count for _, count in losses)]
 

@@ -40,10 +40,10 @@ from largebatch.models.inputs import images_of
 from largebatch.models.wrappers import (
     describe_layer,
     device_of,
-    evaluation_mode,
     input_of,
     kept_on_host,
     local_model,
+    mode,
     needs_host,
     uncompiled,
 )
@@ -174,7 +174,7 @@ def polish(
     owners = _owners(model, left)
     notes = {name: left[layer] for name, layer in _layers(model) if layer in left}
     _require_some(owners, notes, model)
-    with evaluation_mode(model), uncompiled():
+    with mode(model, training=False), uncompiled():
         _require_same_network(model, owners, backend, kept=notes)
         pooled = _measure(model, owners, batches, backend, forward, graph=graph)
     pairs = list(zip(owners, pooled, strict=True))
