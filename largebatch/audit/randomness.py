@@ -90,7 +90,9 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
     remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
     if epochs:
-        text = f"{number} draws of a sample are equal in two epochs on {len(epochs)} workers"
+        text = (
+            f"{number} draws of a sample are equal in two epochs on {plural(len(epochs), 'worker')}"
+        )
         return fault("augmentation", text, remedy, float(number))
     shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
     if shared:

@@ -280,6 +280,7 @@ def may_set_epoch() -> bool:
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
+    """Compare a few batches of the workers, where samples have no numbers."""
 
     def read() -> list[int]:
         batches = islice(without_iterator(subject.loader), subject.steps)
