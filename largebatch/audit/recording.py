@@ -182,7 +182,17 @@ class Recorder:
                 stack.callback(handle.remove)
             for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
                 stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
-            stack.enter_context(self._scaler_seen())
+            own_step = torch.amp.GradScaler.step
+
+            def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
+                before, self._scale = len(self.updates), float(scaler.get_scale())
+                result = own_step(scaler, *args, **words)
+                if len(self.updates) == before and self.micros:
+                    self.skipped += 1
+                    self._forget()
+                return result
+
+            stack.enter_context(mock.patch.object(torch.amp.GradScaler, "step", step))
             yield
 
     def _before_forward(
@@ -296,7 +306,7 @@ class Recorder:
             return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
-            return  # a fused optimizer skips the update itself, see `_scaler_seen`
+            return  # a fused optimizer skips the update itself
         assert self._update is not None  # the hook before it has seen the same tensors
         self.updates.append(self._update)
         self._forget()
@@ -319,22 +329,6 @@ class Recorder:
             norm = float(norm)  # sync: in an audit only
             factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
         self._clips.append(Clip(before, most, norm, factor))
-
-    @contextmanager
-    def _scaler_seen(self) -> Iterator[None]:
-        """Watch the loss scale, and updates that are skipped because of it."""
-
-        def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
-            before, self._scale = len(self.updates), float(scaler.get_scale())
-            result = own_step(scaler, *args, **words)
-            if len(self.updates) == before and self.micros:
-                self.skipped += 1
-                self._forget()
-            return result
-
-        own_step = torch.amp.GradScaler.step
-        with mock.patch.object(torch.amp.GradScaler, "step", step):
-            yield
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
