@@ -97,8 +97,7 @@ def _build_muon(
     matrices = hidden_matrices(model)
     if not matrices:
         raise RecipeError(
-            f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
-            "and its classifier; take sgd or adamw"
+            f"optimizer.kind: muon: {type(model).__name__} has no hidden matrices; take another"
         )
     others = _build_others(section.others, model, matrices, muon_lr=lr)
     settings = section.model_dump(exclude={"kind", "others"})

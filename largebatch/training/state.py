@@ -165,12 +165,6 @@ class TrainState:
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
 
-    def store_average(self) -> None:
-        """Copy the average into the model."""
-        assert self.average is not None
-        self.average.store()
-        self.average = None
-
     def _average_state(self) -> dict[str, Any]:
         return self.average.state_dict() if self.average is not None else {}
 

@@ -26,6 +26,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DeviceMemoryError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs import fitting
 from largebatch.tracking.events import StageName
 from largebatch.training import updates
 from largebatch.training.evaluation import Metrics, evaluate
@@ -107,15 +108,12 @@ def on_cpu(recipe: Recipe, folder: Path) -> None:
     run(recipe, out=folder)
 
 
-def on_accelerator(
-    recipe: Recipe, folder: Path, stops: tuple[int | None, ...] = (None,)
-) -> dict[str, dict[str, int]]:
-    """Train there, resuming after each stop; return the lines at which the host waited."""
+def on_accelerator(recipe: Recipe, folder: Path) -> dict[str, dict[str, int]]:
+    """Train there; return the lines at which the host waited."""
     accelerator.simulate()
     accelerator.use_graphs()
     late_group.register()
-    for number, stop in enumerate(stops):
-        run(recipe, out=folder, max_steps=stop, resume=number > 0)
+    run(recipe, out=folder)
     waits = accelerator.COUNTS.syncs, accelerator.COUNTS.pageable
     return {
         name: {line: number for line, number in counter.items() if number}
@@ -171,13 +169,28 @@ def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     assert apart(tmp_path / "cpu", tmp_path / "device", most) == {}
 
 
-def test_a_resumed_run_ends_with_identical_bits(tmp_path: Path) -> None:
+def in_little_memory(recipe: Recipe, folder: Path, stop: int | None) -> int:
+    """Train until a stop, and go on with more memory; return how often memory was measured."""
+    accelerator.simulate()
+    accelerator.use_graphs()
+    accelerator.ALLOCATED.limit = 8_000_000
+    with mock.patch.object(fitting, "measure", wraps=fitting.measure) as measured:
+        run(recipe, out=folder, max_steps=stop)
+        if stop is not None:
+            accelerator.ALLOCATED.limit = accelerator.MEMORY
+            run(recipe, out=folder, resume=True)
+    return measured.call_count
+
+
+def test_a_resumed_run_keeps_its_device_batch_and_ends_with_identical_bits(tmp_path: Path) -> None:
     """Stopped in the middle of the affine stage."""
-    stop = BEFORE + 2
-    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA)
-    on_forked_workers(on_accelerator, recipe, tmp_path / "whole", workers=1)
-    on_forked_workers(on_accelerator, recipe, tmp_path / "parts", (stop, None), workers=1)
+    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA, changes=("execution.cache=none",))
+    for name, stop in (("whole", None), ("parts", BEFORE + 2)):
+        found = on_forked_workers(in_little_memory, recipe, tmp_path / name, stop, workers=1)
+        assert found == 1
     assert apart(tmp_path / "whole", tmp_path / "parts", 0.0) == {}
+    plans = [start["plan"] for start in log(tmp_path / "parts", "start")]
+    assert [plan["device_batch"] for plan in plans] == [48, 48]
 
 
 @pytest.mark.parametrize(
