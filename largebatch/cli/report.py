@@ -60,8 +60,8 @@ def diagnose(
         classes: Number of classes, which a CSV lacks.
     """
     from largebatch.report.diagnosis import find_causes, require_comparable
+    from largebatch.report.page import verdict
     from largebatch.report.record import read_record
-    from largebatch.report.verdict import verdict
 
     judged, small = read_record(run, classes=classes), None
     if other is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
-from largebatch.report.run import Run, column, images_per_second
+from largebatch.report.run import Run, images_per_second, values_of
 from largebatch.report.style import COLOURS, INK, MARKERS, MUTED, name_axes, name_line
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     draw_updates(top, run, "loss")
     for stage, steps in run.by_stage.items():
-        x = column(steps, "step")
-        bottom.plot(x, column(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
-    if needs_log_scale(column([*run.steps, *run.evaluations], "loss")):
+        x = values_of(steps, "step")
+        bottom.plot(x, values_of(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
+    if needs_log_scale(values_of([*run.steps, *run.evaluations], "loss")):
         top.set_yscale("log")
         top.minorticks_off()
         top.yaxis.set_major_formatter("{x:g}")
@@ -39,7 +39,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     title = name_axes(top, y="Loss")
     title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
     if run.evaluations:
-        x, losses = column(run.evaluations, "step"), column(run.evaluations, "loss")
+        x, losses = values_of(run.evaluations, "step"), values_of(run.evaluations, "loss")
         top.plot(x, losses, color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False)
         name_line(top, "validation", INK, after=title)
     name_axes(bottom, y="Learning rate", x="Step")
@@ -48,14 +48,14 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
     axes, kept = figure.subplots(), run.kept_evaluations
-    axes.plot(column(kept, "epoch"), 100 * column(kept, "top1"), color=MUTED, lw=1)
+    axes.plot(values_of(kept, "epoch"), 100 * values_of(kept, "top1"), color=MUTED, lw=1)
     by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
     for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
         # A stage without updates ends where the one before it does: its mark is within that one's.
         later = [each.epoch for those in by_stage[place + 1 :] for each in those]
         size = 6 + 3 * later.count(found[-1].epoch) if found else 6
         axes.plot(
-            column(found, "epoch"), 100 * column(found, "top1"), color=COLOURS[stage.name],
+            values_of(found, "epoch"), 100 * values_of(found, "top1"), color=COLOURS[stage.name],
             marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
             markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
@@ -69,7 +69,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
     draw_updates(axes, run, "images_per_second")
-    axes.set_ylim(0, ceiling(column(run.steps, "images_per_second")))
+    axes.set_ylim(0, ceiling(values_of(run.steps, "images_per_second")))
     rate = images_per_second(run)
     if rate is not None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
@@ -81,7 +81,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
 def draw_updates(axes: "Axes", run: Run, name: str) -> None:
     """Draw a value of every update faint, and the running median over it."""
     for stage, steps in run.by_stage.items():
-        thinned = thin(column(steps, "step"), column(steps, name))
+        thinned = thin(values_of(steps, "step"), values_of(steps, name))
         extremes = np.column_stack((thinned.low, thinned.high)).ravel()
         axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
         axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))

@@ -193,7 +193,6 @@ def _class_lost(it: Judged) -> Numbers | None:
 
 
 def _rose(run: Record) -> bool:
-    """Return True if the validation loss rose from its lowest while the training loss fell."""
     if len(run.val_loss) < 3 or not np.isfinite(run.val_loss).all():
         return False
     row = int(np.argmin(run.val_loss))
@@ -280,17 +279,9 @@ def _ends_worse(it: Judged) -> Numbers | None:
     return {"end": run.end, "small_end": small.end, "ends": ends}
 
 
-def _loss_is_equal(it: Judged) -> bool:
-    return it.small is not None and it.run.end <= it.small.end + EQUAL * it.run.unit
-
-
-def _has_fewer_updates(it: Judged) -> bool:
-    updates = it.run.updates, it.small.updates if it.small else None
-    return bool(updates[0] and updates[1] and updates[0] < updates[1])
-
-
 def _equal_loss(it: Judged) -> Numbers | None:
-    return _ends_worse(it) if _loss_is_equal(it) else None
+    found = _ends_worse(it)
+    return found if found and found["end"] <= found["small_end"] + EQUAL * it.run.unit else None
 
 
 def _fewer_updates(it: Judged) -> Numbers | None:
@@ -300,11 +291,10 @@ def _fewer_updates(it: Judged) -> Numbers | None:
     are needed; else an update does less, by its rate.
     """
     run, small, found = it.run, it.small, _ends_worse(it)
-    if found is None or _loss_is_equal(it) or not _has_fewer_updates(it):
+    if not (found and small and run.updates and small.updates and run.updates < small.updates):
         return None
-    assert small is not None
-    assert run.updates
-    then = loss_after(small, run.updates)
+    row = int(np.searchsorted(small.step - small.step[0], run.updates)) - 1
+    then = float(small.trend[max(0, row)])
     factor = epochs_factor(run, small)
     change = f"train for {factor:.2g} times the epochs, by the epoch law" if factor else _LONGER
     if run.end > then + EQUAL * run.unit:
@@ -316,20 +306,10 @@ def _fewer_updates(it: Judged) -> Numbers | None:
 
 
 def _higher_loss(it: Judged) -> Numbers | None:
-    run, small, found = it.run, it.small, _ends_worse(it)
-    if found is None or _loss_is_equal(it) or _has_fewer_updates(it):
-        return None
-    assert small is not None
-    rates = ""
-    if math.isfinite(run.peak + small.peak):
-        rates = f" (peak learning rates {run.peak:.3g} and {small.peak:.3g})"
-    return {**found, "rates": rates}
-
-
-def loss_after(run: Record, updates: int) -> float:
-    """Return the smoothed training loss after a number of updates."""
-    row = int(np.searchsorted(run.step - run.step[0], updates)) - 1
-    return float(run.trend[max(0, row)])
+    small, found, rates = it.small, _ends_worse(it), ""
+    if found and small and math.isfinite(it.run.peak + small.peak):
+        rates = f" (peak learning rates {it.run.peak:.3g} and {small.peak:.3g})"
+    return found and {**found, "rates": rates}
 
 
 def epochs_factor(run: Record, small: Record) -> float | None:
@@ -365,6 +345,7 @@ _EXPLAINED = frozenset({"diverged", "statistics off", "class lost", "pair"})
 _PAIR = frozenset(
     {"diverged", "rate beyond the edge", "spiked in warm-up", "statistics off", "class lost"}
 )
+_OTHER = _PAIR | {"pair"}
 
 # fmt: off
 RULES: tuple[Rule[Judged], ...] = (
@@ -396,12 +377,12 @@ RULES: tuple[Rule[Judged], ...] = (
          "(polish); compare weight decay and rate with the small run",
          text="the training losses end alike, at {end:.3g} and {small_end:.3g} in small batches, "
          "and {ends}"),
-    Rule(kind="fewer updates", holds=_fewer_updates, link="loss", unless=_PAIR, group="pair",
+    Rule(kind="fewer updates", holds=_fewer_updates, link="loss", unless=_OTHER, group="pair",
          remedy="{change}",
          text="{updates:,} updates against {small_updates:,}: the training loss ends at "
          "{end:.3g}, and in small batches was {then:.3g} after as many updates and "
          "{small_end:.3g} at the end; {ends}"),
-    Rule(kind="underfit", holds=_higher_loss, link="loss", unless=_PAIR, group="pair",
+    Rule(kind="underfit", holds=_higher_loss, link="loss", unless=_OTHER, group="pair",
          remedy=_FIND_RATE,
          text="the training loss ends at {end:.3g} against {small_end:.3g}{rates}; {ends}"),
     Rule(kind="generalisation gap", holds=_validation_rose, link="loss", unless=_EXPLAINED,

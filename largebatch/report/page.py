@@ -1,13 +1,14 @@
-"""The report of one run: what its page says and shows, and its overview as a PNG file."""
+"""The report of one run: its verdict, what its page shows, and its overview as a PNG file."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.report import charts
+from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
 from largebatch.report.mistakes import change_from, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
@@ -23,15 +24,101 @@ from largebatch.report.pages import (
     Table,
     columns_over,
 )
-from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
+from largebatch.report.run import (
+    INPUT_BOUND,
+    Run,
+    images_per_second,
+    median,
+    shares,
+    short_commit,
+    values_of,
+)
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
-from largebatch.report.verdict import Verdict, verdict
 from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Canvas, Figure
+    from largebatch.report.diagnosis import Cause
+    from largebatch.report.style import Figure
 
 _NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run went."""
+
+    words: str
+    good: bool
+    causes: "tuple[Cause, ...]" = ()
+    """Causes of a worse model, if the run finished; costs and corrections are not among them."""
+
+
+def verdict(run: Run) -> Verdict:
+    """Describe how a run ended, and for one that finished its likely causes of a worse model.
+
+    What accuracy is good for a data set is not known here. So the end is compared with always
+    predicting one class, and with the best of the run.
+    """
+    if not run.finished:
+        return Verdict(_unfinished(run), good=False)
+    last = run.last_stage
+    if last is None:
+        return Verdict("The run finished; its accuracy was not measured.", good=False)
+    # Only runs that finished are diagnosed, so that a run that pauses does not load the rules.
+    from largebatch.report.diagnosis import find_causes
+    from largebatch.report.record import record_of
+
+    record = record_of(run)
+    causes = tuple(cause for cause in find_causes(record) if cause.harms)
+    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
+    one = max(sizes, default=0) / end.samples
+    best = max(run.kept_evaluations, key=lambda found: found.top1)
+    unknown_mistakes = replace(last, after=best, mistakes=None)
+    best_stage = next((stage for stage in run.stages if stage.after == best), unknown_mistakes)
+    bad = ""
+    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
+        bad = f"; always predicting the most frequent class gives {percent(one)} %"
+    elif change_from(best_stage, last).beyond_noise:
+        bad = f", below the {percent(best.top1)} % after {best.step:,} steps ({best.stage})"
+    if bad:
+        likely = f" Likely cause: {causes[0].figure}." if causes else ""
+        words = f"The run finished, but the final top-1 is {percent(end.top1)} %{bad}.{likely}"
+        return Verdict(words, good=False, causes=causes)
+    words = "the best of the run"
+    if best.top1 > end.top1:
+        words = f"within the noise of its best, {percent(best.top1)} %"
+    words = f"{_losses(run)}the final top-1 is {percent(end.top1)} %, {words}."
+    unknown = [] if record.classes else ["losses against guessing"]
+    unknown += [] if run.final_mistakes else ["accuracy by class"]
+    if unknown:
+        words += f" Not checked, because it was not recorded: {', '.join(unknown)}."
+    if causes:
+        found = "; ".join(cause.figure for cause in causes)
+        return Verdict(f"The run finished: {words} Faults: {found}.", good=False, causes=causes)
+    begin = "The run finished and no fault was found: " if run.steps else "Polishing finished: "
+    return Verdict(begin + words, good=not unknown)
+
+
+def _losses(run: Run) -> str:
+    losses = values_of(run.steps, "loss")
+    few = max(1, len(losses) // 20)
+    begin, end = median(losses[:few]), median(losses[-few:])
+    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
+
+
+def _unfinished(run: Run) -> str:
+    done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
+    words = {
+        None: f"The run has no summary: it was killed or is running. Its log ends after {done}.",
+        "paused": f"The run paused at --max-steps, after {done}. Resume it with --resume.",
+        "interrupted": f"The run was interrupted after {done}. Resume it with --resume.",
+        "stopped": f"The run was stopped after {done}. Resume it with --resume.",
+        "failed": f"The run failed after {done}.",
+    }[run.summary.status if run.summary else None]
+    last = run.steps[-1] if run.steps else None
+    if last is not None and not last.skipped and not math.isfinite(last.loss):
+        words += f" Its training loss was not finite at step {last.step:,}."
+    return words + (" Accuracy was not measured." * (not run.evaluations))
 
 
 def make_page(run: Run) -> str:
@@ -200,56 +287,33 @@ def _stage_notes(run: Run) -> Iterator[str]:
         yield f"{note.stage}, step {note.step:,}: {note.text}."
 
 
-class _Kind(NamedTuple):
-    """A chart that runs may have."""
-
-    name: str
-    title: str
-    draw: "Callable[[Canvas, Run], None]"
-    rows: Callable[[Run], Any]
-    """What it shows; without any there is no chart."""
-
-    height: float
-    caption: str
-
-
-# fmt: off
-_CHARTS = (
-    _Kind("loss", "Loss and learning rate", charts.draw_loss, lambda run: run.steps, 440,
-          "Training loss of every update (faint) and its running median; validation loss (dots); "
-          "learning rate (below). The two losses need not meet: only training images are "
-          "augmented, and only the training loss may be label-smoothed."),
-    _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
-          "Accuracy on the validation images. A hollow mark is a stage that was discarded."),
-    _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
-          "Training images per second on all workers: every update (faint), running median, and "
-          "the whole run (dashed). Dips are slow updates, for example without data."),
-    _Kind("noise", "Gradient noise scale", charts.draw_noise, has_course, 260,
-          "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
-          "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
-          "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
-          "noise scale save few steps."),
-)
-# fmt: on
-
-
 def charts_of(run: Run) -> dict[str, Chart]:
     """Return the charts for which a run has numbers, by name."""
-    return {
-        kind.name: Chart(
-            name=kind.name,
-            title=kind.title,
-            draw=_of(run, kind.draw),
-            height=kind.height,
-            caption=kind.caption,
-        )
-        for kind in _CHARTS
-        if kind.rows(run)
-    }
-
-
-def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], None]":
-    return lambda figure: draw(figure, run)
+    # fmt: off
+    charts = (
+        Chart(name="loss", title="Loss and learning rate", height=440,
+              draw=lambda figure: draw_loss(figure, run),
+              caption="Training loss of every update (faint) and its running median; validation "
+              "loss (dots); learning rate (below). The two losses need not meet: only training "
+              "images are augmented, and only the training loss may be label-smoothed."),
+        Chart(name="accuracy", title="Accuracy", draw=lambda figure: draw_accuracy(figure, run),
+              caption="Accuracy on the validation images. A hollow mark is a stage that was "
+              "discarded."),
+        Chart(name="throughput", title="Training speed", height=240,
+              draw=lambda figure: draw_throughput(figure, run),
+              caption="Training images per second on all workers: every update (faint), running "
+              "median, and the whole run (dashed). Dips are slow updates, for example without "
+              "data."),
+        Chart(name="noise", title="Gradient noise scale", height=260,
+              draw=lambda figure: draw_noise(figure, run),
+              caption="tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large "
+              "as the gradient, for consecutive parts of the run, from squared norms at two batch "
+              "sizes. Bars are 95 % intervals; one that leaves the chart has no upper end. Larger "
+              "batches than the noise scale save few steps."),
+    )
+    # fmt: on
+    shown = run.steps, run.evaluations, run.steps, has_course(run)
+    return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
 
 
 def _before(run: Run, name: str) -> list[Part]:

@@ -14,7 +14,7 @@ from largebatch.errors import CheckpointError, RecipeError, shorten
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.noise import has_course
-from largebatch.report.run import FloatArray, Run, column, median, read_run
+from largebatch.report.run import FloatArray, Run, median, read_run, values_of
 from largebatch.tracking.events import LOG
 
 _SCHEDULE = {"train", "clean"}
@@ -270,16 +270,16 @@ def record_of(run: Run) -> Record:
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,
-        step=column(steps, "step"),
+        step=values_of(steps, "step"),
         epoch=np.array([run.plan.epoch(step.step + 1) for step in steps], dtype=np.float64),
-        loss=column(steps, "loss"),
-        lr=column(steps, "lr"),
+        loss=values_of(steps, "loss"),
+        lr=values_of(steps, "lr"),
         by_update=True,
         updates=run.num_steps,
         epochs=run.plan.epoch(run.num_steps),
-        val_epoch=column(kept, "epoch"),
-        val_loss=bounded(column(kept, "loss")),
-        top1=column(kept, "top1"),
+        val_epoch=values_of(kept, "epoch"),
+        val_loss=bounded(values_of(kept, "loss")),
+        top1=values_of(kept, "top1"),
         val_samples=kept[-1].samples if kept else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,

@@ -204,7 +204,7 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
-def column(events: Iterable[object], name: str) -> FloatArray:
+def values_of(events: Iterable[object], name: str) -> FloatArray:
     """Return the numbers of events in one of their fields."""
     return np.array([*map(attrgetter(name), events)], dtype=np.float64)
 
@@ -219,7 +219,7 @@ def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
         return run.summary.images_per_second
-    rate = median(column(run.steps, "images_per_second"))
+    rate = median(values_of(run.steps, "images_per_second"))
     return None if math.isnan(rate) else rate
 
 
@@ -235,7 +235,7 @@ def shares(run: Run) -> tuple[float, float]:
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
-    data, reduction = (column(steps, name) for name in ("data_seconds", "reduction_seconds"))
+    data, reduction = (values_of(steps, name) for name in ("data_seconds", "reduction_seconds"))
     return float(data.sum()) / whole, float(reduction.sum()) / whole
 
 
