@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from cyclopts import (
     App,
@@ -74,7 +75,7 @@ COMMANDS = {
     "audit": "audit:audit",
     "batch": "batch:batch",
     "lab": "lab:app",
-    "completion": "completion:completion",
+    "completion": "main:completion",
 }
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
 
@@ -136,15 +137,13 @@ class UsageError(LargebatchError):
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
-_INTERRUPTS = Requests()
-"""Ctrl-C while no command handles it."""
+_INTERRUPTS = Requests()  # Ctrl-C while no command handles it
 
 _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
-_HEAD_START = 1.0
-"""Seconds that worker 0 has to print: launchers end all workers when the first one ends."""
+_HEAD_START = 1.0  # seconds for worker 0 to print: launchers end all workers when one ends
 
 
 def make_app() -> App:
@@ -230,6 +229,15 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
     calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES.get(" ".join(names), ()))
     command.help_epilogue = calls and f"Examples:{calls}"
     command.group_parameters = OPTIONS
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script that completes commands, options and recipes after Tab.
+
+    Args:
+        shell: Shell that reads the script, from the folder of its completions.
+    """
+    print(make_app().generate_completion(shell=shell))
 
 
 def _with_values(words: Sequence[str]) -> list[str]:

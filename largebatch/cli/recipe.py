@@ -28,8 +28,7 @@ from largebatch.schedules.build import build_schedule, follow
 if TYPE_CHECKING:
     from largebatch.lab.mlperf.rules import BrokenRule
 
-BREAKS_RULES = 1
-"""Exit code of `check --mlperf-closed` for a recipe of the open division."""
+BREAKS_RULES = 1  # exit code of `check --mlperf-closed` for a recipe of the open division
 
 By = Literal["epoch", "step", "samples"]
 

@@ -15,8 +15,7 @@ from largebatch.runs.options import AsJson, Count
 if TYPE_CHECKING:
     from largebatch.report.record import Record
 
-FAILED = 1
-"""Exit code of a failed check."""
+FAILED = 1  # exit code of a failed check
 
 _WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
 

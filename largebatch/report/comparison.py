@@ -6,6 +6,7 @@ the noise of these images, as in the report of one run (`mistakes`).
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,11 @@ import numpy as np
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
-    RecipeError,
     clip,
     printable,
     shorten,
 )
 from largebatch.formatting import plural
-from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.mistakes import Change, change_from
 from largebatch.report.pages import (
@@ -75,7 +74,7 @@ class Compared:
 
     run: Run
     label: str
-    """The shortest unique suffix of its folder's path."""
+    """The path of its folder, below the one that holds all of them."""
 
     @property
     def status(self) -> str:
@@ -85,13 +84,11 @@ class Compared:
     @cached_property
     def settings(self) -> dict[str, str] | None:
         """The recipe by dotted keys, with its defaults; None if it cannot be read."""
-        try:
-            recipe = parse_recipe(self.run.recipe or "")
-        except RecipeError:
+        if self.run.parsed is None:
             return None
         return {
             key: clip(printable(value if isinstance(value, str) else json.dumps(value)), 200)
-            for key, value in dotted(recipe.model_dump(mode="json"))
+            for key, value in dotted(self.run.parsed.model_dump(mode="json"))
         }
 
     @property
@@ -234,23 +231,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             left_out.append(printable(reason))
     if not runs:
         raise CheckpointError(f"no run can be read: {left_out[0]}")
-    compared = map(Compared, runs, _labels([run.path for run in runs]))
-    return Comparison(tuple(compared), tuple(left_out))
-
-
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return for each path its shortest unique suffix.
-
-    >>> _labels([Path("/a/rate-4/run"), Path("/a/rate-8/run"), Path("/a/best")])
-    ['rate-4/run', 'rate-8/run', 'best']
-    """
-    parts = [path.resolve().parts for path in paths]
-    labels = []
-    for own in parts:
-        lengths = range(1, len(own) + 1)
-        alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        labels.append(printable("/".join(own[-next(alone, 1) :])))
-    return labels
+    paths = [run.path.resolve() for run in runs]
+    above = os.path.commonpath([path.parent for path in paths])
+    labels = [printable(str(path.relative_to(above))) for path in paths]
+    return Comparison(tuple(map(Compared, runs, labels)), tuple(left_out))
 
 
 def describe(comparison: Comparison) -> Iterator[str]:

@@ -26,11 +26,8 @@ A few times that loss is usual in the first epochs of large batches, because the
 BatchNorm lag behind the weights; ten times is not.
 """
 
-RECOVERED = 0.9
-"""Part of the loss of guessing below which a run recovered: it has learned something since."""
-
-WEAK_CLASS = 1 / 3
-"""Fraction of the run's top-1 below which a class is weak."""
+RECOVERED = 0.9  # part of the loss of guessing below which a run has learned something since
+WEAK_CLASS = 1 / 3  # part of the run's top-1 below which a class is weak
 
 FIT = 0.5
 """Share of the loss of guessing below which the training loss of a good run ends: above what label
@@ -44,14 +41,9 @@ SURE = 3
 """Standard errors by which a weak class is below the rest: more than the two of one comparison,
 because it is the lowest of many."""
 
-GAP = 0.25
-"""Difference of validation and training loss that is a gap, as a part of the loss of guessing."""
-
-GAINED = 0.01
-"""Least gain of top-1 by exact statistics that is reported, beyond its noise."""
-
-FEWEST_TIMED = 20
-"""Fewest updates whose waits are judged: the first ones fill queues."""
+GAP = 0.25  # difference of validation and training loss that is a gap, in losses of guessing
+GAINED = 0.01  # least gain of top-1 by exact statistics that is reported, beyond its noise
+FEWEST_TIMED = 20  # fewest updates whose waits are judged: the first ones fill queues
 
 EQUAL = 0.05
 """Difference of two training losses that counts as none, as a part of the loss of guessing: about

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     Figure: TypeAlias = figure.Figure
     Text: TypeAlias = text.Text
 
-MARGIN = 14
-"""In points, around and between what is drawn into a PNG file."""
+MARGIN = 14  # in points, around and between what is drawn into a PNG file
 
 INK, MUTED, RULE, PAPER = "#1c2430", "#667180", "#e4e7eb", "#ffffff"
 COLOURS = {

@@ -25,14 +25,9 @@ from largebatch.tracking.events import (
     Summary,
 )
 
-LINE_SECONDS = 5.0
-"""Seconds between lines on training."""
-
-BAR_SECONDS = 0.5
-"""Seconds between moves of the bar in a notebook."""
-
-TIMED_UPDATES = 100
-"""Updates whose mean length predicts the time left: that of one update may be far off."""
+LINE_SECONDS = 5.0  # seconds between lines on training
+BAR_SECONDS = 0.5  # seconds between moves of the bar in a notebook
+TIMED_UPDATES = 100  # whose mean length predicts the time left: that of one update may be far off
 
 
 class Console:

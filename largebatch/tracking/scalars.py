@@ -30,11 +30,8 @@ from largebatch.tracking.events import (
     System,
 )
 
-MOST_WORKERS = 16
-"""Number of workers above which only the least, the mean and the most are plotted."""
-
-BEST = {"val/top1": max, "val/top5": max, "val/loss": min}
-"""What the best value of a number is."""
+MOST_WORKERS = 16  # above them only the least, the mean and the most are plotted
+BEST = {"val/top1": max, "val/top5": max, "val/loss": min}  # what the best value of a number is
 
 Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
 """Events with numbers to plot."""
