@@ -5,7 +5,6 @@ their own sizes. A stage has one colour and one marker everywhere. A run's many 
 many points as a chart can show (`course.thin`).
 """
 
-import math
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
@@ -121,19 +120,14 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     parts = course(run)
     known = [part for part in parts if part.found.value > 0]
     middle = [(part.first + part.last) / 2 for part in known]
-    values = [part.found.value for part in known]
-    ends = [value for part in known for value in (part.found.low, part.found.high)]
-    top = 2 * max([value for value in ends if math.isfinite(value)] + values, default=1.0)
-    bottom = min(values, default=1.0) / 10
-    for x, part in zip(middle, known, strict=True):
-        bar = [max(part.found.low, bottom), min(part.found.high, top)]
-        axes.plot([x, x], bar, color=COLOURS["train"], lw=1)
-    axes.plot(middle, values, color=COLOURS["train"], marker="o", ms=5)
-    batches = [run.plan.batch_at(part.first) for part in parts]
-    axes.step(
-        [*(part.first for part in parts), parts[-1].last], [*batches, batches[-1]],
-        where="post", color=INK, lw=0.8,
-    )  # fmt: skip
+    found = [part.found for part in known]
+    values, low, high = (values_of(found, name) for name in ("value", "low", "high"))
+    top = 2 * max([*values, *high[np.isfinite(high)]], default=1.0)
+    bars = values - np.maximum(low, min(values, default=1.0) / 10), np.minimum(high, top) - values
+    axes.errorbar(middle, values, bars, color=COLOURS["train"], marker="o", ms=5, elinewidth=1)
+    batches = [run.plan.batch_at(part.first) for part in (*parts, parts[-1])]
+    x = [*(part.first for part in parts), parts[-1].last]
+    axes.step(x, batches, where="post", color=INK, lw=0.8)
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -17,13 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from largebatch.errors import (
-    CheckpointError,
-    LargebatchError,
-    clip,
-    printable,
-    shorten,
-)
+from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
 from largebatch.formatting import plural
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.mistakes import Change, change_from
@@ -40,13 +34,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.run import (
-    Run,
-    Stage,
-    images_per_second,
-    read_run,
-    short_commit,
-)
+from largebatch.report.run import Run, Stage, images_per_second, read_run, short_commit
 from largebatch.tracking.scalars import dotted
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
@@ -60,10 +48,6 @@ _NOISE = (
 _RUNS = (
     "Top-1 is that of the model as the run left it. The time to an accuracy is that of the first "
     "evaluation that reached it; the run time has starting, saving and repeated updates, too."
-)
-_DIFFERENCES = (
-    "The settings of recipe.yaml that differ, and in brackets what the runs were made with. A "
-    "dash: not known."
 )
 _SAME = "No setting differs, and the runs were made with the same software and workers."
 
@@ -304,7 +288,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
             Section(
                 title="What differs",
                 parts=[Table(name="differences", columns=differing)] if rows else [],
-                notes=[_DIFFERENCES if rows else _SAME],
+                notes=[] if rows else [_SAME],
             ),
         ],
         source=f"{len(comparison.runs)} run folders",

@@ -380,23 +380,16 @@ def _mistakes(found: Mistakes | None) -> Iterator[Part]:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    plan, summary = run.plan, run.summary
-    facts = {
-        "Workers": run.workers,
-        "Device batch": f"{plan.device_batch:,}",
-        "Accumulation": ", then ".join(
-            f"{accumulation:,}" for _, _, accumulation in plan.within(range(plan.steps))
-        ),
+    facts = {"Workers": run.workers, "Device batch": f"{run.plan.device_batch:,}"}
+    if run.summary is None:
+        return facts
+    memory = run.summary.peak_memory_bytes
+    return facts | {
+        "Backend": run.summary.backend,
+        "Peak memory": MISSING if memory is None else f"{memory / 2**30:.2f} GiB",
+        "Commit": short_commit(run.summary.commit),
+        **run.summary.versions,
     }
-    if summary is not None:
-        memory = summary.peak_memory_bytes
-        facts |= {
-            "Backend": summary.backend,
-            "Peak memory": MISSING if memory is None else f"{memory / 2**30:.2f} GiB",
-            "Commit": short_commit(summary.commit),
-            **summary.versions,
-        }
-    return facts
 
 
 def write_overview(run: Run, folder: Path) -> None:

@@ -17,14 +17,7 @@ from largebatch.errors import reason_of
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, METRICS, REPORT, Start, Summary
-from largebatch.tracking.scalars import (
-    BEST,
-    Plotted,
-    Scalars,
-    ScalarTracker,
-    read_id,
-    write_id,
-)
+from largebatch.tracking.scalars import BEST, Plotted, Scalars, ScalarTracker, read_id, write_id
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
 _CONFIGURED |= {"folder"}
