@@ -293,7 +293,10 @@ def _call(words: Sequence[str]) -> int:
     try:
         return _on_workers(words)
     except LargebatchError as error:
-        _show_refusal(error, rank)
+        if rank > 0 and isinstance(error, _SAME_ON_ALL_WORKERS):
+            time.sleep(_HEAD_START)
+        else:
+            _show(f"worker {rank}: {error}" if rank else str(error))
         return USER
     except KeyboardInterrupt as stop:
         if rank == 0:
@@ -308,15 +311,6 @@ def _call(words: Sequence[str]) -> int:
             raise
         _show("stopped at once")  # an interrupted import may raise an error of its own
         return STOPPED
-
-
-def _show_refusal(error: LargebatchError, rank: int) -> None:
-    if rank == 0:
-        _show(str(error))
-    elif isinstance(error, _SAME_ON_ALL_WORKERS):
-        time.sleep(_HEAD_START)
-    else:
-        _show(f"worker {rank}: {error}")
 
 
 def _show(message: str) -> None:

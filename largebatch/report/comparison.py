@@ -76,12 +76,6 @@ class Compared:
         }
 
     @property
-    def machine(self) -> dict[str, str]:
-        """Workers, and what each of them holds."""
-        plan = self.run.plan
-        return {"(workers)": self.run.workers, "(device batch)": f"{plan.device_batch:,}"}
-
-    @property
     def software(self) -> dict[str, str] | None:
         """What the run was made with; None without a summary."""
         summary = self.run.summary
@@ -181,9 +175,11 @@ class Comparison:
         None where a run has no such key. A recipe or summary that cannot be read has None for all
         of them, and makes none differ.
         """
+        plans = [{"(device batch)": f"{one.run.plan.device_batch:,}"} for one in self.runs]
         return {
             **_differing([one.settings for one in self.runs]),
-            **_differing([one.machine for one in self.runs]),
+            **_differing([{"(workers)": one.run.workers} for one in self.runs]),
+            **_differing(plans),
             **_differing([one.software for one in self.runs]),
         }
 

@@ -189,8 +189,13 @@ def _rose(run: Record) -> bool:
         return False
     row = int(np.argmin(run.val_loss))
     low, end = float(run.val_loss[row]), float(run.val_loss[-1])
-    rose = end > RISEN * low and end - low > RISE / 2 * run.unit
-    return rose and not run.end >= run.training_at(float(run.val_epoch[row]))
+    if end <= RISEN * low or end - low <= RISE / 2 * run.unit:
+        return False
+    known = np.isfinite(run.epoch)
+    if not known.any() or not math.isfinite(run.val_epoch[row]):
+        return True
+    then = int(np.searchsorted(run.epoch[known], run.val_epoch[row], side="right")) - 1
+    return not run.end >= run.trend[known][max(0, then)]
 
 
 def _validation_rose(it: Judged) -> Numbers | None:

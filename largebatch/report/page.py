@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
-from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.arithmetic.describe import describe_division
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
 from largebatch.report.mistakes import change_from, pairs
 from largebatch.report.noise import describe_noise, has_course
@@ -88,8 +88,8 @@ def verdict(run: Run) -> Verdict:
     if best.top1 > end.top1:
         words = f"within the noise of its best, {percent(best.top1)} %"
     words = f"{_losses(run)}the final top-1 is {percent(end.top1)} %, {words}."
-    unknown = [] if record.classes else ["losses against guessing"]
-    unknown += [] if run.final_mistakes else ["accuracy by class"]
+    examined = {"losses against guessing", "accuracy by class"}
+    unknown = [name for name in record.unchecked if name in examined]
     if unknown:
         words += f" Not checked, because it was not recorded: {', '.join(unknown)}."
     if causes:
@@ -171,13 +171,14 @@ def headlines(run: Run) -> Iterator[Headline]:
         yield Headline(
             "Training speed", f"{rate:,.0f}", "images/s", f"{workers}{', input bound' * bound}"
         )
-    yield Headline("Global batch", f"{plan.global_batch:,}", "images", _division(plan))
+    division = describe_division(plan).partition(" = ")[2]
+    division += "".join(f"; {it.global_batch:,} from step {it.step:,}" for it in plan.batch_changes)
+    yield Headline("Global batch", f"{plan.global_batch:,}", "images", division)
     skipped = run.summary.skipped_steps if run.summary else 0
     passes = f"{plan.epoch(run.num_steps):,.1f} epochs"
     if skipped:
         passes += f", {skipped:,} skipped: gradients not finite"
-    steps = "step" if run.num_steps == 1 else "steps"
-    yield Headline("Updates", f"{run.num_steps:,}", steps, passes)
+    yield Headline("Updates", f"{run.num_steps:,}", "steps", passes)
     time, unit = duration(run.summary.seconds).split(" ") if run.summary else (MISSING, "")
     yield Headline("Wall time", time, unit, "of all parts of the run" * (len(run.starts) > 1))
 
@@ -195,13 +196,6 @@ def _gain(run: Run) -> Headline:
     return Headline(
         "Gain by polishing", points(before.after.top1, after.after.top1), "points", note, colour
     )
-
-
-def _division(plan: Plan) -> str:
-    """Format the division of a global batch without factors of 1, and later global batches."""
-    micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
-    later = (f"; {one.global_batch:,} from step {one.step:,}" for one in plan.batch_changes)
-    return f"{plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}{''.join(later)}"
 
 
 def _subtitle(run: Run) -> str:
@@ -341,13 +335,8 @@ def _drift(run: Run) -> list[Part]:
     drift = run.drift
     if drift is None:
         return []
-    changed = sorted(  # what is not finite first
-        drift.layers,
-        key=lambda it: (
-            math.isfinite(it.mean_shift + it.log_variance_ratio),
-            -max(it.mean_shift, it.log_variance_ratio),
-        ),
-    )
+    most = {it: max(it.mean_shift, it.log_variance_ratio) for it in drift.layers}
+    changed = sorted(most, key=lambda it: -most[it] if math.isfinite(most[it]) else -math.inf)
     column = columns_over(changed[:_LAYERS])
     columns = [
         column("Layer", lambda it: it.name, None),

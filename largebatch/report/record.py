@@ -212,14 +212,6 @@ class Record:
             return 0.0
         return float(np.median(off) * DEVIATION / math.sqrt(1.5))
 
-    def training_at(self, epoch: float) -> float:
-        """Return the smoothed training loss at an epoch; NaN without epochs."""
-        known = np.isfinite(self.epoch)
-        if not known.any() or not math.isfinite(epoch):
-            return math.nan
-        row = int(np.searchsorted(self.epoch[known], epoch, side="right")) - 1
-        return float(self.trend[known][max(0, row)])
-
     @property
     def noise(self) -> float:
         """Two standard errors of the last top-1; a point if not known."""

@@ -11,7 +11,7 @@ from largebatch.report import write_report
 from largebatch.runs.fitting import SmallerBatchError
 from largebatch.runs.folder import open_folder
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
+from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now, write_json
 from largebatch.training.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _finish(
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
-            summary.write(folder / SUMMARY)
+            write_json(folder / SUMMARY, summary)
             if draws and not session.training.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
         except OSError as error:
