@@ -20,7 +20,7 @@ import numpy as np
 from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
 from largebatch.formatting import plural
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
-from largebatch.report.mistakes import Change, change_from
+from largebatch.report.mistakes import change_from
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -129,10 +129,6 @@ class Compared:
             return images
         return f"{known['data.source']}, {known['data.classes']} classes, {images}"
 
-    def change_from(self, best: "Compared") -> Change:
-        """Return how the run ended compared with another one of the same data."""
-        return change_from(best.last, self.last)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -240,7 +236,7 @@ def _best(best: Compared, *others: Compared) -> str:
     second = others[0]
     if best.top1 == second.top1:
         return f"{best.label} and {second.label} end with the same top-1, {top1}."
-    close = [one for one in others if not one.change_from(best).beyond_noise]
+    close = [one for one in others if not change_from(best.last, one.last).beyond_noise]
     gap = f"{best.top1 - second.top1:.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1}, {gap}"
     noise = f"the noise of {best.last.after.samples:,} validation images"
@@ -300,7 +296,7 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
     def beyond(one: Compared) -> str | None:
         if best.get(one.label, one) is one:
             return None
-        return "yes" if one.change_from(best[one.label]).beyond_noise else "no"
+        return "yes" if change_from(best[one.label].last, one.last).beyond_noise else "no"
 
     def after(one: Compared, name: str) -> float | None:
         """Return top-1 after a stage, kept or discarded."""

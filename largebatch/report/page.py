@@ -108,13 +108,12 @@ def _losses(run: Run) -> str:
 
 def _unfinished(run: Run) -> str:
     done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
-    words = {
-        None: f"The run has no summary: it was killed or is running. Its log ends after {done}.",
-        "paused": f"The run paused at --max-steps, after {done}. Resume it with --resume.",
-        "interrupted": f"The run was interrupted after {done}. Resume it with --resume.",
-        "stopped": f"The run was stopped after {done}. Resume it with --resume.",
-        "failed": f"The run failed after {done}.",
-    }[run.summary.status if run.summary else None]
+    if run.summary is None:
+        words = f"The run has no summary: it was killed or is running. Its log ends after {done}."
+    elif run.summary.status == "failed":
+        words = f"The run failed after {done}."
+    else:
+        words = f"The run was {run.summary.status} after {done}. Resume it with --resume."
     last = run.steps[-1] if run.steps else None
     if last is not None and not last.skipped and not math.isfinite(last.loss):
         words += f" Its training loss was not finite at step {last.step:,}."
@@ -296,14 +295,12 @@ def charts_of(run: Run) -> dict[str, Chart]:
         Chart(name="throughput", title="Training speed", height=240,
               draw=lambda figure: draw_throughput(figure, run),
               caption="Training images per second on all workers: every update (faint), running "
-              "median, and the whole run (dashed). Dips are slow updates, for example without "
-              "data."),
+              "median, and the whole run (dashed)."),
         Chart(name="noise", title="Gradient noise scale", height=260,
               draw=lambda figure: draw_noise(figure, run),
               caption="tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large "
-              "as the gradient, for consecutive parts of the run, from squared norms at two batch "
-              "sizes. Bars are 95 % intervals; one that leaves the chart has no upper end. Larger "
-              "batches than the noise scale save few steps."),
+              "as the gradient, for consecutive parts of the run. Bars are 95 % intervals; one "
+              "that leaves the chart has no upper end. Larger batches save few steps."),
     )
     # fmt: on
     shown = run.steps, run.evaluations, run.steps, has_course(run)
@@ -382,32 +379,26 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def write_overview(run: Run, folder: Path) -> None:
-    """Write the six numbers and the first four charts as report.png, for a quick look."""
-    shown = [*charts_of(run).values()][:4]
-    save_png(
-        folder / OVERVIEW,
-        lambda figure: _draw_overview(figure, run, shown),
-        size=(1120, 700),
-        pixels=1600,
-    )
+    """Write the six numbers and the charts as report.png, for a quick look."""
+    shown, left = list(charts_of(run).values()), MARGIN / 1120
 
+    def draw(figure: "Figure") -> None:
+        grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
+        head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+        head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
+        head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
+        for place, number in enumerate(headlines(run)):
+            x = left + place * (1 - left) / 6
+            head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
+            head.text(x, 0.2, number.label, color=MUTED, va="top")
+        if not shown:
+            body.add_subplot().set_axis_off()  # the layout needs one
+            return
+        quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
+        for place, chart in enumerate(shown):
+            fills_row = len(shown) % 2 and chart is shown[-1]
+            quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
+            write_title(quarter, chart.title)
+            chart.draw(quarter)
 
-def _draw_overview(figure: "Figure", run: Run, shown: list[Chart]) -> None:
-    grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
-    head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-    left = MARGIN / 1120
-    head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
-    head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
-    for place, number in enumerate(headlines(run)):
-        x = left + place * (1 - left) / 6
-        head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
-        head.text(x, 0.2, number.label, color=MUTED, va="top")
-    if not shown:
-        body.add_subplot().set_axis_off()  # the layout needs one
-        return
-    quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
-    for place, chart in enumerate(shown):
-        fills_row = len(shown) % 2 and chart is shown[-1]
-        quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
-        write_title(quarter, chart.title)
-        chart.draw(quarter)
+    save_png(folder / OVERVIEW, draw, size=(1120, 700), pixels=1600)

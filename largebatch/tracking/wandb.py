@@ -25,12 +25,11 @@ _CONFIGURED |= {"folder"}
 """Keys of a summary that the configuration has."""
 
 _BEST = {"top1": max, "top5": max, "loss": min}  # how the best of an evaluation is found
-_ARGUMENTS = ("entity", "group", "job_type", "name", "notes", "project", "tags")
-"""Arguments that override variables which W&B reads itself."""
-
-
-def _variable(argument: str) -> str:
-    return "WANDB_RUN_GROUP" if argument == "group" else f"WANDB_{argument.upper()}"
+_VARIABLES = {
+    name: f"WANDB_{'RUN_GROUP' if name == 'group' else name.upper()}"
+    for name in ("entity", "group", "job_type", "name", "notes", "project", "tags")
+}
+"""Variables that W&B reads itself, by the argument that would override them."""
 
 
 class Wandb(ScalarTracker):
@@ -87,8 +86,8 @@ class Wandb(ScalarTracker):
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
             **{
                 name: self._given[name]
-                for name in _ARGUMENTS
-                if self._given[name] and not os.environ.get(_variable(name))
+                for name, variable in _VARIABLES.items()
+                if self._given[name] and not os.environ.get(variable)
             },
         )
 
