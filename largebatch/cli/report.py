@@ -131,12 +131,10 @@ def mlperf(run: Path, /, *runs: Path) -> int:
     """
     from largebatch.lab.mlperf.referee import check
 
-    findings = check([run, *runs])
+    verdicts = check([run, *runs])
     rows: list[tuple[str, str, str]] = []
-    for verdict in findings.verdicts:
-        rows.append((verdict.name, _WORDS[verdict.passed], verdict.sentence))
-        rows += [("", "", reason) for reason in verdict.reasons]
-    remarks = dict.fromkeys(remark for log in findings.logs for remark in log.remarks)
-    rows += [("remark", "", remark) for remark in remarks]
+    for name, verdict in verdicts.items():
+        first, *others = verdict.lines or [""]
+        rows += [(name, _WORDS[verdict.passed], first), *(("", "", line) for line in others)]
     print(printable(aligned(rows, right=(0,))))
-    return 0 if findings.passed else FAILED
+    return FAILED if False in {verdict.passed for verdict in verdicts.values()} else 0
