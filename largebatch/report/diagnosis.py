@@ -13,7 +13,6 @@ import numpy as np
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import percent, plural, three_digits
-from largebatch.report.mistakes import by_class
 from largebatch.report.noise import has_course, latest
 from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
@@ -165,22 +164,19 @@ def _class_lost(it: Judged) -> Numbers | None:
     found = run.final_mistakes if run else None
     if found is None or _is_underfit(it.run):
         return None
-    classes, total = by_class(found), sum(found.sizes)
-    top1 = 1 - len(found.samples) / total
-    weak = [
-        one
-        for one in classes
-        if one.correct < WEAK_CLASS * top1 * one.size
-        and one.correct < top1 * one.size - SURE * math.sqrt(one.size * top1 * (1 - top1))
-    ]
-    if sum(one.size for one in weak) < WEAK_IMAGES * total:
+    sizes, labels = np.array(found.sizes), np.array(found.labels, dtype=np.int64)
+    correct, classes = sizes - np.bincount(labels, minlength=sizes.size), np.count_nonzero(sizes)
+    top1 = 1 - len(found.samples) / sizes.sum()
+    usual = np.sqrt(sizes * top1 * (1 - top1))
+    weak = (correct < WEAK_CLASS * top1 * sizes) & (correct < top1 * sizes - SURE * usual)
+    if sizes[weak].sum() < WEAK_IMAGES * sizes.sum():
         return None
-    lowest = weak[0]
-    if lowest.correct * len(classes) > lowest.size:
+    lowest = min(np.flatnonzero(weak), key=lambda label: correct[label] / sizes[label])
+    if correct[lowest] * classes > sizes[lowest]:
         return None
     return {
-        "name": lowest.name, "correct": lowest.correct, "size": lowest.size, "weak": len(weak),
-        "classes": len(classes),
+        "name": found.classes[lowest], "correct": correct[lowest], "size": sizes[lowest],
+        "weak": np.count_nonzero(weak), "classes": classes,
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The report of one run: its verdict, what its page shows, and its overview as a PNG file."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
 from largebatch.recipe.arithmetic.describe import describe_division
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
-from largebatch.report.mistakes import change_from, pairs
+from largebatch.report.mistakes import change_from
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from largebatch.report.diagnosis import Cause
     from largebatch.report.style import Figure
 
-_NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
+_NOTES, _LAYERS, _PAIRS = 50, 10, 10  # the newest notes, most changed layers, frequent mistakes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def make_page(run: Run) -> str:
             Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
             Section(
                 title="Most frequent wrong predictions",
-                parts=list(_mistakes(run.final_mistakes)),
+                parts=list(wrong_predictions(run.final_mistakes)),
             ),
             Section(
                 title="Recipe",
@@ -351,15 +352,17 @@ def _drift(run: Run) -> list[Part]:
     return [Table(name="drift", columns=columns, sortable=False), note]
 
 
-def _mistakes(found: Mistakes | None) -> Iterator[Part]:
+def wrong_predictions(found: Mistakes | None) -> Iterator[Table]:
+    """Yield the table of the classes that are mixed up most; nothing without mistakes."""
     if found is None or not found.samples:
         return
-    column = columns_over(pairs(found))
+    counts = Counter(zip(found.labels, found.predicted, strict=True))
+    column = columns_over(sorted(counts, key=lambda pair: (-counts[pair], pair))[:_PAIRS])
     yield Table(
         columns=[
-            column("Class", lambda pair: pair.label, None),
-            column("Predicted as", lambda pair: pair.predicted, None),
-            column("Images", lambda pair: f"{pair.images:,} of {pair.size:,}", None),
+            column("Class", lambda pair: found.classes[pair[0]], None),
+            column("Predicted as", lambda pair: found.classes[pair[1]], None),
+            column("Images", lambda pair: f"{counts[pair]:,} of {found.sizes[pair[0]]:,}", None),
         ],
         sortable=False,
     )
