@@ -6,7 +6,6 @@ with others.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +15,7 @@ from largebatch.report.run import FloatArray, Run, median, values_of
 POINTS = 500  # more updates cannot be told apart in a chart
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
+class Course(NamedTuple):
     """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
 
     epoch: FloatArray

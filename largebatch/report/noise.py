@@ -1,8 +1,8 @@
 """The gradient noise scale over a run, and what it means for its batch."""
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from largebatch.formatting import three_digits
 from largebatch.report.run import Run
@@ -15,8 +15,7 @@ BOUNDED = 4 * LEAST  # updates that are advised: the interval of one part often 
 MORE_STEPS = 0.2  # that the critical batch needs beyond linear scaling (arXiv:2410.21676)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Some updates of a run that follow each other, and the noise scale over them."""
 
     first: int
