@@ -70,6 +70,9 @@ def check(
             result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
         else:
             verdict, result["ok"] = "ok", True
+            if loaded.tracking.remark:
+                verdict += f"; {loaded.tracking.remark}"
+                result["remark"] = loaded.tracking.remark
         if not json:
             print(printable(f"{path}: {verdict}"))
     if json:

@@ -25,9 +25,8 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.protocols.server import ParameterServer, replay
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
@@ -45,7 +44,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.updates import Training
+from largebatch.training.session import Training
 
 _NOTE = (
     "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
@@ -154,14 +153,15 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
-        plan, evaluator = session.training.plan, session.evaluator
-        alone = Serial(session.training.backend.device)
+    was_asked_to_stop = noting_requests()
+    with open_session(recipe, options, {}) as session:
+        plan, evaluator = session.plan, session.evaluator
+        alone = Serial(session.backend.device)
         model = build_model(session.saver.recipe, alone.device)
         learners = _Learners(
             cell=cell,
             seed=seed,
-            training=session.training,
+            training=session,
             was_asked_to_stop=was_asked_to_stop,
             model=model,
             reducer=Reducer(model.named_parameters(), alone, divisor=1.0),

@@ -270,8 +270,8 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     diverged = None
+    was_asked_to_stop = noting_requests()
     with (
-        noting_requests() as was_asked_to_stop,
         folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
         redirect_stdout(log),
     ):
