@@ -224,25 +224,28 @@ class _Pool:
         return found
 
     def _result(self, connection: Connection, process: SpawnProcess, task: Task) -> Json | None:
+        answer: Json | Exception | None
         try:
-            kind, content = connection.recv()
+            answer = connection.recv()
+            process.join()
         except EOFError:
-            kind, content = "lost", ""
-        process.join()
-        if kind == "record":
-            return content  # type: ignore[no-any-return]
-        name = f"{task.cell.name} {task.slot.name}"
-        if kind == "lost" and not self.is_stopping:
-            content = f"its process ended with exit code {process.exitcode}"
-        if content and self.error is None:
-            error = LargebatchError if kind == "mistake" else WorkerFailedError
-            self.error = error(f"{name}: {content}")
+            process.join()
+            lost = f"its process ended with exit code {process.exitcode}"
+            answer = None if self.is_stopping else WorkerFailedError(_naming(task, lost))
+        if not isinstance(answer, Exception):
+            return answer
+        if self.error is None:
+            self.error = answer
             self._stop(signal.SIGTERM)
         return None
 
 
+def _naming(task: Task, message: object) -> str:
+    return f"{task.cell.name} {task.slot.name}: {message}"
+
+
 def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
-    """Make a run and send its record; end if the parent is gone."""
+    """Make a run and send its record, None if it was stopped; end if the parent is gone."""
     os.setsid()  # Ctrl-C is for the parent, which passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -253,13 +256,13 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        connection.send(("record", task.cell.carry_out(task)))
+        connection.send(task.cell.carry_out(task))
     except (InterruptedStudyError, KeyboardInterrupt):
-        connection.send(("stopped", ""))
+        connection.send(None)
     except LargebatchError as error:
-        connection.send(("mistake", str(error)))
+        connection.send(LargebatchError(_naming(task, error)))
     except Exception:
-        connection.send(("failed", traceback.format_exc()))
+        connection.send(WorkerFailedError(_naming(task, traceback.format_exc())))
 
 
 @contextmanager
