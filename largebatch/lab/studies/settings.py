@@ -53,27 +53,26 @@ class Measure(NamedTuple):
 
     title: str
     unit: str
-    factor: float
-    """Factor from recorded values to the unit."""
-
     form: str
     best: str
     """What the best setting is called: `the highest top-1`."""
 
-    usage: str | None
-    """Its name in the usage of a run; None: top-1, of which the highest is best."""
+    of: Callable[[Result], float]
+    """Its value of a run, in the unit; NaN where it was not measured."""
 
-    def of(self, run: Result) -> float:
-        """Return the value of a run; NaN where it was not measured."""
-        return run.top1 if self.usage is None else run.used(self.usage)
+    higher: bool = False
+    """True if the highest value is best."""
 
 
-MEASURES = (
-    Measure("Top-1", "%", 100, ".2f", "the highest top-1", None),
-    Measure("Training time", "s", 1, ",.1f", "the shortest training", "train_seconds"),
-    Measure("Processor time", "s", 1, ",.1f", "the least processor time", "cpu_seconds"),
-    Measure("Peak memory", "MB", 1e-6, ",.0f", "the least memory", "peak_memory_bytes"),
-)
+def _used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+    return lambda run: factor * run.used(name)
+
+
+TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)
+TRAINING = Measure("Training time", "s", ",.1f", "the shortest training", _used("train_seconds"))
+CPU = Measure("Processor time", "s", ",.1f", "the least processor time", _used("cpu_seconds"))
+MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", _used("peak_memory_bytes", 1e-6))
+MEASURES = TOP1, TRAINING, CPU, MEMORY
 
 
 class Transfer(NamedTuple):
@@ -98,9 +97,9 @@ class Transfer(NamedTuple):
             return "its own best"
         if self.gap is None:
             return "not measured with every seed"
-        if measure.usage:
-            return f"× {self.gap.with_ends('.2f')}"
-        return self.gap.scaled(measure.factor).with_ends("+.2f").replace("-", "−")
+        if measure.higher:
+            return self.gap.with_ends("+.2f").replace("-", "−")
+        return f"× {self.gap.with_ends('.2f')}"
 
 
 def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
@@ -170,7 +169,7 @@ def _matrix_of(cells: Sequence[CellResults], measure: Measure) -> list[list[Tran
             for run in cell.seeds
             if run.seed in common and math.isfinite(value := measure.of(run))
         }
-    return transfer_matrix(values, higher=not measure.usage)
+    return transfer_matrix(values, higher=measure.higher)
 
 
 def findings(cells: Sequence[CellResults]) -> Iterator[str]:
@@ -180,11 +179,11 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
         parts = [
             f"{row[0].setting} on {row[0].best_of}, {own.text(measure.form, f' {measure.unit}')}"
             for place, row in enumerate(matrix)
-            if (value := row[place].value) and (own := value.scaled(measure.factor))
+            if (own := row[place].value)
         ]
         parts += [
             f"on {one.used_on} that of {one.best_of} is {one.describe(measure)}"
-            for one in lost(matrix, higher=not measure.usage)
+            for one in lost(matrix, higher=measure.higher)
         ]
         if parts:
             yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
@@ -207,7 +206,7 @@ def draw(name: str, cells: Sequence[CellResults]) -> Page:
             (looks[one.cell.variant], time.mean, one.top1.scaled(100))
             for one in cells
             if one.cell.configuration == recipe and one.top1
-            and (time := one.mean(MEASURES[1].of)) is not None
+            and (time := one.mean(TRAINING.of)) is not None
         ]  # fmt: skip
         charts.append(trade_off(f"cost-{recipe}", "Training time, s", points, recipe))
     several = len(recipes) > 1 and len(settings) > 1
@@ -236,29 +235,22 @@ def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
         return column(title, lambda one: (it := one.mean(value)) and it.mean, form)
 
-    def used(title: str, name: str, form: str, factor: float = 1.0) -> Column:
-        return mean(title, lambda run: factor * run.used(name), form)
-
     def reach(title: str, measure: Measure) -> Column:
-        def value(one: CellResults) -> float | None:
-            found = one.mean(measure.of)
-            return found and found.scaled(measure.factor).reach
-
-        return column(title, value, measure.form)
+        return column(title, lambda one: (it := one.mean(measure.of)) and it.reach, measure.form)
 
     columns = [
         column("Setting", lambda one: one.cell.variant, None),
         column("Recipe", lambda one: one.cell.configuration, None),
-        mean("Top-1, %", lambda run: 100 * run.top1, ".2f"),
-        reach("±", MEASURES[0]),
-        used("Training, s", "train_seconds", ",.1f"),
-        reach("± s", MEASURES[1]),
+        mean("Top-1, %", TOP1.of, ".2f"),
+        reach("±", TOP1),
+        mean("Training, s", TRAINING.of, ",.1f"),
+        reach("± s", TRAINING),
         mean("Images/s", lambda run: run.images_per_second, ",.0f"),
-        used("Processor, s", "cpu_seconds", ",.1f"),
-        used("Cores used", "cores", ".2f"),
-        used("Peak memory, MB", "peak_memory_bytes", ",.0f", 1e-6),
-        used("GPU, %", "gpu_percent", ".0f"),
-        used("GPU memory, MB", "gpu_memory_bytes", ",.0f", 1e-6),
+        mean("Processor, s", CPU.of, ",.1f"),
+        mean("Cores used", _used("cores"), ".2f"),
+        mean("Peak memory, MB", MEMORY.of, ",.0f"),
+        mean("GPU, %", _used("gpu_percent"), ".0f"),
+        mean("GPU memory, MB", _used("gpu_memory_bytes", 1e-6), ",.0f"),
         column("peak_lr", lambda one: one.rate, ",.8g"),
         column("Seeds", lambda one: len(one.seeds), "d"),
         column("Diverged", lambda one: one.diverged, "d"),
@@ -275,7 +267,7 @@ def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     columns += [
         Column(
             f"used on {column[0].used_on}",
-            [one.value and measure.factor * one.value.mean for one in column],
+            [one.value and one.value.mean for one in column],
             measure.form,
             unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],

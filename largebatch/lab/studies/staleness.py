@@ -10,13 +10,13 @@ trains any number of learners.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
@@ -43,7 +43,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.updates import Training
+from largebatch.training.session import Session
 
 _NOTE = (
     "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
@@ -153,17 +153,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
     with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
         plan, evaluator = session.training.plan, session.evaluator
-        alone = Serial(session.training.backend.device)
-        model = build_model(session.saver.recipe, alone.device)
-        learners = _Learners(
-            cell=cell,
-            seed=seed,
-            training=session.training,
-            was_asked_to_stop=was_asked_to_stop,
-            model=model,
-            reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
-            spans=Spans(model, alone, sync_workers=1),
-        )
+        learners = _Learners(cell, seed, session, was_asked_to_stop)
         stages: list[Json] = []
         diverged = None
 
@@ -207,7 +197,6 @@ class _DivergedError(Exception):
     """A loss is not finite."""
 
 
-@dataclass(kw_only=True)
 class _Learners:
     """The server, the model that gradients are computed on, and the results so far.
 
@@ -215,37 +204,49 @@ class _Learners:
     other, what each learner has read. Each learner has running statistics of its own.
     """
 
-    cell: StalenessCell
-    seed: int
-    training: Training
-    was_asked_to_stop: Callable[[], bool]
-    model: nn.Module
-    reducer: Reducer
-    spans: Spans
-    simulations: list[Simulation] = field(default_factory=list)
-    buffers: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The running statistics of every learner that has computed anything."""
+    def __init__(
+        self,
+        cell: StalenessCell,
+        seed: int,
+        session: Session,
+        was_asked_to_stop: Callable[[], bool],
+    ) -> None:
+        self.cell, self.seed, self.was_asked_to_stop = cell, seed, was_asked_to_stop
+        self.training = session.training
+        alone = Serial(self.training.backend.device)
+        self.model = build_model(session.saver.recipe, alone.device)
+        self.weights = list(self.model.parameters())
+        self.batches: Iterator[Batch] = iter(())
+        self.gradients = Gradients(
+            model=self.model,
+            weights=self.weights,
+            batch=lambda _: next(self.batches),
+            criterion=self.training.criterion,
+            reducer=Reducer(self.model.named_parameters(), alone, divisor=1.0),
+            spans=Spans(self.model, alone, sync_workers=1),
+            learners=cell.learners,
+            seed=seed,
+        )
+        self.simulations: list[Simulation] = []
+        self.buffers: dict[int, list[Tensor]] = {}
+        """The running statistics of every learner that has computed anything."""
 
     def train(self, steps: range, *, clean: bool) -> None:
         """Make the updates of a stage; raise _DivergedError."""
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
-        weights = list(self.model.parameters())
-        held = list(state.model.parameters())
         cluster = self.cell.cluster.model_copy(
-            update={"model_bytes": float(sum(weight.nbytes for weight in weights))}
+            update={"model_bytes": float(sum(weight.nbytes for weight in self.weights))}
         )
         # A stage has draws of its own.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
         found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed)
         self.simulations.append(found)
         arrivals = found.arrivals[0].later(steps.start, gradients=rule.gradients)
-        server = ParameterServer(
-            held, state.updater.optimizer, state.updater.schedule, rule, clock=steps.start
-        )
+        held, updater = list(state.model.parameters()), state.updater
+        server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
-        with closing(self.training.pipeline.at(positions, clean=clean)) as batches:
-            gradient = self._gradient(weights, batches)
-            for applied in replay(server, arrivals, weights, gradient):
+        with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
+            for applied in replay(server, arrivals, self.weights, self._gradient):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
@@ -259,31 +260,16 @@ class _Learners:
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
 
-    def _gradient(
-        self, weights: Sequence[nn.Parameter], batches: Iterator[Batch]
-    ) -> Callable[[int, int], tuple[Sequence[Tensor], float]]:
-        gradients = Gradients(
-            model=self.model,
-            weights=weights,
-            batch=lambda _: next(batches),
-            criterion=self.training.criterion,
-            reducer=self.reducer,
-            spans=self.spans,
-            learners=self.cell.learners,
-            seed=self.seed,
-        )
-
-        def of(learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
-            start = self.training.state.model.buffers
-            own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
-            for buffer, kept in zip(self.model.buffers(), own, strict=True):
-                buffer.copy_(kept)
-            found = gradients.of(mini_batch)
-            for kept, buffer in zip(own, self.model.buffers(), strict=True):
-                kept.copy_(buffer)
-            return found
-
-        return of
+    def _gradient(self, learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
+        """Return the gradient of a learner, which has running statistics of its own."""
+        start = self.training.state.model.buffers
+        own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
+        for buffer, kept in zip(self.model.buffers(), own, strict=True):
+            buffer.copy_(kept)
+        found = self.gradients.of(mini_batch)
+        for kept, buffer in zip(own, self.model.buffers(), strict=True):
+            kept.copy_(buffer)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,13 +197,11 @@ def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int
     study = optuna.create_study(direction="maximize", sampler=sampler)
     inside = optuna.distributions.FloatDistribution(low, high, log=True)
     for trial in trials:
-        assert trial.rate is not None
-        params = {"rate": min(max(trial.rate, low), high)}
-        study.add_trial(
-            optuna.trial.create_trial(
-                params=params, distributions={"rate": inside}, value=trial.top1
-            )
+        params = {"rate": min(max(trial.rate or low, low), high)}
+        made = optuna.trial.create_trial(
+            value=trial.top1, params=params, distributions={"rate": inside}
         )
+        study.add_trial(made)
     drawn: float = study.ask({"rate": inside}).params["rate"]
     return float(f"{drawn:.4g}")
 
