@@ -27,6 +27,7 @@ from largebatch.runs.options import (
     Imports,
     Machine,
     Number,
+    Options,
     RecipeFile,
     Seconds,
     chosen_folder,
@@ -79,9 +80,8 @@ def study(  # noqa: PLR0913 -- its options
         if name in folders:
             raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
         folders[name] = Path(folder)
-    machine = StudyMachine(
-        data=folders, dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout
-    )
+    own = Options(dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout)
+    machine = StudyMachine(data=folders, options=own)
 
     def report(line: str) -> None:
         print(printable(line), flush=True)

@@ -146,10 +146,9 @@ class HostsCell(Cell):
 
     def carry_out(self, task: Task) -> Json:
         """Start the workers once, and record what they measure."""
-        own = {**task.options, "backend": "torch" if self.workers > 1 else "auto"}
         job = Job(
             recipe=self.recipe.model_copy(update={"seed": task.slot.seed}),
-            options=Options(out=Path(), report=False, **own),
+            options=replace(task.options, backend="torch" if self.workers > 1 else "auto"),
             on_hosts=self.on_hosts,
             samples=self.samples,
         )

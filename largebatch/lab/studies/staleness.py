@@ -96,7 +96,7 @@ class StalenessCell(Cell):
 
     def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
-        return train(self, seed=task.slot.seed, options=Options(out=task.folder, **task.options))
+        return train(self, seed=task.slot.seed, options=task.options)
 
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:

@@ -10,10 +10,9 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +46,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
-from largebatch.runs.run import run
+from largebatch.runs.options import Options
+from largebatch.runs.run import start
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Measured
@@ -172,13 +172,13 @@ class TrainedCell(Cell):
 
     def carry_out(self, task: Task) -> Json:
         """Train one run in its folder, or resume there."""
-        options = {**task.options, "workers": self.setting.workers}
+        options = replace(task.options, workers=self.setting.workers)
         if self.setting.backend != "auto":
-            options["backend"] = self.setting.backend
+            options = replace(options, backend=self.setting.backend)
         recipe = self.recipe_of(task.slot, task.rate)
         filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
         recipe = recipe.model_copy(update={"tracking": filed})
-        return {**train(recipe, task.folder, options), "rate": task.rate}
+        return {**train(recipe, options), "rate": task.rate}
 
 
 def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int) -> float:
@@ -260,12 +260,13 @@ def _lacks_library(setting: Setting) -> bool:
     return is_dali and not (find_spec("nvidia") and find_spec("nvidia.dali"))
 
 
-def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
-    """Train in a folder, or resume there, and return the record.
+def train(recipe: Recipe, options: Options) -> Json:
+    """Train in the folder `options.out`, or resume there, and return the record.
 
     Output goes to <folder's name>.log beside the folder. A run that diverges is a result with the
     accuracy of chance. Raises InterruptedStudyError if it is requested to stop.
     """
+    folder = options.out
     folder.parent.mkdir(parents=True, exist_ok=True)
     diverged = None
     with (
@@ -274,7 +275,7 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
         redirect_stdout(log),
     ):
         try:
-            summary = run(recipe, out=folder, resume="auto", report=False, **options)
+            summary = start(recipe, replace(options, resume="auto"))
             if summary.status == "interrupted" or was_asked_to_stop():
                 raise InterruptedStudyError
         except (DivergedError, WorkerFailedError) as error:
