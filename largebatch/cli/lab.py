@@ -202,15 +202,13 @@ def suggest(
         epochs: Length of the run (by the epoch law).
         out: Recipe to write (<name>.yaml).
     """
-    from largebatch.lab.planner.suggest import draft, words
     from largebatch.lab.planner.suggest import suggest as suggest_recipe
 
     base = None if recipe is None else load_recipe(recipe)
     found = suggest_recipe(batch, base=base, epochs=epochs)
-    out = out or Path(f"{found.name}.yaml")
-    write_planned(out, draft(found))
-    for line in words(found):
-        print(wrapped(line))
+    out = out or Path(f"{found.recipe.name}.yaml")
+    write_planned(out, found.text)
+    print(wrapped(found.source))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 

@@ -41,9 +41,8 @@ def compile_model(
         for layer in layers:
             layer.leave_graphs()
     # CUDA graphs are ours: they hold the whole update (training/graph.py).
-    without = {True: "default", "reduce-overhead": "default"}
-    without["max-autotune"] = "max-autotune-no-cudagraphs"
-    options = torch._inductor.list_mode_options(without.get(mode, mode))
+    name = "default" if mode is True else f"{mode}-no-cudagraphs"
+    options = torch._inductor.list_mode_options(name)
     # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}

@@ -1,4 +1,4 @@
-"""Wrapped models: parallel, sharded, compiled or averaged.
+"""Wrapped models: parallel, sharded, compiled, averaged, or called for several views of an image.
 
 A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
 workers with different numbers of batches, or none, would wait for each other. Evaluation and
@@ -15,10 +15,12 @@ from itertools import islice
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd
 
 from largebatch.errors import RecipeError
+from largebatch.models.inputs import logits_of
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
@@ -113,11 +115,6 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = before
 
 
-def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Set every module to evaluation mode, and restore each module's mode on exit."""
-    return mode(model, training=False)
-
-
 def uncompiled() -> AbstractContextManager[object]:
     """Run compiled modules uncompiled, because graphs do not include hooks added later.
 
@@ -197,3 +194,30 @@ def _kinds(value: nn.Module | Tensor) -> set[str]:
     Names are compared, because importing FSDP takes seconds and apex and timm may be missing.
     """
     return {kind.__name__ for kind in type(value).__mro__}
+
+
+class MeanOfViews(nn.Module):
+    """Average a model's logits over 2 or 6 views of each image, N x C x H x W, H and W 2 or more.
+
+    2 views: the image and its mirror image. 6: these count half, and the same two moved by one
+    pixel up and left, and down and right, a quarter each; reflection fills the borders, as in
+    airbench (arXiv:2404.00498, section 3.5).
+    """
+
+    def __init__(self, model: nn.Module, *, views: int) -> None:
+        super().__init__()
+        self.model, self.moves = model, views > 2
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the mean logits, N x K."""
+        logits = self._mirrored(images)
+        if not self.moves:
+            return logits
+        height, width = images.shape[2:]
+        larger = F.pad(images, (1, 1, 1, 1), "reflect")
+        moved = (larger[..., y : y + height, y : y + width] for y in (0, 2))
+        return torch.lerp(logits, torch.stack([*map(self._mirrored, moved)]).mean(0), 0.5)
+
+    def _mirrored(self, images: Tensor) -> Tensor:
+        both = (images, images.flip(-1))
+        return torch.stack([logits_of(self.model(view)) for view in both]).mean(0)

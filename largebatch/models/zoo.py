@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from largebatch.errors import MissingPackageError, RecipeError, nearest
+from largebatch.errors import RecipeError, nearest
 from largebatch.optional import require_timm, require_torchvision
 
 TORCHVISION = "torchvision/"
@@ -50,9 +49,6 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
 
 def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     """Raise RecipeError with the nearest names, or those of `others`, if there is no such model."""
-    own = nearest(name, others, otherwise="", cutoff=0.85)
-    if own and not _is_timms(name):
-        raise RecipeError(f"model.name: largebatch has no network {name!r} of its own; {own}")
     if name.startswith(TORCHVISION):
         models = _torchvision()
         plain = models.list_models(module=models)
@@ -66,16 +62,8 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
             known = [*known, *require_timm().list_pretrained(f"{tagged}.*")]
     if name not in known:
         where = "torchvision.models" if library == "torchvision" else library
-        hint = nearest(name, known, otherwise=f"see {where}.list_models()")
+        hint = nearest(name, [*others, *known], otherwise=f"see {where}.list_models()")
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
-
-
-def _is_timms(name: str) -> bool:
-    """Return True if timm is installed and has this model."""
-    with suppress(MissingPackageError):
-        found: bool = require_timm().is_model(name.partition(".")[0])
-        return found
-    return False
 
 
 def preparation(name: str) -> dict[str, Any]:

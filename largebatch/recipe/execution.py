@@ -91,10 +91,9 @@ class Execution(Section):
     only."""
 
     compile: Compile = False
-    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is
-    another name for `compile: true` with `graph`. `max-autotune` adds a search for the fastest
-    kernels, which takes minutes. The first update of each image size takes seconds to minutes
-    longer. Evaluation and polishing run uncompiled."""
+    """Train with fused kernels, by torch.compile; results differ by rounding. `max-autotune`
+    adds a search for the fastest kernels, which takes minutes. The first update of each image size
+    takes seconds to minutes longer. Evaluation and polishing run uncompiled."""
 
     graph: Literal["auto"] | bool = "auto"
     """Record an update once for each shape in a CUDA graph and replay it: the host launches one
@@ -107,15 +106,6 @@ class Execution(Section):
         if self.memory_format is None:
             return device != "cpu"
         return self.memory_format == "channels_last"
-
-    @model_validator(mode="after")
-    def _graph_is_allowed(self) -> Self:
-        if self.graph is False and isinstance(self.compile, str):
-            raise ValueError(
-                f"compile: {self.compile} is compile: true with a graph, and graph is false; give "
-                "one of the two"
-            )
-        return self
 
     @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:

@@ -15,9 +15,8 @@ from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder, remember, remembered
+from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
-from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
@@ -66,11 +65,10 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     """
     check_folder(options.out, resume=False)
     _, checkpoint, options = _load(path, options)
-    state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(state["model"])}
+    facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
     with open_measuring(recipe, options, facts) as session:
-        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.training.plan)

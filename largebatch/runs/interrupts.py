@@ -21,8 +21,6 @@ HEARD = b"stopping; once more stops at once\n"
 TOGETHER_SECONDS = 1.0
 """Signals within this time of the first one count as the same request."""
 
-_SHOW_CURSOR = b"\x1b[?25h"
-
 
 def say_heard() -> None:
     """Print HEARD, if the terminal is still open: its end is a request, too."""
@@ -96,8 +94,17 @@ def stop_requests(
             raise KeyboardInterrupt
 
     with answering(add, *STOPS):
-        deadline = _Deadline(limit, begun=begun)
-        yield lambda: deadline.is_near() or requests.any
+        longest, last = 0.0, time.monotonic()
+        end = math.inf if limit is None else (last if begun is None else begun) + limit
+
+        def wants_stop() -> bool:
+            """Return True, at the end too, less 1.5 of the longest time between two calls."""
+            nonlocal longest, last
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            return now + 1.5 * longest > end or requests.any
+
+        yield wants_stop
 
 
 @contextmanager
@@ -129,23 +136,6 @@ def noting_requests() -> Iterator[Callable[[], bool]]:
         os.close(write)
 
 
-class _Deadline:
-    """The end of a run's time, less 1.5 of the longest time between two calls of `is_near`."""
-
-    def __init__(self, seconds: float | None, *, begun: float | None) -> None:
-        self._last = time.monotonic()
-        start = self._last if begun is None else begun
-        self._end = math.inf if seconds is None else start + seconds
-        self._longest = 0.0
-
-    def is_near(self) -> bool:
-        """Return True if it is time to stop."""
-        now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-        return now + 1.5 * self._longest > self._end
-
-
 def describe_saved(folder: Path) -> str:
     """Describe the newest checkpoint of a run folder.
 
@@ -158,11 +148,3 @@ def describe_saved(folder: Path) -> str:
     if newest is None:
         return "nothing is saved"
     return f"saved is {newest}, after {int(newest.stem.removeprefix('step-')):,} steps"
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which a killed progress bar leaves hidden."""
-    for stream in (1, 2):
-        if os.isatty(stream):
-            os.write(stream, _SHOW_CURSOR)
-            return

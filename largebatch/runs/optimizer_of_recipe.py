@@ -4,7 +4,6 @@ from typing import Any, assert_never
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.optimizer import ParamsT
 
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
@@ -51,7 +50,21 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
                 scaled=recipe.precision == "fp16",
             )
         case optimizers.Shampoo():
-            return _build_shampoo(section, groups, lr=lr)
+            grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
+            from largebatch.optim.shampoo import Shampoo
+
+            return Shampoo(
+                groups,
+                lr=lr,
+                betas=(section.momentum, section.beta2),
+                inverse_exponent_override=section.root or 0,
+                start_preconditioning_step=section.start_step,
+                preconditioning_compute_steps=section.root_every,
+                block_size=section.block_size,
+                graft_type=grafts[section.graft.upper()],
+                nesterov=section.nesterov,
+                matrix_eps=section.matrix_eps,
+            )
         case optimizers.ScheduleFree():
             optimizer: Optimizer = require_schedulefree().SGDScheduleFree(
                 groups,
@@ -66,41 +79,14 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
             betas = section.beta1, section.beta2
             return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
         case optimizers.LAMB():
-            return _build_lamb(section, groups, lr=lr)
+            from largebatch.optim.lamb import LAMB  # needs timm
+
+            betas = section.beta1, section.beta2
+            settings = section.model_dump(include={"eps", "bias_correction", "max_grad_norm"})
+            lamb: Optimizer = LAMB(groups, lr=lr, betas=betas, **settings)
+            return lamb
         case _:
             assert_never(section)
-
-
-def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -> Optimizer:
-    grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
-    from largebatch.optim.shampoo import Shampoo
-
-    return Shampoo(
-        groups,
-        lr=lr,
-        betas=(section.momentum, section.beta2),
-        inverse_exponent_override=section.root or 0,
-        start_preconditioning_step=section.start_step,
-        preconditioning_compute_steps=section.root_every,
-        block_size=section.block_size,
-        graft_type=grafts[section.graft.upper()],
-        nesterov=section.nesterov,
-        matrix_eps=section.matrix_eps,
-    )
-
-
-def _build_lamb(section: optimizers.LAMB, groups: ParamsT, *, lr: float) -> Optimizer:
-    from largebatch.optim.lamb import LAMB  # needs timm
-
-    lamb: Optimizer = LAMB(
-        groups,
-        lr=lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        bias_correction=section.bias_correction,
-        max_grad_norm=section.max_grad_norm,
-    )
-    return lamb
 
 
 def _build_muon(
@@ -126,7 +112,6 @@ def _build_others(
     *,
     muon_lr: float,
 ) -> Optimizer:
-    """Build the optimizer of the weights that are not `matrices`."""
     taken, classifiers = set(matrices), classifier_weights(model)
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
     head = [weight for weight in decayed if weight in classifiers]

@@ -30,12 +30,12 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    record,
     remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
-from largebatch.runs.record import record
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
@@ -107,7 +107,6 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
 
 
 def _require_options(options: Options) -> None:
-    """Raise BackendError if the options contradict each other."""
     workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(

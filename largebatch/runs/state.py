@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,8 +21,8 @@ from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import own_groups
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
-from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
-from largebatch.recipe.keys import Loss, Reduction
+from largebatch.recipe.execution import Groups, GroupsByBytes
+from largebatch.recipe.keys import Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
@@ -33,7 +32,7 @@ from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
 from largebatch.training.averages import EMA, SWA
-from largebatch.training.checkpoint import Retention, Writer
+from largebatch.training.checkpoint import Writer
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.monitors import Monitors
@@ -64,7 +63,17 @@ def build_state(
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
     if recipe.model.backbone is not None:
         _slow_backbone(optimizer, recipe.model.backbone, plan, model)
-    reducer = partial(build_reducer, recipe.reduction, recipe.execution, model, group)
+
+    def reducer(*, measure: bool) -> Reducer:
+        return Reducer(
+            model.named_parameters(),
+            group,
+            grouping=grouping_of(recipe.execution.groups),
+            dtype=_SENT_AS[recipe.reduction.dtype],
+            divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
+            exact=kept_exact(recipe.reduction.dtype, model),
+            measure=measure,
+        )
 
     def build_affine() -> Updater:
         """Build the updater of BatchNorm's scales and shifts and the classifier.
@@ -138,8 +147,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         backend=backend,
         pipeline=pipeline,
         requests=requests,
-        log=log,
-        writer=Writer(folder / CHECKPOINTS, Retention(last=checkpoints.keep_last)),
+        writer=Writer(folder / CHECKPOINTS, keep_last=checkpoints.keep_last),
     )
     evaluator = Evaluator(
         state=state,
@@ -195,26 +203,6 @@ def build_criterion(section: Loss) -> Criterion:
     return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
 
 
-def build_reducer(
-    section: Reduction,
-    execution: Execution,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    measure: bool = False,
-) -> Reducer:
-    """Build the reducer, which sums gradients and with `measure` measures their noise scale."""
-    return Reducer(
-        model.named_parameters(),
-        backend,
-        grouping=grouping_of(execution.groups),
-        dtype=_SENT_AS[section.dtype],
-        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
-        exact=kept_exact(section.dtype, model),
-        measure=measure,
-    )
-
-
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients are sent in fp32 where the others are in `dtype`."""
     return set() if dtype == "fp32" else norm_parameters(model)
@@ -239,7 +227,6 @@ def _train_early(
 
 
 def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: nn.Module) -> None:
-    """Lower the rates of all weights but the classifier's; RecipeError if there is none."""
     try:
         head = set(classifier(model).parameters())
     except ValueError as error:

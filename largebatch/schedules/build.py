@@ -8,7 +8,6 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.section import Duration
 from largebatch.schedules import functions
@@ -40,15 +39,13 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
         )
     ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
     policy = functions.skip(ramp, steps=section.first_step)
-    return _follow_samples(policy, plan.pieces) if plan.batch_changes else policy
+    return _follow_samples(policy, plan) if plan.batch_changes else policy
 
 
-def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
-    first = pieces[0].global_batch
-
+def _follow_samples(policy: Policy, plan: Plan) -> Schedule:
     def rate(step: int) -> float:
-        piece = piece_at(pieces, step)
-        return policy(piece.samples_before(step) / first) * piece.lr_factor
+        piece = plan.piece_at(step)
+        return policy(piece.samples_before(step) / plan.global_batch) * piece.lr_factor
 
     return rate
 
@@ -178,33 +175,26 @@ class Course:
 
     def facts(self) -> dict[str, str]:
         """Return the most important facts about the schedule in words."""
-        steps = len(self.rates)
+        plan, steps = self.plan, len(self.rates)
         rows = {
-            "run": f"{steps:,} steps, {self.epoch(steps):.2f} epochs",
-            "first": self._at(0),
-            "peak": self._at(self.peak),
-            "last": self._at(steps - 1),
+            "run": f"{steps:,} steps, {plan.position(steps):,} samples, "
+            f"{plan.epoch(steps):.2f} epochs",
+            "first lr": self._at(0),
+            "peak lr": self._at(self.peak),
+            "last lr": self._at(steps - 1),
         }
         if self.begin:
-            rows["warm-up"] = f"before step {self.begin:,} (epoch {self._epoch(self.begin)})"
-        if self.plan.batch_changes:
-            changes = self.plan.batch_changes
-            rows["batches"] = f"{self.plan.global_batch:,}, " + ", ".join(
-                f"{each.global_batch:,} from step {each.step:,}" for each in changes
+            rows["warm-up"] = f"before step {self.begin:,} (epoch {plan.epoch(self.begin):.2f})"
+        if plan.batch_changes:
+            rows["batches"] = f"{plan.global_batch:,}, " + ", ".join(
+                f"{each.global_batch:,} from step {each.step:,}" for each in plan.batch_changes
             )
         if self.clean < steps:
             rows["clean"] = f"from {self._at(self.clean)}"
         return rows
 
     def _at(self, step: int) -> str:
-        return f"{self.rates[step]:.6g} at step {step:,} (epoch {self._epoch(step)})"
-
-    def epoch(self, step: int) -> float:
-        """Return how many passes over the training data come before a step."""
-        return self.plan.epoch(step)
-
-    def _epoch(self, step: int) -> str:
-        return f"{self.epoch(step):.2f}"
+        return f"{self.rates[step]:.6g} at step {step:,} (epoch {self.plan.epoch(step):.2f})"
 
 
 def follow(section: schedule.Schedule, plan: Plan) -> Course:

@@ -144,6 +144,7 @@ def triangular(
     >>> [rate(step) for step in range(7)]
     [1.0, 2.0, 2.0, 1.25, 1.0, 1.0625, 1.0625]
     """
+    _require("length", steps=steps)
     return _cycles(
         lambda phase: min(phase, 2.0 - phase),
         peak=peak, low=low, steps=steps, factor=factor, gamma=gamma,
@@ -157,6 +158,7 @@ def sine(*, peak: float, low: float, steps: int, factor: float = 1.0, gamma: flo
     >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9, 12, 15)]
     [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0]
     """
+    _require("length", steps=steps)
     return _cycles(
         lambda phase: math.sin(math.pi * phase / 2.0),
         peak=peak, low=low, steps=steps, factor=factor, gamma=gamma,
@@ -168,12 +170,12 @@ def _cycles(
     *,
     peak: float,
     low: float,
-    steps: int,
-    factor: float,
-    gamma: float,
+    steps: float,
+    factor: float = 1.0,
+    gamma: float = 1.0,
 ) -> Policy:
     """Repeat `shape`, the height of the rate at a phase from 0 at `low` over 1 at the peak to 2."""
-    _require("length", steps=steps)
+    _require("positive", steps=steps)
     _require_order(low, peak)
     _require("fraction", factor=factor, gamma=gamma)
 
@@ -195,14 +197,11 @@ def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
     [3.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
     """
     _require("length", steps=steps)
-    _require_order(low, peak)
     half = steps / 2
-
-    def rate(step: float) -> float:
-        phase = (step + half) % (2 * half) / half
-        return _between(low, peak, (1.0 - math.cos(math.pi * phase)) / 2.0)
-
-    return rate
+    rise = _cycles(
+        lambda phase: (1.0 - math.cos(math.pi * phase)) / 2.0, peak=peak, low=low, steps=half
+    )
+    return lambda step: rise(step + half)
 
 
 def restarts(*, peak: float, low: float, steps: int, lengthen: float = 1.0) -> Policy:

@@ -30,16 +30,12 @@ _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "a
 _CONFIGURED |= {"folder"}
 """Keys of a summary that the configuration has."""
 
-_ENVIRONMENT = {
-    "entity": "WANDB_ENTITY",
-    "group": "WANDB_RUN_GROUP",
-    "job_type": "WANDB_JOB_TYPE",
-    "name": "WANDB_NAME",
-    "notes": "WANDB_NOTES",
-    "project": "WANDB_PROJECT",
-    "tags": "WANDB_TAGS",
-}
-"""Variables that W&B reads itself, by the argument that would override them."""
+_ARGUMENTS = ("entity", "group", "job_type", "name", "notes", "project", "tags")
+"""Arguments that override variables which W&B reads itself."""
+
+
+def _variable(argument: str) -> str:
+    return "WANDB_RUN_GROUP" if argument == "group" else f"WANDB_{argument.upper()}"
 
 
 class Wandb(ScalarTracker):
@@ -95,9 +91,9 @@ class Wandb(ScalarTracker):
             mode=mode,
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
             **{
-                name: value
-                for name, variable in _ENVIRONMENT.items()
-                if (value := self._given[name]) and not os.environ.get(variable)
+                name: self._given[name]
+                for name in _ARGUMENTS
+                if self._given[name] and not os.environ.get(_variable(name))
             },
         )
 

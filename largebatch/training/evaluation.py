@@ -22,10 +22,10 @@ from largebatch.formatting import plural
 from largebatch.models.inputs import class_numbers, images_of, labels_of, scores_of
 from largebatch.models.wrappers import (
     device_of,
-    evaluation_mode,
     input_of,
     kept_on_host,
     local_model,
+    mode,
     needs_host,
 )
 
@@ -87,7 +87,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     if backend is None:
         backend = running_backend(device)
     tally = _Tally(device)
-    with evaluation_mode(model):
+    with mode(model, training=False):
         as_input = input_of(model)
         call: Callable[[Tensor], Any] = model
         if graph and needs_host(model) is None:
@@ -143,7 +143,6 @@ class _Tally:
         return within
 
     def sum(self, backend: Backend) -> None:
-        """Sum the counts over all workers and copy them to the CPU."""
         width = self._table.shape[1]
         own = torch.tensor([width, width**2, width > 0])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
@@ -169,7 +168,6 @@ class _Tally:
         return int(self._table[0].sum())
 
     def metrics(self) -> Metrics:
-        """Return the metrics of at least one sample."""
         samples, correct, top5, loss = self._table.numpy().sum(axis=1).tolist()
         return Metrics(
             top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=int(samples)
@@ -221,9 +219,4 @@ class Answers:
         table[places] = torch.cat([table[:0], *(part.to(device) for part in self._parts)])
         backend.all_reduce(table).wait()
         label, predicted, loss = table.cpu().numpy().T  # sync: the result is wanted
-        return Answer(
-            sample=everyone,
-            label=label.astype(np.int64),
-            predicted=predicted.astype(np.int64),
-            loss=loss,
-        )
+        return Answer(everyone, label.astype(np.int64), predicted.astype(np.int64), loss)

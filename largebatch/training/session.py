@@ -62,12 +62,6 @@ class Session:
             )
         )
 
-    def is_over(self, steps: range, until: int) -> bool:
-        """Return True if none of these updates remains to be made now."""
-        progress = self.state.progress
-        end = min(steps.stop, until + progress.discarded)
-        return progress.step >= end or self.training.requests.stopped
-
     def make_updates(self, part: Part) -> None:
         """Make these updates of a stage; evaluate, compare and save between them."""
         training, saver = self.training, self.saver

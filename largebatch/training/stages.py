@@ -41,14 +41,15 @@ def run_updates(
     A stage with a snapshot ends if it diverges, and is then rolled back.
     """
     state, judge = session.state, session.judge
+    end = min(steps.stop, until + state.progress.discarded)
+    over = state.progress.step >= end or session.training.requests.stopped
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
-    if session.is_over(steps, until) and not unjudged:
+    if over and not unjudged:
         return
     if begin is not None and state.progress.step == steps.start:  # later, it was restored
         begin(state)
     judge.begin()
     diverged: str | None = None
-    end = min(steps.stop, until + state.progress.discarded)
     try:
         left = range(state.progress.step, steps.stop)
         session.make_updates(Part(name, left, end, clean))

@@ -16,10 +16,13 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import Event, Note, NoteKind, StageName, Step, System, Tracker
 from largebatch.tracking.log import record
-from largebatch.training.checkpoint import SaveClock
 from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
 from largebatch.training.state import TrainState
+
+_AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
+"""Least seconds between two checkpoints, and the largest part of the time that they may take, for
+`every_minutes: auto`."""
 
 
 class RunLog:
@@ -48,17 +51,26 @@ class Requests:
         wants_stop: Callable[[], bool] = lambda: False,
         save_minutes: float | Literal["auto"] | None = None,
     ) -> None:
-        self._backend, self._wants_stop = backend, wants_stop
-        self._save_clock = SaveClock(save_minutes)
+        self._backend, self._wants_stop, self._save_minutes = backend, wants_stop, save_minutes
+        self._saved, self._cost = time.perf_counter(), 0.0
         self.stopped = False
         """True if any worker was asked to stop."""
 
         self.save_due = False
         """True if the time for a checkpoint has come."""
 
+    def save_is_late(self) -> bool:
+        """Return True if the time between two checkpoints is over, by `save_minutes`."""
+        if self._save_minutes is None:
+            return False
+        wait = max(_AUTO_SECONDS, self._cost / _MOST_OF_TIME)
+        if self._save_minutes != "auto":
+            wait = 60 * self._save_minutes
+        return time.perf_counter() - self._saved > wait
+
     def own(self) -> list[float]:
         """Return 1 if this worker is asked to stop, and 1 on worker 0 if it is time to save."""
-        late = self._backend.rank == 0 and self._save_clock.is_late()
+        late = self._backend.rank == 0 and self.save_is_late()
         return [float(self._wants_stop()), float(late)]
 
     def is_pending(self) -> bool:
@@ -78,8 +90,7 @@ class Requests:
 
     def note_saved(self, *, seconds: float) -> None:
         """Count the time to the next checkpoint from now; `seconds` are those it took."""
-        self._save_clock.note_saved(seconds=seconds)
-        self.save_due = False
+        self._saved, self._cost, self.save_due = time.perf_counter(), seconds, False
 
 
 class DivergenceCheck:
@@ -125,7 +136,6 @@ class DivergenceCheck:
                     stage=step.stage,
                     step=step.step,
                     text=f"update skipped: {text}",
-                    numbers={"loss": step.loss, "lr": step.lr},
                 )
             )
             return
@@ -292,7 +302,6 @@ class StepLog:
         self._pending = pending._replace(own=own)
 
     def _record(self) -> None:
-        """Read the values of the last update, and emit its record."""
         if self._pending is None:
             return
         self.read_own()

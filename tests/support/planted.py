@@ -32,8 +32,8 @@ MUTANTS = (
     Mutant(
         "the policy of a batch schedule counts updates",
         "schedules/build.py",
-        "policy(piece.samples_before(step) / first)",
-        "policy(step + 0 * first)",
+        "policy(piece.samples_before(step) / plan.global_batch)",
+        "policy(step)",
         "recipe/arithmetic/test_pieces.py::"
         "test_the_rate_follows_the_samples_seen_so_that_epochs_mean_epochs",
     ),

@@ -345,10 +345,3 @@ def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> No
         with pytest.raises(RecipeError, match="execution.graph"):
             require_graphs(True, device, protocol=True)
         require_graphs("auto", device, protocol=True)
-
-
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_graph_cannot_be_both_named_and_forbidden(mode: str) -> None:
-    assert load_recipe(DIGITS, [f"execution.compile={mode}"]).execution.graph == "auto"
-    with pytest.raises(RecipeError, match="execution"):
-        load_recipe(DIGITS, [f"execution.compile={mode}", "execution.graph=false"])

@@ -25,24 +25,15 @@ CLASSES = "classes.txt"
 MISPLACED = "images in other places"
 
 
-class ClassFolder(NamedTuple):
-    """The images of one class, sorted bytewise, with their lengths and modification times."""
-
-    mtime: int  # of the folder, in nanoseconds: adding and removing files changes it
-    names: list[str]
-    sizes: list[int]
-    mtimes: list[int]
-
-
-class Shard(NamedTuple):
-    """One tar file: its name, length and modification time."""
+class File(NamedTuple):
+    """A shard or an image: its name, length and modification time in nanoseconds."""
 
     name: str
     size: int
     mtime: int
 
 
-def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
+def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
     """Return the names of the class folders and the shards; one of them is empty."""
     folder = root / split
     expected = f"expected {root}/{split}/<class>/*.jpg or {root}/{split}/*.tar"
@@ -60,7 +51,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
         )
     names = tuple(entry.name for entry in entries if entry.is_dir())
     tars = [entry for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
-    shards = tuple(Shard(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in tars)
+    shards = tuple(_facts(entry) for entry in tars)
     if bool(names) == bool(shards):
         raise DataError(
             f"{folder}: {expected}, and only one of them; found {_found(folder)}. For images with "
@@ -69,23 +60,17 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     return names, shards
 
 
-def scan_class(folder: Path, name: str) -> ClassFolder:
-    """List the images of one class."""
+def scan_class(folder: Path, name: str) -> tuple[int, list[File]]:
+    """Return the time of a class folder, which changes with its files, and its images, sorted."""
     mtime = (folder / name).stat().st_mtime_ns  # before listing, so that later files are detected
     with os.scandir(folder / name) as entries:
-        images = [
-            # A broken link has the facts of the link itself.
-            (entry.name, entry.stat(follow_symlinks=entry.is_file()))
-            for entry in entries
-            if is_image(entry.name) and not entry.is_dir()
-        ]
-    images.sort(key=lambda image: os.fsencode(image[0]))
-    return ClassFolder(
-        mtime,
-        [name for name, _ in images],
-        [status.st_size for _, status in images],
-        [status.st_mtime_ns for _, status in images],
-    )
+        images = [_facts(entry) for entry in entries if is_image(entry.name) and not entry.is_dir()]
+    return mtime, sorted(images, key=lambda image: os.fsencode(image.name))
+
+
+def _facts(entry: os.DirEntry[str]) -> File:
+    status = entry.stat(follow_symlinks=entry.is_file())  # of a broken link the link's own
+    return File(entry.name, status.st_size, status.st_mtime_ns)
 
 
 def read_classes(root: Path) -> tuple[str, ...]:

@@ -23,12 +23,11 @@ from largebatch.lab.measure.lr_range import derived, plan_range, train_in, train
 from largebatch.lab.planner.cluster import Cluster
 from largebatch.lab.planner.prediction import predict, workload
 from largebatch.lab.planner.suggest import EpochLaw
-from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
+from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over
 from largebatch.report.run import read_run
 from largebatch.runs.options import Options
 from largebatch.tracking.noise_scale import NoiseScale
@@ -157,7 +156,7 @@ class Measuring:
             if noise.value == 0 and math.isfinite(noise.high):
                 found = (
                     f"the noise of the gradient is too small to be seen: the noise scale is at "
-                    f"most {samples(noise.high)}; give a smaller batch.global_batch"
+                    f"most {three_digits(noise.high)}; give a smaller batch.global_batch"
                 )
             raise LargebatchError(f"over {plural(noise.updates, 'update')} {found}; give {more}")
         is_wide = not noise.low or noise.high > THEORY * noise.low
@@ -209,7 +208,7 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
     ramp = round(min(steps, updates / 4))
     changes = {
         "duration": {"steps": 8 * updates + 2},
-        "data": without_resolution(recipe.data),
+        "data": {**recipe.data.model_dump(), "resolution": ()},
         "schedule": {
             **recipe.schedule.model_dump(),
             "warmup": {"steps": ramp} if ramp else None,
@@ -397,13 +396,13 @@ def describe(advice: Advice) -> Iterator[str]:
         f"critical batch, for {chosen.epochs:.3g} epochs"
     )
     yield (
-        f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
-        f"{MORE_STEPS:.0%} more epochs than small batches; the interval includes a factor of "
-        f"{THEORY:g} for the theory"
+        f"critical batch: {three_digits(value)} ({three_digits(low)} to {three_digits(high)}), "
+        f"which takes {MORE_STEPS:.0%} more epochs than small batches; the interval includes a "
+        f"factor of {THEORY:g} for the theory"
     )
     yield (
-        f"noise scale: {samples(noise.value)} (95 %: {samples(noise.low)} to "
-        f"{samples(noise.high)}), of {plural(noise.updates, 'update')}"
+        f"noise scale: {three_digits(noise.value)} (95 %: {three_digits(noise.low)} to "
+        f"{three_digits(noise.high)}), of {plural(noise.updates, 'update')}"
     )
     yield from _table(advice).split("\n")
     edges = [f"{three_digits(upper)} at {size:,}" for size, upper in advice.edges if upper]
@@ -446,10 +445,10 @@ def draft(advice: Advice) -> str:
     """Return the text of the recommended recipe, with the source next to each changed number."""
     recipe, before = advice.advised, advice.recipe
     value, low, high = advice.critical
-    interval = f"{samples(low)} to {samples(high)}"
+    interval = f"{three_digits(low)} to {three_digits(high)}"
     comments = {
-        "duration": f"E (1 + B / {samples(advice.noise.value)}), from that of {before.name}",
-        "batch.global_batch": f"the critical batch is {samples(value)} ({interval})",
+        "duration": f"E (1 + B / {three_digits(advice.noise.value)}), from that of {before.name}",
+        "batch.global_batch": f"the critical batch is {three_digits(value)} ({interval})",
         "schedule.peak_lr": _rate_rule(advice),
     }
     other = "its own batch" if advice.keeps else f"another than {before.batch.global_batch:,}"

@@ -29,7 +29,6 @@ from pydantic import ValidationError
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.formatting import aligned, plural
-from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import SGD
@@ -301,7 +300,7 @@ def plan_range(
     changes = {
         "duration": {"steps": steps},
         "batch": {**recipe.batch.model_dump(), "schedule": ()},
-        "data": without_resolution(recipe.data),
+        "data": {**recipe.data.model_dump(), "resolution": ()},
         "schedule": {
             "peak_lr": high,
             "warmup": None,

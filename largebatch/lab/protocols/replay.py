@@ -29,8 +29,7 @@ def replay(
     Raises ValueError for a record that no run can write: a gradient is in the wrong update, was
     computed from weights that did not exist yet, or comes twice.
     """
-    columns = (arrivals.learner, arrivals.mini_batch, arrivals.clock_read, arrivals.update)
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    rows = list(zip(*(column.tolist() for column in arrivals), strict=True))
     if len({mini_batch for _, mini_batch, _, _ in rows}) < len(rows):
         raise ValueError("a mini-batch comes twice in the record")
     left = Counter(clock_read for _, _, clock_read, _ in rows)  # gradients of each version

@@ -5,9 +5,8 @@ order of calls: a run's services call it in the order in which gradients arrive,
 order of its record.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -179,9 +178,8 @@ ARRIVALS = "arrivals.jsonl"
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """One row for each gradient that one server received, in order of arrival."""
+class Arrivals(NamedTuple):
+    """Columns with a row for each gradient that one server received, in order of arrival."""
 
     learner: IntArray
     mini_batch: IntArray
@@ -192,34 +190,6 @@ class Arrivals:
 
     update: IntArray
     """Numbers of the updates that the gradients are part of, counted from 0."""
-
-    @classmethod
-    def of(cls, arrivals: Iterable[Arrival]) -> Self:
-        """Return the record of a parameter server."""
-        rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
-        learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
-
-    @classmethod
-    def joined(cls, records: Sequence[Self]) -> Self:
-        """Return the concatenated records."""
-        columns = {
-            name: np.concatenate([getattr(one, name) for one in records])
-            for name in ("learner", "mini_batch", "clock_read", "update")
-        }
-        return cls(**columns)
-
-    def later(self, updates: int, *, gradients: int) -> Self:
-        """Return the record shifted by a number of updates, each of `gradients` gradients."""
-        return replace(
-            self,
-            mini_batch=self.mini_batch + updates * gradients,
-            clock_read=self.clock_read + updates,
-            update=self.update + updates,
-        )
-
-    def __len__(self) -> int:
-        return len(self.learner)
 
     @property
     def staleness(self) -> IntArray:

@@ -8,13 +8,10 @@ the same number of updates.
 import copy
 import json
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
@@ -22,7 +19,7 @@ from largebatch.errors import CheckpointError, DivergedError, RecipeError
 from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import ARRIVALS, MOMENTUM
+from largebatch.lab.protocols.server import ARRIVALS
 from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
@@ -31,42 +28,37 @@ from largebatch.training.state import TrainState
 from largebatch.training.updates import Part, Training, Updates
 
 
-@dataclass(frozen=True)
-class ProtocolUpdates:
-    """Makes the updates of a stage, and yields whenever learners rest."""
+def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+    """Return the function that makes the updates of a stage, and yields whenever learners rest.
 
-    recipe: Recipe
-    exchange: Exchange
+    Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
+    """
+    section = recipe.protocol
+    assert section is not None
+    affine = recipe.polish is not None and recipe.polish.affine is not None
+    require_tensors(state.model, servers=section.num_servers, affine=affine)
+    first = section.learners if section.dedicated else 0
+    servers = range(first, first + section.num_servers)
+    exchange = Exchange(backend, learners=section.learners, servers=servers)
 
-    def __call__(self, training: Training, part: Part) -> Generator[None, None, None]:
-        """Make these updates of a stage."""
-        segment = _Segment(training, part, self)
+    def updates(training: Training, part: Part) -> Generator[None, None, None]:
+        segment = _Segment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
         while training.state.progress.step < part.end and not training.requests.stopped:
             segment.run()
             yield
 
-
-def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
-    """Return what makes the updates of a stage.
-
-    Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
-    """
-    assert recipe.protocol is not None
-    affine = recipe.polish is not None and recipe.polish.affine is not None
-    require_tensors(state.model, servers=recipe.protocol.num_servers, affine=affine)
-    return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol))
+    return updates
 
 
 class _Segment:
     """The updates between two rests."""
 
-    def __init__(self, training: Training, part: Part, updates: ProtocolUpdates) -> None:
-        self._training, self._part, recipe = training, part, updates.recipe
+    def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
+        self._training, self._part, self._exchange = training, part, exchange
         section = recipe.protocol
         assert section is not None
-        self._exchange = updates.exchange
         self._every = recipe.execution.checkpoints.every_steps
         self._path = training.log.folder / ARRIVALS
         self._size = section.mini_batch(recipe.batch.global_batch)
@@ -103,8 +95,9 @@ class _Segment:
                 gradient=self._gradients.of,
                 asks=training.requests.is_pending,
             )
-            learners = self._exchange.layout.learners
-            average_statistics(training.state.model, training.backend, learners=learners)
+            average_statistics(
+                training.state.model, training.backend, learners=self._exchange.learners
+            )
             if training.backend.rank == 0:
                 self._write(record)
             training.requests.share()
@@ -120,21 +113,16 @@ class _Segment:
         different clocks, gradients that were pushed but not applied are lost with the servers, and
         the step of a checkpoint is that of the record.
         """
-        state, weights = self._training.state, self._gradients.weights
-        model = state.model
+        state = self._training.state
         progress = copy.deepcopy(state.progress)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        momentum = _momentum(self._optimizer, weights).clone()
-        had = bool(self._optimizer.state)
+        before = copy.deepcopy(state.model.state_dict())
+        optimizer = copy.deepcopy(self._optimizer.state_dict())
         try:
             yield
         except BaseException:
-            model.load_state_dict(before)
+            state.model.load_state_dict(before)
             state.progress = progress
-            if had:
-                _load_momentum(self._optimizer, weights, momentum)
-            else:
-                self._optimizer.state.clear()
+            self._optimizer.load_state_dict(optimizer)
             raise
 
     def _add(self, record: Record) -> DivergedError | None:
@@ -196,24 +184,6 @@ class _Segment:
                 file.writelines(f"{line}\n" for line in lines)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
-
-
-def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
-    """Return the momentum of these weights as one flat tensor; zeros without momentum."""
-    none: dict[str, Tensor] = {}
-    kept = [optimizer.state.get(weight, none).get(MOMENTUM) for weight in weights]
-    return torch.cat(
-        [
-            torch.zeros_like(weight).flatten() if found is None else found.flatten()
-            for weight, found in zip(weights, kept, strict=True)
-        ]
-    ).detach()
-
-
-def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
-    parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
-    for weight, part in zip(weights, parts, strict=True):
-        optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))
 
 
 def require_tensors(model: nn.Module, *, servers: int, affine: bool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.lab.protocols.cluster import Cluster, Link, compute_times
+from largebatch.lab.protocols.cluster import Cluster, Link, compute_times, expectation
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.server import server_bytes
 from largebatch.lab.protocols.simulator import simulate
@@ -145,7 +145,7 @@ def simulations(study: Study, folder: Path, measured: Sequence[HostsRow]) -> lis
             compute = row.cell.on_hosts.compute
             if row.cell.name == cells[0].name and compute is not None:
                 gradient = compute.overhead + compute.sample * row.cell.samples
-                overhead = max(0.0, row.seconds.mean - gradient * compute.factor.expectation)
+                overhead = max(0.0, row.seconds.mean - gradient * expectation(compute.factor))
         starts = {}
         for cell in cells:
             protocol = cell.recipe.protocol

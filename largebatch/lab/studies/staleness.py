@@ -10,12 +10,13 @@ trains any number of learners.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from largebatch.data.types import Batch
@@ -25,7 +26,7 @@ from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
 from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer
+from largebatch.lab.protocols.server import ParameterServer
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
@@ -92,7 +93,8 @@ class StalenessCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe and cluster."""
-        return {name: getattr(self, name).model_dump(mode="json") for name in ("recipe", "cluster")}
+        cluster = to_jsonable_python(self.cluster)
+        return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
     def carry_out(self, task: Task) -> Json:
         """Train with one seed, in its stages."""
@@ -179,7 +181,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = Arrivals.joined([found.arrivals[0] for found in simulations]).staleness
+    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
     return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
@@ -234,14 +236,13 @@ class _Learners:
     def train(self, steps: range, *, clean: bool) -> None:
         """Make the updates of a stage; raise _DivergedError."""
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
-        cluster = self.cell.cluster.model_copy(
-            update={"model_bytes": float(sum(weight.nbytes for weight in self.weights))}
-        )
+        model_bytes = float(sum(weight.nbytes for weight in self.weights))
+        cluster = replace(self.cell.cluster, model_bytes=model_bytes)
         # A stage has draws of its own.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
-        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed)
+        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start)
         self.simulations.append(found)
-        arrivals = found.arrivals[0].later(steps.start, gradients=rule.gradients)
+        arrivals = found.arrivals[0]
         held, updater = list(state.model.parameters()), state.updater
         server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())

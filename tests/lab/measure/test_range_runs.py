@@ -23,7 +23,7 @@ from largebatch.lab.measure.lr_range import (
     plan_range,
     train_range,
 )
-from largebatch.models.lenet5 import LeNet5
+from largebatch.models.networks import LeNet5
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
