@@ -21,13 +21,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from largebatch.distributed.environment import available_cores, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, Task, load_study
+from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, load_study
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
@@ -37,6 +39,15 @@ Report = Callable[[str], None]
 
 Records = Mapping[str, Mapping[str, Json]]
 """Records by the names of cells and runs."""
+
+
+class Task(NamedTuple):
+    """A claimed run, its searched rate if it has one, and its options."""
+
+    cell: Cell
+    slot: Slot
+    rate: float | None
+    options: Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,7 @@ class Runs:
                 trials = [record for record in found if record is not None]
                 rate = self.store.rate(cell, slot, partial(cell.rate, trials, slot))
                 folder = self.store.path(cell, slot).with_suffix("")
-                return Task(cell=cell, slot=slot, rate=rate, folder=folder, machine=self.machine)
+                return Task(cell, slot, rate, self.machine.of(cell, folder))
         return None
 
 
@@ -195,7 +206,7 @@ class _Pool:
         """Make a run here, or start its process."""
         if not self._in_processes:
             try:
-                self._done.append((task, task.cell.carry_out(task)))
+                self._done.append((task, task.cell.carry_out(task.slot, task.rate, task.options)))
             except (InterruptedStudyError, KeyboardInterrupt):
                 self._requests.add()
                 self._done.append((task, None))
@@ -256,7 +267,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        connection.send(task.cell.carry_out(task))
+        connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
     except (InterruptedStudyError, KeyboardInterrupt):
         connection.send(None)
     except LargebatchError as error:

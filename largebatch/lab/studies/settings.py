@@ -176,8 +176,9 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
     """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
     for measure in MEASURES:
         matrix = _matrix_of(cells, measure)
+        form, unit = measure.form, f" {measure.unit}"
         parts = [
-            f"{row[0].setting} on {row[0].best_of}, {own.text(measure.form, f' {measure.unit}')}"
+            f"{row[0].setting} on {row[0].best_of}, {own.with_ends(form, unit)}"
             for place, row in enumerate(matrix)
             if (own := row[place].value)
         ]

@@ -31,7 +31,7 @@ from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, Study, Task, naming, recipe_of
+from largebatch.lab.studies.study import Cell, Slot, Study, naming, recipe_of
 from largebatch.lab.studies.trained import circumstances
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
@@ -96,9 +96,10 @@ class StalenessCell(Cell):
         cluster = to_jsonable_python(self.cluster)
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Train with one seed, in its stages."""
-        return train(self, seed=task.slot.seed, options=task.options)
+        del rate
+        return train(self, seed=slot.seed, options=options)
 
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
@@ -320,7 +321,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
     """
     best = max(rows, key=lambda row: row.top1.mean)
     yield (
-        f"{name}: the highest top-1 is {best.top1.text('.2f', '%')}, of {best.words}, in "
+        f"{name}: the highest top-1 is {best.top1.with_ends('.2f', '%')}, of {best.words}, in "
         f"{best.seconds:,.4g} s of the simulated cluster."
     )
     fastest = min(rows, key=lambda row: row.seconds)
@@ -332,7 +333,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
             gap = points.with_ends("+.2f", " points") if points else "unknown"
             yield (
                 f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
-                f"long as hardsync. Its top-1 is {fastest.top1.text('.2f', '%')}; minus "
+                f"long as hardsync. Its top-1 is {fastest.top1.with_ends('.2f', '%')}; minus "
                 f"hardsync's, {gap}."
             )
 

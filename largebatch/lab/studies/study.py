@@ -319,6 +319,13 @@ class Machine:
     options: Options = Options()
     """All other options of the runs."""
 
+    def of(self, cell: "Cell", folder: Path) -> Options:
+        """Return the options of a run in a folder; only recipes of image folders get data."""
+        reads = cell.recipe.data.source == "folder"
+        given = self.data.get(cell.configuration, self.data.get("")) if reads else None
+        dataset = self.options.dataset if reads else None
+        return replace(self.options, out=folder, data=given, dataset=dataset, report=False)
+
     def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
         reading = {cell.configuration for cell in cells if cell.recipe.data.source == "folder"}
@@ -387,33 +394,9 @@ class Cell:
         del trials, slot
         return None
 
-    def carry_out(self, task: "Task") -> dict[str, Any]:
-        """Make one run in its folder and return its record, as JSON."""
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> dict[str, Any]:
+        """Make one run in the folder `options.out` and return its record, as JSON."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A claimed run."""
-
-    cell: Cell
-    slot: Slot
-    rate: float | None
-    """Searched base rate; None without a search."""
-
-    folder: Path
-    """Its run folder."""
-
-    machine: Machine
-
-    @property
-    def options(self) -> Options:
-        """Options of the run; only recipes of image folders get data."""
-        options, data = self.machine.options, self.machine.data
-        reads = self.cell.recipe.data.source == "folder"
-        given = data.get(self.cell.configuration, data.get("")) if reads else None
-        dataset = options.dataset if reads else None
-        return replace(options, out=self.folder, data=given, dataset=dataset, report=False)
 
 
 def load_study(name: str | Path) -> Study:

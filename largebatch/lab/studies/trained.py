@@ -35,7 +35,6 @@ from largebatch.lab.studies.study import (
     Setting,
     Slot,
     Study,
-    Task,
     naming,
     recipe_of,
 )
@@ -170,15 +169,15 @@ class TrainedCell(Cell):
             return first[slot.trial - 1]
         return drawn_rate(found, low=low * own, high=high * own, number=slot.trial)
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Train one run in its folder, or resume there."""
-        options = replace(task.options, workers=self.setting.workers)
+        options = replace(options, workers=self.setting.workers)
         if self.setting.backend != "auto":
             options = replace(options, backend=self.setting.backend)
-        recipe = self.recipe_of(task.slot, task.rate)
-        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
+        recipe = self.recipe_of(slot, rate)
+        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{slot.name}"})
         recipe = recipe.model_copy(update={"tracking": filed})
-        return {**train(recipe, options), "rate": task.rate}
+        return {**train(recipe, options), "rate": rate}
 
 
 def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int) -> float:
