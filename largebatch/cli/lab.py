@@ -83,12 +83,10 @@ def study(  # noqa: PLR0913 -- its options
     own = Options(dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout)
     machine = StudyMachine(data=folders, options=own)
 
-    def report(line: str) -> None:
-        print(printable(line), flush=True)
-
     done = runner.study(
-        file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine, report=report
-    )
+        file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine,
+        report=lambda line: print(printable(line), flush=True),
+    )  # fmt: skip
     return 0 if done else INTERRUPTED
 
 

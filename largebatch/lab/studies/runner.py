@@ -97,13 +97,11 @@ def kind_of(study: Study) -> ModuleType:
     Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
     `make_page(study, folder, records)` returns the page.
     """
-    from largebatch.lab.studies import policies, scaling, servers, settings, staleness
+    from largebatch.lab.studies import comparison, scaling, servers, staleness
 
     match study.kind:
-        case "policies":
-            return policies
-        case "settings":
-            return settings
+        case "policies" | "settings":
+            return comparison
         case "staleness":
             return staleness
         case "servers":

@@ -1,4 +1,4 @@
-"""A study of settings: what each costs, and whether the best one transfers to other recipes.
+"""The transfer of the settings of a study: whether the best one is best for other recipes, too.
 
 After GTDLBench (arXiv:1810.12210), which carries the settings that are best for one data set over
 to others, and looks at processor and memory use along with hyper-parameters.
@@ -6,46 +6,12 @@ to others, and looks at processor and memory use along with hyper-parameters.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.formatting import MISSING
-from largebatch.lab.studies.metrics import (
-    ENOUGH_SEEDS,
-    Interval,
-    difference,
-    interval,
-    ratio,
-    trade_off,
-)
-from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Study
-from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
-from largebatch.report.pages import (
-    Column,
-    Page,
-    Section,
-    Series,
-    Table,
-    columns_over,
-    series,
-)
-
-__all__ = ["cells_of", "make_page"]
-
-_NOTE = (
-    "Means over seeds with Student's interval of 95 %; two settings compare by pairs of the same "
-    "seeds. A run that diverged has the accuracy of chance, and its costs do not count."
-)
-_TABLE = (
-    "Training is the time of the updates. The rest is of all workers, from their set-up to the last"
-    " update; memory that they share is counted in each. Times need a quiet machine."
-)
-_TRANSFER = (
-    "Below each value is its distance from the own best setting of the recipe of the column, over "
-    "pairs of seeds, with the interval of 95 % of all settings together: in points, or as a ratio "
-    "of costs."
-)
+from largebatch.lab.studies.metrics import Interval, difference, interval, ratio
+from largebatch.lab.studies.trained import CellResults, Result
+from largebatch.report.pages import Column, Table
 
 
 class Measure(NamedTuple):
@@ -64,14 +30,15 @@ class Measure(NamedTuple):
     """True if the highest value is best."""
 
 
-def _used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+    """Return the function of a run that is its usage of this name, times a factor."""
     return lambda run: factor * run.used(name)
 
 
 TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)
-TRAINING = Measure("Training time", "s", ",.1f", "the shortest training", _used("train_seconds"))
-CPU = Measure("Processor time", "s", ",.1f", "the least processor time", _used("cpu_seconds"))
-MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", _used("peak_memory_bytes", 1e-6))
+TRAINING = Measure("Training time", "s", ",.1f", "the shortest training", used("train_seconds"))
+CPU = Measure("Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"))
+MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6))
 MEASURES = TOP1, TRAINING, CPU, MEMORY
 
 
@@ -190,81 +157,11 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
             yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
 
 
-def make_page(study: Study, folder: Path, records: Records) -> Page:
-    """Return the page of a study whose file is in `folder`, from its records."""
-    found = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
-    return draw(study.name, [one for one in found if one.seeds])
-
-
-def draw(name: str, cells: Sequence[CellResults]) -> Page:
-    """Return the page of the cells, which have at least one seed each."""
-    recipes = list(dict.fromkeys(one.cell.configuration for one in cells))
-    settings = list(dict.fromkeys(one.cell.variant for one in cells))
-    looks = {setting: series(place, setting) for place, setting in enumerate(settings)}
-    charts = []
-    for recipe in recipes:
-        points = [
-            (looks[one.cell.variant], time.mean, one.top1.scaled(100))
-            for one in cells
-            if one.cell.configuration == recipe and one.top1
-            and (time := one.mean(TRAINING.of)) is not None
-        ]  # fmt: skip
-        charts.append(trade_off(f"cost-{recipe}", "Training time, s", points, recipe))
-    several = len(recipes) > 1 and len(settings) > 1
-    return Page(
-        title=name,
-        subtitle=", ".join(recipes),
-        findings=list(findings(cells)),
-        is_sound=all(one.finished and len(one.seeds) >= ENOUGH_SEEDS for one in cells),
-        note=_NOTE,
-        legend=("Settings", list(looks.values())),
-        sections=[
-            Section(title="Settings", parts=[_table(cells, looks), *charts], notes=[_TABLE]),
-            Section(
-                title="Does the best setting transfer?",
-                parts=[_matrix(cells, measure) for measure in MEASURES] if several else [],
-                notes=[_TRANSFER] * several,
-            ),
-        ],
-        source="the records of a study",
-    )
-
-
-def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
-    column = columns_over(cells)
-
-    def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
-        return column(title, lambda one: (it := one.mean(value)) and it.mean, form)
-
-    def reach(title: str, measure: Measure) -> Column:
-        return column(title, lambda one: (it := one.mean(measure.of)) and it.reach, measure.form)
-
-    columns = [
-        column("Setting", lambda one: one.cell.variant, None),
-        column("Recipe", lambda one: one.cell.configuration, None),
-        mean("Top-1, %", TOP1.of, ".2f"),
-        reach("±", TOP1),
-        mean("Training, s", TRAINING.of, ",.1f"),
-        reach("± s", TRAINING),
-        mean("Images/s", lambda run: run.images_per_second, ",.0f"),
-        mean("Processor, s", CPU.of, ",.1f"),
-        mean("Cores used", _used("cores"), ".2f"),
-        mean("Peak memory, MB", MEMORY.of, ",.0f"),
-        mean("GPU, %", _used("gpu_percent"), ".0f"),
-        mean("GPU memory, MB", _used("gpu_memory_bytes", 1e-6), ",.0f"),
-        column("peak_lr", lambda one: one.rate, ",.8g"),
-        column("Seeds", lambda one: len(one.seeds), "d"),
-        column("Diverged", lambda one: one.diverged, "d"),
-    ]
-    rows = [looks[one.cell.variant] for one in cells]
-    printed = {one.title for one in columns[:10]}
-    return Table(name="settings", columns=columns, series=rows, printed=printed)
-
-
-def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
-    matrix = _matrix_of(cells, measure)
-    settings = [row[0].setting or MISSING for row in matrix]
-    columns = [Column("Best setting of", [row[0].best_of for row in matrix], details=settings)]
+def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
+    """Return the table of a measure, for the best setting of a recipe on each other one."""
+    rows = _matrix_of(cells, measure)
+    settings = [row[0].setting or MISSING for row in rows]
+    columns = [Column("Best setting of", [row[0].best_of for row in rows], details=settings)]
     columns += [
         Column(
             f"used on {column[0].used_on}",
@@ -273,7 +170,7 @@ def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
             unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],
         )
-        for column in zip(*matrix, strict=True)
+        for column in zip(*rows, strict=True)
     ]
     caption = f"{measure.title} of each recipe with the setting that has {measure.best} for another"
     return Table(
