@@ -67,7 +67,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     for cell in cells:
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
-    title, note = ("Settings", _SETTINGS) if is_of_settings else ("Policies", _POLICIES)
+    title, one, note = "Policies", "Policy", _POLICIES
+    if is_of_settings:
+        title, one, note = "Settings", "Setting", _SETTINGS
     rows, sentences, sections = list[Ranked](), list[str](), list[Section]()
     for recipe, some in recipes.items():
         parts: list[Part] = []
@@ -77,8 +79,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         else:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
             rows += rankings[0].ranked
-            sentences += [f"{recipe}: {one.finding}." for one in rankings]
-            highest = max(rankings, key=lambda one: one.target or 0.0)
+            sentences += [f"{recipe}: {each.finding}." for each in rankings]
+            highest = max(rankings, key=lambda each: each.target or 0.0)
             if (target := highest.target) is not None:
                 updates = partial(_spent, target=target, name="step")
                 of = f"Updates to {100 * target:g} %"
@@ -92,7 +94,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         sections.append(
             Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
         )
-    table = _table(rows, targets, looks, title=title)
+    table = _table(rows, targets, looks, title=one)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
@@ -166,7 +168,7 @@ def _table(
         mean("Top-1, %", TOP1.of, ".2f"),
         reach("±", TOP1.of),
         Column("Points below the best", below),
-        *(resources if title == "Settings" else ()),
+        *(resources if title == "Setting" else ()),
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
@@ -175,4 +177,4 @@ def _table(
     columns += [one for target in targets for one in of_target(target)]
     columns.append(mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"))
     shown = [looks[cell.cell.variant] for cell in cells]
-    return Table(name=title.lower(), columns=columns, series=shown, printed=printed)
+    return Table(name="variants", columns=columns, series=shown, printed=printed)

@@ -148,7 +148,7 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     table = page.sections[0].parts[0]
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
-    assert found["Policies"] == ["slow", "quick", "never"]
+    assert found["Policy"] == ["slow", "quick", "never"]
     assert found["Top-1, %"] == pytest.approx([95.67, 92.17, 53.33], abs=0.01)
     assert found["Updates to 90 %"][:2] == pytest.approx([10, 5])
     assert found["reached 90 %"] == ["3 of 3", "3 of 3", "0 of 3"]

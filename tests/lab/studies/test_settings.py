@@ -123,7 +123,7 @@ def test_the_page_has_costs_and_transfer() -> None:
     (table,), *_, matrices = (section.parts for section in page.sections)
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
-    assert found["Settings"] == ["small", "large"] * 2
+    assert found["Setting"] == ["small", "large"] * 2
     assert found["Training, s"] == pytest.approx([50.0, 20.0, 40.0, 30.0])
     assert found["Peak memory, MB"] == pytest.approx([400.0] * 4)
     top1 = matrices[0]
