@@ -1,5 +1,6 @@
 """The page of a study of policies or of settings, whose runs are those of `largebatch train`."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from largebatch.lab.studies.settings import (
 from largebatch.lab.studies.study import Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
 from largebatch.report.pages import (
-    Chart,
     Column,
     Page,
     Part,
@@ -72,20 +72,24 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         title, one, note = "Settings", "Setting", _SETTINGS
     rows, sentences, sections = list[Ranked](), list[str](), list[Section]()
     for recipe, some in recipes.items():
-        parts: list[Part] = []
+        cost, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
         if is_of_settings:
             rows += [Ranked(results=cell, scores={}) for cell in some]
-            parts.append(_chart(recipe, some, "Training time, s", _mean(TRAINING.of), looks))
         else:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
             rows += rankings[0].ranked
             sentences += [f"{recipe}: {each.finding}." for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
-            if (target := highest.target) is not None:
-                updates = partial(_spent, target=target, name="step")
-                of = f"Updates to {100 * target:g} %"
-                parts.append(_chart(recipe, some, of, updates, looks))
+            cost = f"Updates to {100 * (highest.target or 0.0):g} %"
+            value = partial(_spent, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
+        points = [
+            (looks[cell.cell.variant], spent, cell.top1.scaled(100))
+            for cell in some
+            if (spent := value(cell)) is not None and cell.top1
+        ]
+        if points:
+            parts.insert(0, trade_off(f"cost-{recipe}", cost, points))
         sections.append(Section(title=recipe, parts=parts))
     if is_of_settings:
         sentences += findings(cells)
@@ -105,21 +109,6 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         sections=[Section(title=title, parts=[table], notes=[note]), *sections],
         source="the records of a study",
     )
-
-
-def _chart(
-    recipe: str,
-    cells: Sequence[CellResults],
-    cost: str,
-    value: Callable[[CellResults], float | None],
-    looks: Mapping[str, Series],
-) -> Chart:
-    points = [
-        (looks[cell.cell.variant], spent, cell.top1.scaled(100))
-        for cell in cells
-        if (spent := value(cell)) is not None and cell.top1
-    ]
-    return trade_off(f"cost-{recipe}", cost, points)
 
 
 def _mean(value: Callable[[Result], float | None]) -> Callable[[CellResults], float | None]:

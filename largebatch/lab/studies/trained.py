@@ -286,13 +286,12 @@ def train(recipe: Recipe, options: Options) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    done = read.summary if diverged is None else None
-    last = read.result if diverged is None else None
-    end = (1 / recipe.data.classes, None) if last is None else (last.top1, last.loss)
+    done, last = (read.summary, read.result) if diverged is None else (None, None)
+    assert diverged is not None or last is not None
     return {
         **circumstances(),
-        "top1": end[0],
-        "loss": end[1],
+        "top1": last.top1 if last else 1 / recipe.data.classes,
+        "loss": last and last.loss,
         "seed": recipe.seed,
         "diverged": diverged,
         "evaluations": measurements(read),
