@@ -65,10 +65,7 @@ class Ranking:
             what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
             return [*found, f"no policy {what}"]
         if len(first.scores) < ENOUGH_SEEDS:
-            found.append(
-                f"{plural(len(first.scores), 'seed')}: the noise of seeds is hardly known; "
-                f"{ENOUGH_SEEDS} or more are needed"
-            )
+            found.append(f"{plural(len(first.scores), 'seed')}, of {ENOUGH_SEEDS} that are needed")
         cell = first.results
         if cell.diverged:
             found.append(f"{cell.diverged} of {len(cell.seeds)} seeds of {first.policy} diverged")

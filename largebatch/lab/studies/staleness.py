@@ -68,18 +68,13 @@ class StalenessCell(Cell):
     mu: int
 
     @property
-    def learners(self) -> int:
-        """Number of learners (lambda)."""
-        return self.cluster.learners
-
-    @property
     def protocol(self) -> str:
         """The kind of protocol, and how the rate follows staleness."""
         if not self.sigma:
             return "hardsync"
         protocol = self.recipe.protocol
         assert isinstance(protocol, Softsync)
-        kind = "asynchronous" if self.sigma == self.learners else f"{self.sigma}-softsync"
+        kind = "asynchronous" if self.sigma == self.cluster.learners else f"{self.sigma}-softsync"
         return f"{kind}, modulation {protocol.modulation}"
 
     @property
@@ -227,7 +222,7 @@ class _Learners:
             criterion=self.training.criterion,
             reducer=Reducer(self.model.named_parameters(), alone, divisor=1.0),
             spans=Spans(self.model, alone, sync_workers=1),
-            learners=cell.learners,
+            learners=cell.cluster.learners,
             seed=seed,
         )
         self.simulations: list[Simulation] = []
@@ -253,12 +248,12 @@ class _Learners:
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
-        idle = self.cell.learners - len(self.buffers)
+        idle = self.cell.cluster.learners - len(self.buffers)
         for place, buffer in enumerate(state.model.buffers()):  # running statistics become the mean
             total = buffer.double() * idle
             for own in self.buffers.values():
                 total += own[place]
-            mean = total / self.cell.learners
+            mean = total / self.cell.cluster.learners
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
 
@@ -311,7 +306,7 @@ class StalenessRow:
     @property
     def words(self) -> str:
         """Its point, for a sentence."""
-        return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.learners})"
+        return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.cluster.learners})"
 
 
 def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
@@ -325,9 +320,9 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
         f"{best.seconds:,.4g} s of the simulated cluster."
     )
     fastest = min(rows, key=lambda row: row.seconds)
-    point = fastest.cell.mu, fastest.cell.learners
+    point = fastest.cell.mu, fastest.cell.cluster.learners
     for row in rows:
-        waits = not row.cell.sigma and (row.cell.mu, row.cell.learners) == point
+        waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
             gap = points.with_ends("+.2f", " points") if points else "unknown"
@@ -362,8 +357,8 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("Times", lambda row: row.cell.times, None),
         column("sigma", lambda row: row.cell.sigma, "d"),
         column("mu", lambda row: row.cell.mu, ",d"),
-        column("lambda", lambda row: row.cell.learners, ",d"),
-        column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
+        column("lambda", lambda row: row.cell.cluster.learners, ",d"),
+        column("mu x lambda", lambda row: row.cell.mu * row.cell.cluster.learners, ",d"),
         column("Top-1, %", lambda row: row.top1.mean, ".2f"),
         column("±", lambda row: row.top1.reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),

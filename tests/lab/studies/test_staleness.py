@@ -56,7 +56,7 @@ def test_the_installed_study_has_the_points_of_the_papers() -> None:
             cell = found[f"sgd/usual-sigma{n}-mu4-lambda30-{modulation}"]
             assert cell.rule.gradients == 30 // n
             assert cell.recipe.batch.global_batch == 4 * (30 // n)
-    assert {cell.learners for cell in found.values()} == {1, 4, 10, 30}
+    assert {cell.cluster.learners for cell in found.values()} == {1, 4, 10, 30}
     assert [cell.sigma for cell in cells_of(load_study("rudra-imagenette"), Path())] == [0, 1, 18]
 
 
