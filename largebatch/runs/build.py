@@ -23,7 +23,7 @@ from largebatch.errors import MissingPackageError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.fitting import fitted_plan
+from largebatch.runs.fitting import fitted_plan, kept_plan
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
@@ -62,32 +62,36 @@ def join(
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe, options: Options, facts: Facts, *, fits: int | None = None
-) -> Iterator[Session]:
+def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build every object of a run, on all workers; trackers can be added later.
 
-    `facts` and errors are those of join. `fits` is the largest device batch to choose; None:
-    measured.
+    `facts` and errors are those of join.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
         # One sample at most: whether workers would share spans where memory is short.
-        most = 1 if accelerator.kind() else None
+        most = 1 if accelerator.kind() or options.resume else None
         splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
     facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name, fits=fits)
+        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         section, device = recipe.model, backend.device
         model = build_model(recipe, device)
         require_trainable(model, section.name)
         chosen = []
-        asked = fits or recipe.execution.device_batch
-        if accelerator.is_remote(device) and protocol is None and asked is None:
-            plan, reason = fitted_plan(recipe, plan, model, backend)
-            chosen.append(reason)
+        if protocol is None and recipe.execution.device_batch is None:
+            kept, remark = None, None
+            if options.resume:
+                kept, remark = kept_plan(recipe, options.out, backend)
+            if remark is not None and plan != kept:
+                chosen.append(remark)
+            if kept is not None:
+                plan = kept
+            elif accelerator.is_remote(device):
+                plan, reason = fitted_plan(recipe, plan, model, backend)
+                chosen.append(reason)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
         require_graphs(recipe.execution.graph, device, protocol=protocol is not None)

@@ -16,13 +16,18 @@ from pydantic import TypeAdapter, ValidationError
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import worker_rank
-from largebatch.errors import CheckpointError, DivergedError, LargebatchError, shorten
+from largebatch.errors import (
+    CheckpointError,
+    DivergedError,
+    LargebatchError,
+    SmallerBatchError,
+    shorten,
+)
 from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
-from largebatch.runs.fitting import SmallerBatchError
 from largebatch.runs.options import Options, Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from largebatch.data.pipeline import Pipeline
@@ -92,8 +92,9 @@ def synchronous_updates(
         seed=step_seeds(training.seed, training.backend.rank),
         skip_nonfinite=training.skip_nonfinite,
         measure_norm=step_log.monitors.measure_norm,
+        follow=state.move_average,
         graph=training.graph,
-        note=cache(partial(training.log.note, part.stage)),  # pieces of a plan repeat a sentence
+        note=partial(training.log.note_once, part.stage),
     )
     updates = train_pieces(train_piece, plan, part.steps)
     step_log.resume_clock()
@@ -112,7 +113,6 @@ def log_update(stage: StageName, update: Update, state: TrainState, step_log: St
     step_log.read_own()  # of the update before, which is counted before this one
     images = step_log.plan.batch_at(update.step)
     state.count(update.step, images=images, seconds=seconds)
-    state.follow(update.step, update.skipped)
     step_log.add(stage, update, seconds=seconds)
 
 

@@ -50,6 +50,7 @@ class RunLog:
     def __init__(self, folder: Path, state: TrainState) -> None:
         self.folder, self._state = folder, state
         self.trackers: list[Tracker] = []
+        self._texts: set[str] = set()
 
     def emit(self, event: Event) -> None:
         """Send an event to the trackers."""
@@ -58,6 +59,12 @@ class RunLog:
     def note(self, stage: StageName, text: str, *, kind: NoteKind = "remark") -> None:
         """Emit a note."""
         self.emit(Note(kind=kind, stage=stage, step=self._state.progress.step, text=text))
+
+    def note_once(self, stage: StageName, text: str) -> None:
+        """Emit a remark, unless one with this text was emitted in any stage."""
+        if text not in self._texts:
+            self._texts.add(text)
+            self.note(stage, text)
 
 
 class Requests:

@@ -25,9 +25,8 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.protocols.server import ParameterServer, replay
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
