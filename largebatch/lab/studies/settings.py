@@ -274,10 +274,9 @@ def _matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     columns = [Column("Best setting of", [row[0].best_of for row in matrix], details=settings)]
     columns += [
         Column(
-            f"used on {column[0].used_on}",
+            f"used on {column[0].used_on}, {measure.unit}",
             [one.value and measure.factor * one.value.mean for one in column],
             measure.form,
-            unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],
         )
         for column in zip(*matrix, strict=True)
