@@ -15,8 +15,7 @@ from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
 from largebatch.tracking.events import RECIPE
-from largebatch.training.checkpoint import Checkpoint
-from largebatch.training.saving import require_fit
+from largebatch.training.checkpoint import Checkpoint, require_fit
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 

@@ -27,8 +27,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.options import Options
+from largebatch.training.checkpoint import require_fit
 from largebatch.training.evaluation import evaluate
-from largebatch.training.saving import require_fit
 
 
 class Predictions(NamedTuple):

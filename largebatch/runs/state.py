@@ -31,14 +31,12 @@ from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
 from largebatch.training.averages import EMA, SWA
-from largebatch.training.checkpoint import Writer
+from largebatch.training.checkpoint import Saver, Writer
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
-from largebatch.training.monitors import Monitors
-from largebatch.training.saving import Saver
 from largebatch.training.session import Session, Updates
 from largebatch.training.state import TrainState, Updater
-from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
+from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
 
 _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
     {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -32,8 +32,8 @@ from largebatch.tracking.events import (
     StageName,
     StageResult,
 )
+from largebatch.training.checkpoint import Saver
 from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
-from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import RunLog
 

@@ -17,10 +17,10 @@ from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import Polish
 from largebatch.tracking.events import StageName, Start, now
+from largebatch.training.checkpoint import Saver
 from largebatch.training.graph import UseGraph
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, Update, step_seeds, train
-from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
 

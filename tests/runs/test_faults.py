@@ -23,9 +23,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
-from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
+from largebatch.training.checkpoint import Checkpoint, Saver, load_checkpoint, newest_checkpoint
 from largebatch.training.loop import Criterion
-from largebatch.training.saving import Saver
 
 STEPS = 8
 SMALL = ("model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28")
@@ -212,7 +211,7 @@ def test_a_changed_index_or_recipe_is_refused_until_each_is_allowed(
     keys = [word for word in str(caught.value).split() if word.startswith("data.index")]
     with pytest.raises(CheckpointError, match="differs from this one: data.index"):
         run(faster, out=out, data=data, resume=True, allow=("schedule.peak_lr",))
-    with pytest.raises(CheckpointError, match="--allow optimizer.eta: that is the same"):
+    with pytest.raises(CheckpointError, match="--allow optimizer.eta: "):
         run(faster, out=out, data=data, resume=True, allow=("optimizer.eta",))
     allowed = {key.strip(";") for key in keys}
     allow = ("schedule.peak_lr", *sorted(allowed))

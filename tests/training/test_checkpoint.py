@@ -23,6 +23,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import (
     Checkpoint,
     Origin,
+    Saver,
     Writer,
     copy_state,
     load_checkpoint,
@@ -30,7 +31,6 @@ from largebatch.training.checkpoint import (
     parse_checkpoint,
     write_checkpoint,
 )
-from largebatch.training.saving import Saver
 from largebatch.training.state import Progress
 from largebatch.training.step_log import Requests
 

@@ -19,7 +19,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import Sampler
 from largebatch.tracking.events import SYSTEM
-from largebatch.training.monitors import Monitors, gradient_norm
+from largebatch.training.step_log import Monitors, gradient_norm
 
 NO_BIT = "gradient_norm, trust_ratios, system, generalization_gap"
 ALL = f"monitor=[noise_scale, {NO_BIT}]"
