@@ -84,8 +84,6 @@ require_dali = partial(
     package="NVIDIA DALI",
     install="pip install nvidia-dali-cuda120",
 )
-require_lightning = partial(_import, "lightning", "largebatch.integrations.lightning")
-require_transformers = partial(_import, "transformers", "largebatch.integrations.transformers")
 require_parquet = partial(_import, "pyarrow.parquet", "data import parquet", package="pyarrow")
 require_matplotlib = partial(_import, "matplotlib", "a report")
 require_wandb = partial(_import, "wandb", "tracking: [wandb]")

@@ -30,6 +30,7 @@ from cyclopts import (
 from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import (
     LAUNCHER,
     configure_libraries,
@@ -45,6 +46,7 @@ from largebatch.errors import (
     PeerLostError,
     PlanError,
     RecipeError,
+    SmallerBatchError,
     WorkerFailedError,
     clip,
     nearest,
@@ -101,7 +103,6 @@ EXAMPLES = {
     "export": ("export runs/mine --out exported",),
     "data": ("data import cifar10 cifar-10-python.tar.gz --out cifar10", "data index images"),
     "data index": ("data index images", "data index images --drop-bad"),
-    "data pack": ("data pack images --out shards",),
     "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
@@ -286,7 +287,7 @@ def _call(words: Sequence[str]) -> int:
         return _on_workers(words)
     except LargebatchError as error:
         _show_refusal(error, rank)
-        return USER
+        return INTERRUPTED if isinstance(error, SmallerBatchError) else USER
     except KeyboardInterrupt as stop:
         if rank == 0:
             _show("; ".join(["stopped at once", *stop.args]))

@@ -70,12 +70,14 @@ def check(
             verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
             result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
         else:
-            verdict, result["ok"] = "ok", True
+            result["ok"], remarks = True, [loaded.tracking.remark]
             try:
                 loaded.require_backend("horovod")
             except RecipeError as error:
-                verdict += f"; {error}"
-                result["remark"] = str(error)
+                remarks.append(str(error))
+            if remark := "; ".join(filter(None, remarks)):
+                result["remark"] = remark
+            verdict = "; ".join(filter(None, ["ok", remark]))
         if not json:
             print(printable(f"{path}: {verdict}"))
     if json:

@@ -184,6 +184,18 @@ class Tracking(Section):
     notes: str | None = None
     """A text about the run, for W&B and MLflow."""
 
+    @property
+    def remark(self) -> str:
+        """A sentence on keys that only W&B and MLflow read, without these; else empty."""
+        given = [
+            key for key in ("group", "job_type", "tags", "entity", "notes") if getattr(self, key)
+        ]
+        if not given or not {"wandb", "mlflow"}.isdisjoint(self.trackers):
+            return ""
+        return (
+            f"tracking.{given[0]} needs wandb or mlflow in tracking.trackers; nothing else reads it"
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _a_list_is_of_trackers(cls, value: object) -> object:

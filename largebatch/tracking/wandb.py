@@ -38,6 +38,10 @@ def _variable(argument: str) -> str:
     return "WANDB_RUN_GROUP" if argument == "group" else f"WANDB_{argument.upper()}"
 
 
+_ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
+"""Level of the alert at the end of a run, by its status."""
+
+
 class Wandb(ScalarTracker):
     """A Tracker for one W&B run, which belongs to one run folder.
 
@@ -113,6 +117,9 @@ class Wandb(ScalarTracker):
             kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
             kept.add_file(str(report))
             self._run.log_artifact(kept)
+        if level := _ALERTS.get(summary.status):
+            text = f"{self._folder}: {summary.diverged or f'after {summary.steps:,} updates'}"
+            self._run.alert(f"Run {summary.status}", text, level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
         if offline:  # every part of the run has its own folder there

@@ -201,18 +201,17 @@ def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
     on_hosts = job.on_hosts
     with open_session(job.recipe, job.options, {"command": "study"}) as opened:
-        session, paced, training = opened, None, opened.training
-        rank = training.backend.rank
+        session, paced, rank = opened, None, opened.backend.rank
         if on_hosts.compute is not None:
             times = on_hosts.compute.times(job.samples, seed=job.recipe.seed, worker=rank)
-            paced = PacedCriterion(training.criterion, training.state.model, times)
-            session = replace(opened, training=replace(training, criterion=paced))
+            paced = PacedCriterion(opened.criterion, opened.state.model, times)
+            session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
         until = on_hosts.warm_up + on_hosts.updates
-        STAGES[0].run(session, range(training.plan.train_steps), until)
+        STAGES[0].run(session, range(session.plan.train_steps), until)
         session.saver.finish()
-        training.backend.barrier()  # nobody leaves while others need its server
+        session.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
             "seconds": steps.seconds[-on_hosts.updates :],

@@ -268,8 +268,8 @@ def train(recipe: Recipe, options: Options) -> Json:
     folder = options.out
     folder.parent.mkdir(parents=True, exist_ok=True)
     diverged = None
+    was_asked_to_stop = noting_requests()
     with (
-        noting_requests() as was_asked_to_stop,
         folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
         redirect_stdout(log),
     ):
