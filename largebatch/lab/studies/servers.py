@@ -54,7 +54,7 @@ _TABLE = (
 )
 _SIMULATED = (
     "Simulated from bytes, times of gradients, and what an update of one worker alone takes besides"
-    " its gradient; messages share links at fair rates. Servers update in no time."
+    " its gradient; messages share links at fair rates. Servers update in no time. Lines in charts."
 )
 
 

@@ -148,10 +148,10 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    was_asked_to_stop = noting_requests()
+    must_stop = noting_requests()
     with open_session(recipe, options, {}) as session:
         plan, evaluator = session.plan, session.evaluator
-        learners = _Learners(cell, seed, session, was_asked_to_stop)
+        learners = _Learners(cell, seed, session, must_stop)
         stages: list[Json] = []
         diverged = None
 
@@ -203,15 +203,10 @@ class _Learners:
     """
 
     def __init__(
-        self,
-        cell: StalenessCell,
-        seed: int,
-        session: Session,
-        was_asked_to_stop: Callable[[], bool],
+        self, cell: StalenessCell, seed: int, session: Session, must_stop: Callable[[], bool]
     ) -> None:
-        self.cell, self.seed, self.was_asked_to_stop = cell, seed, was_asked_to_stop
-        self.training = session
-        alone = Serial(self.training.backend.device)
+        self.cell, self.seed, self.training, self.must_stop = cell, seed, session, must_stop
+        alone = Serial(session.backend.device)
         self.model = build_model(session.saver.recipe, alone.device)
         self.weights = list(self.model.parameters())
         self.batches: Iterator[Batch] = iter(())
@@ -219,7 +214,7 @@ class _Learners:
             model=self.model,
             weights=self.weights,
             batch=lambda _: next(self.batches),
-            criterion=self.training.criterion,
+            criterion=session.criterion,
             reducer=Reducer(self.model.named_parameters(), alone, divisor=1.0),
             spans=Spans(self.model, alone, sync_workers=1),
             learners=cell.cluster.learners,
@@ -246,7 +241,7 @@ class _Learners:
             for applied in replay(server, arrivals, self.weights, self._gradient):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
-                if self.was_asked_to_stop():
+                if self.must_stop():
                     raise InterruptedStudyError
         idle = self.cell.cluster.learners - len(self.buffers)
         for place, buffer in enumerate(state.model.buffers()):  # running statistics become the mean
