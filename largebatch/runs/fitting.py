@@ -111,8 +111,8 @@ def keep(folder: Path, backend: Backend, device_batch: int) -> None:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
-def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, str | None]:
-    """Return the plan with the device batch of the run in `folder`, and a remark on it.
+def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, list[str]]:
+    """Return the plan with the device batch of the run in `folder`, and remarks on it.
 
     The plan is None if that device batch is unknown, was another number of workers' or another type
     of device's, or does not divide the recipe. Worker 0 reads for all.
@@ -123,16 +123,14 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     try:
         kept = _KEPT.validate_json(broadcast_bytes(content, backend))
     except ValidationError:  # a run of an earlier version has none
-        return None, None
+        return None, []
+    given = recipe.with_execution(device_batch=kept.device_batch)
     remark = f"device batch {kept.device_batch:,}, as in this run before"
     with suppress(PlanError):
         if kept == _Kept(kept.device_batch, backend.world_size, backend.device.type):
-            given = recipe.with_execution(device_batch=kept.device_batch)
-            return make_plan(given, workers=kept.workers, backend=backend.name), remark
-    return None, (
-        f"{remark} on {plural(kept.workers, 'worker')} ({kept.device}), cannot be that of "
-        f"{plural(backend.world_size, 'worker')} ({backend.device.type})"
-    )
+            return make_plan(given, workers=kept.workers, backend=backend.name), [remark]
+    before = f"{remark} on {plural(kept.workers, 'worker')} ({kept.device})"
+    return None, [f"{before}, cannot be that of this part: it is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:
@@ -146,32 +144,29 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     """
     training, recipe = session.training, session.saver.recipe
     plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
-    asked, fits = recipe.execution.device_batch, plan.device_batch // 2
     free = recipe.with_execution(device_batch=None)
-    smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
+    smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
-    step = session.state.progress.step
+    step, in_passes = session.state.progress.step, reducer.in_passes
     if smaller >= plan.device_batch or recipe.protocol is not None:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
         )
-    alone = backend.name == "serial"
-    if asked is not None or not (folder / KEPT).exists():  # on a disk of another host
+    if recipe != free or not (folder / KEPT).exists():  # on a disk of another host
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
-    saves = alone and reducer.in_passes  # else weights or results may be those of half an update
-    since = f"update {step:,}" if saves else "the newest checkpoint"
-    message = f"{where}: continuing after {since} with {smaller:,}"
-    if alone:
+    error = SmallerBatchError(f"{where}: continuing with {smaller:,} from the newest checkpoint")
+    error.alone = backend.name == "serial"
+    if error.alone:
         reducer.zero()
         gc.collect()  # the tensors of the pass that failed
         training.step_log.flush()
-    session.log.note("train", message)
-    if step and saves:
+    session.log.note("train", str(error))
+    if error.alone and step and in_passes:  # else weights may be those of half an update
         session.saver.save()
     keep(folder, backend, smaller)
-    return SmallerBatchError(message, alone=alone)
+    return error
 
 
 def whole_spans(num: int, span: int) -> int:

@@ -5,12 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from largebatch.errors import (
-    CheckpointError,
-    DivergedError,
-    LargebatchError,
-    SmallerBatchError,
-)
+from largebatch.errors import CheckpointError, DivergedError, LargebatchError, SmallerBatchError
 from largebatch.models.wrappers import failures_named
 from largebatch.report import write_report
 from largebatch.runs.folder import open_folder
