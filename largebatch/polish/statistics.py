@@ -446,7 +446,7 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
         return F.batch_norm(**given)
     span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
     settings: dict[str, Any] = {"eps": owner.eps, "span": span}
-    if kernels.take(values) and (len(values) > span or owner.mean.dtype != torch.float16):
+    if kernels.take(values):
         out, stat = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
         owner.measured.add_spans(values.detach(), stat, span=span)
         return out  # type: ignore[no-any-return]  # a module by its kind

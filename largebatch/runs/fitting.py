@@ -4,21 +4,19 @@ It is kept in the run folder: a resumed run rounds as before and measures nothin
 """
 
 import gc
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DeviceMemoryError, PlanError, SmallerBatchError
-from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
@@ -26,7 +24,7 @@ from largebatch.storage import write_whole
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
-"""File in a run folder with its device batch."""
+"""File in a run folder: device batch, number of workers, type of their devices."""
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
@@ -91,22 +89,11 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    device_batch: int
-    workers: int
-    device: str
-    """Type of the workers' devices."""
-
-
-_KEPT = TypeAdapter(_Kept)
-
-
 def keep(folder: Path, backend: Backend, device_batch: int) -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    kept = _Kept(device_batch, backend.world_size, backend.device.type)
+    kept = [device_batch, backend.world_size, backend.device.type]
     try:
-        write_whole(folder / KEPT, _KEPT.dump_json(kept))
+        write_whole(folder / KEPT, json.dumps(kept).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
@@ -121,16 +108,15 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     with suppress(OSError):
         content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
     try:
-        kept = _KEPT.validate_json(broadcast_bytes(content, backend))
-    except ValidationError:  # a run of an earlier version has none
+        device_batch, *place = json.loads(broadcast_bytes(content, backend))
+    except ValueError:  # a run of an earlier version has none
         return None, []
-    given = recipe.with_execution(device_batch=kept.device_batch)
-    remark = f"device batch {kept.device_batch:,}, as in this run before"
+    remark = f"device batch {device_batch:,}, as in this run before"
     with suppress(PlanError):
-        if kept == _Kept(kept.device_batch, backend.world_size, backend.device.type):
-            return make_plan(given, workers=kept.workers, backend=backend.name), [remark]
-    before = f"{remark} on {plural(kept.workers, 'worker')} ({kept.device})"
-    return None, [f"{before}, cannot be that of this part: it is chosen again"]
+        if place == [backend.world_size, backend.device.type]:
+            given = recipe.with_execution(device_batch=device_batch)
+            return make_plan(given, workers=backend.world_size, backend=backend.name), [remark]
+    return None, [f"{remark} ({place[0]} x {place[1]}), does not fit here and is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:

@@ -298,11 +298,17 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
             images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
         else:
             images = _resized(pixels, numbers, view, moves=request.shifts is not None)
-        images = images.sub(scale[0]).div_(scale[1])  # of bytes too, in float32
-        return images.contiguous(memory_format=order)
+        return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)  # in float32
 
     def by_kernel(numbers: Tensor) -> Tensor:
-        return _cut_out_at_once(pixels, numbers, size, scale, order)
+        from largebatch.data.decoders.triton_crop import cut_out
+
+        num, grid = numbers.shape[1], (numbers.shape[1], -(-3 * size * size // BLOCK))
+        out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
+        sizes = *pixels.shape[1:3], size, num
+        constants = {"CHANNELS_LAST": view.channels_last, "BLOCK": BLOCK}
+        accelerator.launch(cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
+        return out
 
     def error(request: Request, numbers: Tensor) -> float:
         accelerator.synchronize(pixels.device)  # a trial has a stream of its own
@@ -311,30 +317,14 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     with closing(ahead(map(number, requests))) as numbered:
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
-            fits = pixels.device.type in DEVICES and len(request.samples) > 0
-            if fits and (request.boxes[:, 2:] == size).all():
-                if pixels.device not in _WORK:
-                    tried = partial(error, request, numbers)
-                    _WORK[pixels.device] = accelerator.try_kernels("cached pixels", tried)
-                if _WORK[pixels.device]:
-                    yield Batch(by_kernel(numbers), numbers[-1])
-                    continue
-            yield Batch(by_pytorch(request, numbers), numbers[-1])
-
-
-def _cut_out_at_once(
-    pixels: Tensor, numbers: Tensor, size: int, scale: Tensor, order: torch.memory_format
-) -> Tensor:
-    """Return images that are not resized, mirrored, moved and normalised by one kernel."""
-    from largebatch.data.decoders import triton_crop
-
-    _, height, width, _ = pixels.shape
-    num = numbers.shape[1]
-    out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
-    constants = {"CHANNELS_LAST": order == torch.channels_last, "BLOCK": BLOCK}
-    grid, sizes = (num, -(-3 * size * size // BLOCK)), (height, width, size, num)
-    accelerator.launch(triton_crop.cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
-    return out
+            whole = len(request.samples) > 0 and (request.boxes[:, 2:] == size).all()
+            if whole and pixels.device.type in DEVICES and pixels.device not in _WORK:
+                tried = partial(error, request, numbers)
+                _WORK[pixels.device] = accelerator.try_kernels("cached pixels", tried)
+            if whole and _WORK.get(pixels.device):
+                yield Batch(by_kernel(numbers), numbers[-1])
+            else:
+                yield Batch(by_pytorch(request, numbers), numbers[-1])
 
 
 @lru_cache(maxsize=8)
