@@ -108,6 +108,5 @@ class Tabular:
 
 
 def _fixed(value: float) -> str:
-    """Return a number with three digits, trailing zeros included."""
     decimals = 2 - min(2, max(0, math.floor(math.log10(value)))) if value > 0 else 0
     return f"{value:.{decimals}f}"

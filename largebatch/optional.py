@@ -19,11 +19,12 @@ INSTALL_APEX = (
 INSTALL_HOROVOD = f"{files('largebatch') / 'launch' / 'install_horovod.sh'} {sys.executable}"
 
 
-def _import(module: str, package: str, purpose: str, *, install: str = "") -> ModuleType:
+def _import(module: str, purpose: str, *, package: str = "", install: str = "") -> ModuleType:
     """Import a module, or raise MissingPackageError if its package is not installed.
 
     ModuleNotFoundError is raised if the package is installed and a dependency of it is missing.
     """
+    package = package or module
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -42,7 +43,7 @@ def require_torchvision() -> ModuleType:
     Declaring their schemas makes the Python part work.
     """
     try:
-        return _import("torchvision", "torchvision", "reading images and building timm's models")
+        return _import("torchvision", "reading images and building timm's models")
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
@@ -63,9 +64,7 @@ def require_timm() -> ModuleType:
     absent = cast("ModuleType", None)  # makes `import wandb` raise ImportError
     hides = sys.modules.setdefault("wandb", absent) is None
     try:
-        return _import(
-            "timm", "timm", "models of other libraries", install="pip install 'timm>=1,<2'"
-        )
+        return _import("timm", "models of other libraries", install="pip install 'timm>=1,<2'")
     finally:
         if hides:
             del sys.modules["wandb"]
@@ -73,56 +72,48 @@ def require_timm() -> ModuleType:
 
 def require_mlperf(module: str, purpose: str) -> ModuleType:
     """Import a module of mlperf_logging, such as mllog.mllog."""
-    return _import(f"mlperf_logging.{module}", "mlperf-logging", purpose)
+    return _import(f"mlperf_logging.{module}", purpose, package="mlperf-logging")
 
+
+_STUDIES = "pip install 'largebatch[studies]'"
 
 require_dali = partial(
     _import,
     "nvidia.dali",
-    "NVIDIA DALI",
     "--decoder dali (--decoder torchvision works without it)",
+    package="NVIDIA DALI",
     install="pip install nvidia-dali-cuda120",
 )
-require_lightning = partial(_import, "lightning", "lightning", "largebatch.integrations.lightning")
-require_transformers = partial(
-    _import, "transformers", "transformers", "largebatch.integrations.transformers"
-)
-require_parquet = partial(_import, "pyarrow.parquet", "pyarrow", "data import parquet")
-require_matplotlib = partial(_import, "matplotlib", "matplotlib", "a report")
-require_wandb = partial(_import, "wandb", "wandb", "tracking: [wandb]")
-require_tensorboard = partial(_import, "tensorboard", "tensorboard", "tracking: [tensorboard]")
+require_parquet = partial(_import, "pyarrow.parquet", "data import parquet", package="pyarrow")
+require_matplotlib = partial(_import, "matplotlib", "a report")
+require_wandb = partial(_import, "wandb", "tracking: [wandb]")
+require_tensorboard = partial(_import, "tensorboard", "tracking: [tensorboard]")
 require_mlflow = partial(
-    _import, "mlflow", "mlflow", "tracking: [mlflow]", install="pip install 'largebatch[mlflow]'"
+    _import, "mlflow", "tracking: [mlflow]", install="pip install 'largebatch[mlflow]'"
 )
-require_psutil = partial(_import, "psutil", "psutil", "monitor: system")
+require_psutil = partial(_import, "psutil", "monitor: system")
 require_shampoo = partial(
     _import,
     "pytorch_optimizer",
-    "pytorch-optimizer",
     "optimizer.kind: shampoo",
+    package="pytorch-optimizer",
     install="pip install 'pytorch-optimizer>=4,<5'",
 )
-require_schedulefree = partial(
-    _import, "schedulefree", "schedulefree", "optimizer.kind: schedule-free"
-)
-require_optuna = partial(
-    _import, "optuna", "optuna", "a study", install="pip install 'largebatch[studies]'"
-)
+require_schedulefree = partial(_import, "schedulefree", "optimizer.kind: schedule-free")
+require_optuna = partial(_import, "optuna", "a study", install=_STUDIES)
 
 
 def require_scipy(module: str) -> ModuleType:
     """Import a module of SciPy, such as scipy.stats."""
-    return _import(module, "scipy", "this fit", install="pip install 'largebatch[studies]'")
+    return _import(module, "this fit", package="scipy", install=_STUDIES)
 
 
-require_simpy = partial(
-    _import, "simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'"
-)
+require_simpy = partial(_import, "simpy", "a simulation", install=_STUDIES)
 require_horovod = partial(
-    _import, "horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD
+    _import, "horovod.torch", "the horovod backend", package="horovod", install=INSTALL_HOROVOD
 )
 require_apex = partial(
-    _import, "amp_C", "NVIDIA's apex", "execution.kernels: apex", install=INSTALL_APEX
+    _import, "amp_C", "execution.kernels: apex", package="NVIDIA's apex", install=INSTALL_APEX
 )
 """Each imports a module; apex's is amp_C, its kernels."""
 
@@ -132,8 +123,8 @@ def require_muon() -> ModuleType:
     require_timm()
     return _import(
         "timm.optim.muon",
-        "timm 1.0.22",
         "optimizer.kind: muon",
+        package="timm 1.0.22",
         install="pip install 'timm>=1.0.22,<2'",
     )
 

@@ -106,14 +106,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 def remove_leftovers(*folders: Path) -> None:
     """Remove the partial files of killed writers; no writer may be active in these folders."""
-    for path in (each for folder in folders for each in find_leftovers(folder)):
-        path.unlink(missing_ok=True)
-
-
-def find_leftovers(folder: Path) -> Iterator[Path]:
-    """Yield the partial files in a folder, ours and those of safetensors' writer."""
-    yield from folder.glob(f".*{_PARTIAL}")
-    yield from folder.glob(".tmp??????")
+    for folder in folders:
+        for path in [*folder.glob(f".*{_PARTIAL}"), *folder.glob(".tmp??????")]:  # of safetensors
+            path.unlink(missing_ok=True)
 
 
 def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:

@@ -57,14 +57,14 @@ def no_report() -> Iterator[None]:
 
     What other processes run is drawn.
     """
-    with mock.patch("largebatch.runs.record.write_report", return_value=None):
+    with mock.patch("largebatch.runs.folder.write_report", return_value=None):
         yield
 
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the report of each run."""
-    monkeypatch.setattr("largebatch.runs.record.write_report", write_report)
+    monkeypatch.setattr("largebatch.runs.folder.write_report", write_report)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_timms_training_script_gets_lars_and_spans(tmp_path: Path) -> None:
     """A script that makes model and optimizer as timm's does; that one is in no package."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN_PY, encoding="utf-8")
-    words = ["-m", "largebatch.integrations.timm", str(script), "--opt", "larsreference"]
+    words = [str(EXAMPLES / "timm_script.py"), str(script), "--opt", "larsreference"]
     found = output_of(sys.executable, *words)
     assert found.split() == ["largebatch.optim.lars", "4", "True"]
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from largebatch.integrations.accelerate import audit_loop, polished
+from largebatch.integrations import polished
+from largebatch.integrations.accelerate import audit_loop
 from largebatch.optional import require_timm
 
 require_timm()
@@ -34,26 +35,26 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 3, 8, 8, generator=generator), torch.arange(n) % 2) for n in (8, 5)]
 
 
-def test_accelerates_model_holds_the_polished_average_in_a_block_only() -> None:
-    model, accelerator = network(), SimpleNamespace(unwrap_model=lambda it: it)
+def test_a_model_holds_the_polished_average_in_a_block_only() -> None:
+    model = network()
     model(batches()[0][0])
     averaged = AveragedModel(model)
     with torch.no_grad():
         for parameter in averaged.module.parameters():
             parameter.mul_(1.5)
     before, average = copy.deepcopy(model.state_dict()), copy.deepcopy(averaged.module)
-    with polished(accelerator, model, averaged, batches()):
+    with polished(model, averaged, batches()):
         assert all(map(torch.equal, model.parameters(), average.parameters()))
         assert_right(model, one_pass(average, batches()), rel=1e-6)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert_right(averaged.module, one_pass(average, batches()), rel=1e-6)
 
 
-def test_accelerates_model_is_exchanged_back_after_an_error() -> None:
-    model, accelerator = network(), SimpleNamespace(unwrap_model=lambda it: it)
+def test_a_model_is_exchanged_back_after_an_error() -> None:
+    model = network()
     model(batches()[0][0])
     averaged, before = AveragedModel(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="images"), polished(accelerator, model, averaged, ["no"]):
+    with pytest.raises(ValueError, match="images"), polished(model, averaged, ["no"]):
         pass
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
@@ -77,7 +78,7 @@ def test_timm_polishes_an_average_on_clean_images_in_its_first_pass_after_an_upd
 ) -> None:
     from largebatch.integrations.timm import polish_averages
 
-    for owner, name in ((data, "create_loader"), (ModelEmaV3, "__init__"), (ModelEmaV3, "update")):
+    for owner, name in ((data, "create_loader"), (ModelEmaV3, "update")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
     polish_averages()
     words = {"input_size": (3, 32, 32), "use_prefetcher": False, "num_workers": 0}
@@ -90,6 +91,7 @@ def test_timm_polishes_an_average_on_clean_images_in_its_first_pass_after_an_upd
     expected = one_pass(model, list(validation))
     ema = ModelEmaV3(model, decay=0.5)
     ema.eval()
+    ema.update(model)
     assert not np.allclose(ema.module[1].running_mean, expected["1"][0], rtol=0.01)
     ema.module(next_batch)
     assert_right(ema.module, expected, rel=1e-6)
@@ -130,34 +132,31 @@ def data_loader() -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
     return loader
 
 
-def test_transformers_average_is_exchanged_for_one_evaluation_and_refuses_what_it_cannot_do() -> (
-    None
-):
+def test_transformers_evaluates_the_average_and_trains_on_its_own_weights() -> None:
     pytest.importorskip("transformers")
     from largebatch.integrations.transformers import PolishedAverage
 
     model = network()
     model(batches()[0][0])
-    weight = next(model.parameters())
-    callback = PolishedAverage([images for images, _ in batches()], decay=0.5)
-    args, control = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace()
-    begun, resumed = (SimpleNamespace(global_step=step) for step in (0, 3))
-    with pytest.raises(ValueError, match="resume_from_checkpoint"):
-        callback.on_train_begin(args, resumed, control, model=model)
-    callback.on_train_begin(args, begun, control, model=model)
-    state = SimpleNamespace(global_step=2)
+    weight, evaluated = next(model.parameters()), list[Tensor]()
+    trainer = SimpleNamespace(evaluation_loop=lambda: evaluated.append(weight.clone()))
+    callback = PolishedAverage(trainer, batches(), decay=0.5)
+    args, state = SimpleNamespace(load_best_model_at_end=True), SimpleNamespace(global_step=0)
+    with pytest.raises(ValueError, match="load_best"):
+        callback.on_train_begin(args, state, None, model=model)
+    args, state = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace(global_step=3)
+    with pytest.raises(ValueError, match="resume"):
+        callback.on_train_begin(args, state, None, model=model)
+    state = SimpleNamespace(global_step=0)
+    callback.on_train_begin(args, state, None, model=model)
     for _ in range(2):  # the first one starts the average
         with torch.no_grad():
             weight.mul_(3)
-        callback.on_optimizer_step(args, state, control, model=model)
+        callback.on_optimizer_step(args, state, None, model=model)
     raw = weight.clone()
-    control.should_evaluate = True
-    callback.on_step_end(args, state, control, model=model)
-    assert not weight.equal(raw)
-    callback.on_evaluate(args, state, control, model=model)
+    for _ in range(2):  # as for several evaluation sets
+        trainer.evaluation_loop()
+    torch.testing.assert_close(evaluated, [raw * 2 / 3] * 2)
     assert weight.equal(raw)  # as a checkpoint saves it
-    with pytest.raises(ValueError, match="eval_dataset"):
-        callback.on_evaluate(args, state, control, model=model)  # of the second set
-    callback.on_train_end(args, state, control, model=model)
-    callback.on_evaluate(args, state, control, model=model)  # the user's own
-    assert not weight.equal(raw)
+    callback.on_train_end(args, state, None, model=model)
+    assert weight.equal(evaluated[0])

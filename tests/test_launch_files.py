@@ -457,7 +457,7 @@ def free_port() -> int:
         (["pbs", "digits_96", "--nodes", "2", "--set", "model.weights=w.pth"], "model.weights: "),
         (["pbs", "{tmp}/own.yaml", "--nodes", "2"], "RECIPE: {tmp}/own.yaml: "),
         *(
-            (["slurm", "digits_96", "--nodes", "2", option, "{tmp}/a"], f"{option} {{tmp}}/a: ")
+            (["slurm", "digits_96", "--nodes", "2", option, "{tmp}/a"], f"{option}: {{tmp}}/a: ")
             for option in ("--data", "--out")
         ),
         (["pbs", "resnet50_8192_mlperf", "--nodes", "2"], "--data"),

@@ -22,7 +22,7 @@ from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.models import build, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
-from largebatch.training.checkpoint import Checkpoint, Retention, Writer, copy_state
+from largebatch.training.checkpoint import Checkpoint, Writer, copy_state
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
@@ -44,7 +44,7 @@ def main() -> None:
         update(model, optimizer, images, labels)
     copies, writes, alone, while_writing = [], [], [], []
     with tempfile.TemporaryDirectory() as name:
-        writer = Writer(Path(name) / "checkpoints", Retention(last=2))
+        writer = Writer(Path(name) / "checkpoints", keep_last=2)
         for step in range(args.rounds):
             alone.append(update(model, optimizer, images, labels))
             start = time.perf_counter()

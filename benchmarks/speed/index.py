@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 from benchmarks.speed.measuring import paired_ratio, spread, write
-from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.datasets import import_data
 from largebatch.data.index.index import (
     difference,
     index_of,
@@ -42,6 +42,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
+from largebatch.storage import silent
 
 SAMPLES, CLASSES = 1_281_167, 1000
 BATCH = 64
@@ -71,7 +72,7 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
         with zipfile.ZipFile(source / f"{split}.zip") as archive:
             archive.extractall(folder / "files")
     shards = folder / "shards"
-    pack_folder(folder / "files", shards, shard_bytes=10**7, progress=lambda _done, _total: None)
+    import_data("webdataset", folder / "files", shards, shard_bytes=10**7, progress=silent)
     rivals: dict[str, Callable[[], int]] = {
         "files": lambda: _build(folder / "files"),
         "shards": lambda: _build(shards),

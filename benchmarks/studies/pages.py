@@ -1,20 +1,26 @@
 """Draw the figures of docs/staleness.md, docs/learning-rates.md and docs/scaling.md.
 
-    python -m benchmarks.studies.pages
+    python -m benchmarks.studies.pages [RUN]
 
-They are drawn from frozen results, whose files name the commits that made them.
+They are drawn from frozen results, whose files name the commits that made them. Those of
+docs/reading-a-report.md are drawn from the folder of a run of the quickstart, with
+`--set 'monitor=[noise_scale]'`.
 """
 
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import RESULTS, ROOT, newest
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
+from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise
+from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, RULE
 
 if TYPE_CHECKING:
@@ -58,6 +64,13 @@ def main() -> None:
     """Draw every figure."""
     for name, (draw, size) in figures().items():
         save_svg(RESULTS / f"{name}.svg", draw, size=size)
+    for folder in sys.argv[1:]:
+        run = read_run(Path(folder))
+        for name, draw_run in (
+            ("loss", draw_loss), ("accuracy", draw_accuracy), ("noise", draw_noise)
+        ):  # fmt: skip
+            path = ROOT / "docs" / "report" / f"{name}.svg"
+            save_svg(path, partial(draw_run, run=run), size=(480, 300))
 
 
 def figures() -> "dict[str, tuple[Callable[[Figure], None], tuple[int, int]]]":
@@ -74,6 +87,7 @@ def figures() -> "dict[str, tuple[Callable[[Figure], None], tuple[int, int]]]":
             partial(draw_scales, found=_read("learning_rates_shapes")),
             (480, 640),
         ),
+        "learning-rate-range": (partial(draw_range, found=_read("range_digits")), (480, 320)),
         "rate_drops": (partial(draw_drops, cells=_read("rate_drops")["cells"]), (480, 520)),
         "servers_simulated": (
             partial(draw_servers, rows=_read("servers_simulated")["simulated"]["workers"]),
@@ -216,6 +230,27 @@ def draw_scales(figure: "Figure", *, found: Found) -> None:
         axes.set_xticks([0.25, 0.5, 1, 1.4, 2, 4], ["0.25", "0.5", "1", "1.4", "2", "4"])
         _name(axes, title, "Times the rate found \N{RIGHTWARDS ARROW}", "Top-1, %")
     panels[0].legend(frameon=False, fontsize=9, loc="lower center")
+
+
+def draw_range(figure: "Figure", *, found: Found) -> None:
+    """Draw the losses of a range test by rate, smoothed and as they were, and its bounds."""
+    axes = figure.subplots()
+    for curve in found["curves"]:
+        axes.plot(curve["rates"], curve["losses"], color=COLOURS["train"], lw=0.8, alpha=0.3)
+        axes.plot(curve["rates"], curve["smooth"], color=COLOURS["train"])
+    axes.axvspan(found["lower"]["value"], found["upper"]["value"], color=COLOURS["statistics"],
+                 alpha=0.12, lw=0)  # fmt: skip
+    axes.axvline(found["peak_lr"], color=INK, lw=0.8, ls="--")
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(1.2, 2.7)
+    _titles(
+        figure,
+        "A range test of digits_96 at 16 pixels",
+        "Three seeds, smoothed. Green: between the bounds. Dashed: the recipe's peak.",
+    )
+    _name(axes, "", "Learning rate \N{RIGHTWARDS ARROW}", "Training loss")
 
 
 def draw_drops(figure: "Figure", *, cells: Found) -> None:

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from largebatch import evaluate
 from largebatch.data.datasets.digits import load_digits
-from largebatch.integrations.accelerate import audit_loop, polished
+from largebatch.integrations import polished
+from largebatch.integrations.accelerate import audit_loop
 from largebatch.models import build
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), workers)), 64)
     left = evaluate(averaged, val_loader)
     clean_loader = DataLoader(Subset(train_set, range(rank, len(train_set), workers)), 64)
-    with polished(accelerator, model, averaged, clean_loader):
+    with polished(model, averaged, clean_loader):
         found = evaluate(model, val_loader)
     accelerator.print(f"top-1 of the average {left.top1:.2%}, polished {found.top1:.2%}")
     accelerator.end_training()

@@ -47,10 +47,8 @@ def main() -> None:
             lr_scheduler_type="constant", use_cpu=not torch.cuda.is_available(),
             eval_strategy="epoch", save_strategy="no", report_to=[],
         )  # fmt: skip
-        average = PolishedAverage(clean_loader, decay=0.98)
-        trainer = Trainer(
-            model, words, train_dataset=train_set, eval_dataset=val_set, callbacks=[average]
-        )
+        trainer = Trainer(model, words, train_dataset=train_set, eval_dataset=val_set)
+        trainer.add_callback(PolishedAverage(trainer, clean_loader, decay=0.98))
         trainer.add_callback(Audit(trainer, cross_entropy))
         trainer.train()
     own = Subset(val_set, range(words.process_index, len(val_set), words.world_size))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -24,8 +25,8 @@ from largebatch.audit.randomness import check_augmentation, check_dropout
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import Recorder
-from largebatch.audit.reference import option_of, reference_of
-from largebatch.audit.replicas import ReplicaCheck, averaged_tensors, check_modes, check_moves
+from largebatch.audit.reference import reference_of
+from largebatch.audit.replicas import averaged_tensors, check_modes, check_moves, compare_replicas
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Forward, Step, Subject
@@ -102,8 +103,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
-        remedy = "find the worker whose step failed before a sum in which others waited, and start "
-        remedy += "the script again: its process group is no longer usable"
+        remedy = "find the worker whose step failed, and start the script again: its process group "
+        remedy += "is no longer usable"
         found.append(unknown("updates", text, remedy))
         return _printed(Findings(tuple(found), time.monotonic() - began))
     findings = Findings(ranks.share(found), time.monotonic() - began)
@@ -123,7 +124,6 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
 
 
 def _check_world(ranks: Ranks) -> Finding:
-    """Compare the number of connected workers with the variables of launchers."""
     hosts, size = ranks.gather(socket.gethostname()), plural(ranks.size, "worker")
     started = {"launcher": launched_size(), "command srun": slurm_tasks()}
     what, most = max(started.items(), key=lambda it: it[1])
@@ -198,15 +198,14 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     model, averaged = subject.inner, subject.averaged
     optimizer = _without_wrappers(subject.optimizer)
-    are_broadcast = getattr(subject.model, "broadcast_buffers", False)
-    replicas = ReplicaCheck(model, optimizer, averaged, ranks, are_broadcast=are_broadcast)
-    replicas.compare("at the start")
+    at_start = compare_replicas(subject, optimizer, ranks, "at the start")
+    unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
     distances = [norms.distance_of_statistics(model, ranks)]
     before = norms.tracked(model)
     recorder = Recorder(
         model,
         optimizer,
-        lambda micros: reference_of(micros, subject, ranks.size),
+        lambda micros: reference_of(micros, subject),
         sends_float16=_sends_float16(subject.model),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
@@ -217,10 +216,10 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     counts = ranks.gather(len(recorder.updates))
     number = min(counts)
     if number < max(counts):  # the step failed on some workers, after which they are not equal
-        return found + replicas.findings(0)
-    replicas.compare(f"after {plural(number, 'update')}")
+        return [*found, *unequal.values()]
+    after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
+    found += (after | unequal).values()
     distances.append(norms.distance_of_statistics(model, ranks))
-    found += replicas.findings(number)
     found += check_moves(recorder.moves, ranks)
     found += check_modes(model, recorder.evaluated, ranks)
     found += norms.check_span(model, recorder.norm_samples, ranks)
@@ -243,15 +242,14 @@ def _make_updates(
     for parameter in subject.inner.parameters():
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
-    stream, results, stopped = _endless(subject.loader), list[tuple[int, list[Finding]]](), []
+    stream, steps, stopped = _endless(subject.loader), subject.steps, list[Finding]()
+    results: list[tuple[int, list[Finding]]] = []
     try:
-        for _ in range(subject.steps * _MOST_CALLS):
+        for _ in range(steps * _MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
-            batches += [batch] if len(batches) < subject.steps else []
+            batches += [batch] if len(batches) < steps else []
             results += _call(batch, subject, ranks, recorder)
-            if len(recorder.updates) >= subject.steps:
-                break
-            if min(ranks.gather(recorder.elsewhere)) > subject.steps:
+            if max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1) >= steps:
                 break
     except StoppedError as error:
         stopped = [error.finding]
@@ -267,14 +265,13 @@ def _make_updates(
     if recorder.elsewhere:
         text = f"the optimizer has 0 of {plural(len(weights), 'tensor')} of the model"
         remedy = "make the optimizer from the parameters of the model that is trained, not a copy"
-        pairs = zip(weights, recorder.parameters, strict=True)
-        if all(before.equal(it) for before, it in pairs):
+        if all(map(torch.equal, weights, recorder.parameters)):
             text += f", which stays as it is in {plural(recorder.elsewhere, 'step')}"
             return [fault("updates", text, remedy, 0.0)]
         return [unknown("updates", f"{text}: what it changes is copied into the model", remedy)]
-    text = f"no update in {subject.steps * _MOST_CALLS:,} calls of step"
-    remedy = "make updates in `step`, with the optimizer that is passed; if it accumulates over "
-    remedy += f"more than {_MOST_CALLS} batches, pass more `steps`"
+    text = f"no update in {steps * _MOST_CALLS:,} calls of step"
+    remedy = "make updates in `step`, with the optimizer that is passed; for more than "
+    remedy += f"{_MOST_CALLS} micro-batches pass more `steps`"
     return [unknown("updates", text, remedy)]
 
 
@@ -290,18 +287,15 @@ def _call(
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)
-    counts = [it[0] for it in ranks.gather([len(recorder.updates), recorder.skipped])]
+    counts = ranks.gather(len(recorder.updates))
     if min(counts) < max(counts):
         text = f"workers made {min(counts)} to {max(counts)} updates"
         remedy = "make the update in the same call of `step` on every worker"
         raise StoppedError(fault("updates", text, remedy, float(min(counts))))
-    names = [name for name, it in subject.inner.named_parameters() if it.requires_grad]
-    weights = option_of(subject.loss_fn, "weight", None)
+    named = {name: it for name, it in subject.inner.named_parameters() if it.requires_grad}
     results = []
     for update in recorder.updates[made:]:
-        found = check_gradient(
-            update, recorder.parameters, names, ranks, has_weights=isinstance(weights, Tensor)
-        )
+        found = check_gradient(update, named, ranks)
         results.append((max(ranks.gather(micros)), found))
         update.gradients, update.reference = [], None  # frees their memory
     return results
@@ -323,7 +317,6 @@ def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, in as many epochs as are needed."""
     number = 1
     while number:
         number = 0

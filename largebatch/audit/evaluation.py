@@ -19,11 +19,11 @@ from largebatch.audit.ranks import Ranks
 from largebatch.audit.replicas import depends_on_mode
 from largebatch.audit.samples import (
     Epoch,
+    NoNumbersError,
     Numbers,
     Readings,
     around,
-    count_readings,
-    numbered_epochs,
+    read_epochs,
     torch_loader,
     whole,
 )
@@ -59,8 +59,8 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
         return found
     evaluation = subject.evaluate
     models = [subject.inner, *([subject.averaged] if subject.averaged else [])]
+    remedy = "correct it, or leave `evaluate` out; it must return a number on every worker"
     with _modes(models) as training:
-        remedy = "correct it, or leave `evaluate` out; it must return a number on every worker"
         value = ranks.attempt(
             "evaluation mean", "evaluate()", lambda: float(evaluation()), remedy=remedy
         )
@@ -72,8 +72,7 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
     else:
         found.append(fine("evaluation mode", "no layer ran in training mode"))
     if not np.allclose(values, values[0], _EQUAL, 0, equal_nan=True):
-        text = f"workers report {min(values):.5g} to {max(values):.5g}: each has the figure of its "
-        text += "own samples or weights"
+        text = f"workers report {min(values):.5g} to {max(values):.5g}"
         remedy = "sum hits and samples over the workers (all_reduce), then divide"
         found.append(fault("evaluation mean", text, remedy, max(values) - min(values)))
     elif epoch is None or held is None:
@@ -96,12 +95,11 @@ def _check_samples(
     """Return findings on a validation loader, this worker's samples, and those of all workers."""
     if loader is None:
         return [], None, None
-    epochs, problem = numbered_epochs(loader, 1, ranks, "evaluation samples")
-    base = torch_loader(loader)
-    if problem or base is None:
+    try:
+        _, epochs, readings = read_epochs(loader, 1, ranks, "evaluation samples")
+    except NoNumbersError as error:
         remedy = "give the audit a DataLoader whose data set has a length"
-        return [unknown("evaluation samples", problem, remedy)], None, None
-    readings = count_readings(base.dataset, epochs[0], ranks)
+        return [unknown("evaluation samples", str(error), remedy)], None, None
     return [_coverage(readings, ranks.size)], epochs[0], readings.held
 
 
@@ -112,11 +110,9 @@ def _coverage(readings: Readings, world_size: int) -> Finding:
     if not never and not twice:
         return fine("evaluation samples", f"each of {plural(size, 'sample')} is read once")
     moves = max(twice / max(1, size + twice), never / max(1, size))
-    text = (
-        f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again"
-        + ", of data sets that differ between workers" * (readings.held is None)
-        + f"; top-1 may be off by {percent(moves)} points"
-    )
+    text = f"{plural(size, 'sample')}: {never:,} never read, {twice:,} read again"
+    text += ", of data sets that differ between workers" * (readings.held is None)
+    text += f"; top-1 may be off by {percent(moves)} points"
     if never < world_size and twice < max(world_size, readings.global_batch):
         remedy = "evaluate shares of any size without padding: largebatch.training.evaluate"
         return note("evaluation samples", text, remedy, float(never or twice))

@@ -7,7 +7,7 @@ of unequal means, the last micro-batch, gradients clipped before they are averag
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.recording import Update
-from largebatch.audit.reference import Gradients, Reference
+from largebatch.audit.reference import Gradients, Reference, weighted
 from largebatch.audit.replicas import differences
 from largebatch.errors import shorten
 from largebatch.formatting import plural, three_digits
@@ -51,6 +51,7 @@ _OTHER_LOSS = 0.99
 _LOST = 0.01
 """Part of a gradient's values that become zero in a type before this is a fault."""
 
+_FLOAT16 = "send float32 or bfloat16, or divide by the workers before the sum and use a GradScaler"
 
 Numbers = npt.NDArray[np.float64]
 
@@ -116,16 +117,11 @@ class Fit:
 
 
 def check_gradient(
-    update: Update,
-    parameters: Sequence[nn.Parameter],
-    names: Sequence[str],
-    ranks: Ranks,
-    *,
-    has_weights: bool,
+    update: Update, parameters: Mapping[str, nn.Parameter], ranks: Ranks
 ) -> list[Finding]:
     """Compare one update with that of one process; every worker calls this.
 
-    `has_weights` is True if the loss has class weights.
+    `parameters` are those of the model that are trained, by name.
     """
 
     def reference_of() -> Reference:
@@ -137,20 +133,18 @@ def check_gradient(
     remedy = "loss_fn(model(images), labels) must run again on a batch, and on a half of it; pass "
     remedy += "`forward` for other inputs and outputs"
     reference = ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
-    counts = ranks.gather(reference.counts)
+    counts = ranks.gather([it.samples for it in reference.passes])
     if not all(counts) or not sum(map(sum, counts)):
         text = "no forward pass of the model in training mode was seen before the update"
         remedy = "pass the model that the step trains, in training mode, and a `step` that calls "
         remedy += "backward before optimizer.step(), not in a closure"
         return [unknown("gradient scale", text, remedy)]
-    found = _check_places(update, names, ranks)
-    for gradients in (
-        update.gradients, reference.total, reference.mean, reference.last, reference.reduced
-    ):  # fmt: skip
+    found = _check_places(update, [*parameters], ranks)
+    passes = [it.gradients for it in reference.passes]
+    for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    comparison = _Comparison(update, reference, parameters, names, ranks, counts)
-    return found + comparison.findings(has_weights=has_weights)
+    return found + _Comparison(update, reference, parameters, ranks, counts).findings()
 
 
 def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:
@@ -180,24 +174,27 @@ class _Comparison:
         self,
         update: Update,
         reference: Reference,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
+        named: Mapping[str, nn.Parameter],
         ranks: Ranks,
         counts: list[list[float]],
     ) -> None:
         self.update, self.reference, self.ranks = update, reference, ranks
-        self.parameters, self.names, self.counts = parameters, names, counts
+        self.names, self.parameters = [*named], [*named.values()]
+        self.counts, self.micros = counts, max(map(len, counts))
         self.samples = math.fsum(map(math.fsum, counts))
-        self.micros = max(map(len, counts))
-        scales = reference.loss_scales
-        seen = sum(scales) / len(scales) if scales else 0
-        facts = ranks.gather([seen, reference.loss_cosine])
+        losses = [it.own_loss for it in reference.passes if it.own_loss]
+        seen = sum(scale for scale, _ in losses) / max(1, len(losses))
+        facts = ranks.gather([seen, min((cosine for _, cosine in losses), default=1.0)])
         self.loss_scales = [it[0] for it in facts]
         self.loss_cosine = min(it[1] for it in facts)
         self.loss_scale = sum(self.loss_scales) / len(facts) / update.loss_scale or math.nan
         """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
 
-    def findings(self, *, has_weights: bool) -> list[Finding]:
+        self.passes = [it.gradients for it in reference.passes]
+        self.total = weighted(self.passes, counts[ranks.rank])
+        self.unclipped = self._fit(self.total, self.samples)
+
+    def findings(self) -> list[Finding]:
         """Return the findings on precision, clipping, scale and direction."""
         if broken := self._not_finite():
             return broken
@@ -206,7 +203,7 @@ class _Comparison:
             text = f"the step's loss is not loss_fn (cosine {self.loss_cosine:.3f} on the logits), "
             text += "so the gradient was not compared"
             return [*before, unknown("gradient direction", text, "pass the step's own loss")]
-        exact = self._fit(self.reference.total, self.samples, transform=self._clip)
+        exact = self._fit(self.total, self.samples, transform=self._clip)
         lost = self._underflow(exact)
         if before := before or self._unequal():
             return [*lost, *before]
@@ -214,17 +211,15 @@ class _Comparison:
         if any(it.level == "fault" for it in found):
             return found
         if _is_same(exact):
-            text = (
-                f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} samples"
-            )
             few, number = len(self.update.places), len(self.names)
-            text += f", of {few} of {number} tensors" * (few < number)
+            text = f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} "
+            text += "samples" + f", of {few} of {number} tensors" * (few < number)
             scale = fine("gradient scale", text, figure=exact.scale)
             cosine = fine("gradient direction", f"cosine {exact.cosine:.6f}", figure=exact.cosine)
             return [*found, scale, cosine]
         other = self._left_or_zeroed(exact) or self._by_hooks(exact)
         if other is None and exact.residual > SAME:
-            other = self._direction(exact, has_weights=has_weights)
+            other = self._direction(exact)
         return [*found, other or self._scale(exact)]
 
     def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
@@ -234,17 +229,14 @@ class _Comparison:
         for gradient, part, parameter in triples:
             own, exact = _filled(gradient, parameter), self.ranks.sum(_filled(part, parameter))
             exact = transform(exact / divisor, parameter) if transform else exact / divisor
-            used = exact != 0
-            lost = (used & (own == 0)).sum()
-            row = [own @ own, own @ exact, exact @ exact, lost, used.sum()]
+            lost = ((exact != 0) & (own == 0)).sum()
+            row = [own @ own, own @ exact, exact @ exact, lost, (exact != 0).sum()]
             rows.append(torch.stack(row).double())
         table = self.ranks.sum(torch.stack(rows, 1)) / self.ranks.size
         return Fit(*table.cpu().numpy())  # sync: in an audit only
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
-        for clip in self.update.clips:
-            if id(parameter) not in clip.lengths:
-                continue
+        for clip in (it for it in self.update.clips if id(parameter) in it.lengths):
             exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
         return exact
 
@@ -257,37 +249,32 @@ class _Comparison:
         return self._clip(gradient.flatten().double(), parameter)
 
     def _not_finite(self) -> list[Finding]:
-        """Return a fault if gradients overflowed, with where."""
         got = [it for it in self.update.gradients if it is not None]
         bad = sum(int((~it.isfinite()).sum()) for it in got)
-        facts = self.ranks.gather([bad, sum(it.numel() for it in got), self.reference.is_finite])
+        values = [it for gradients in self.passes for it in gradients if it is not None]
+        is_finite = all(bool(it.isfinite().all()) for it in values)
+        facts = self.ranks.gather([bad, sum(it.numel() for it in got), is_finite])
         if not any(it[0] for it in facts) and all(it[2] for it in facts):
             return []
-        worst = max(facts, key=lambda it: it[0])
+        number, of, _ = max(facts, key=lambda it: it[0])
         where = [str(rank) for rank, it in enumerate(facts) if not it[2]]
-        text = f"{worst[0]:,} of {worst[1]:,} values of the gradient are infinite or NaN; "
+        text, remedy = f"{number:,} of {of:,} values of the gradient are infinite or NaN", _FLOAT16
         if where:
-            text += f"the exact gradient is infinite or NaN too, on worker {shorten(where)}"
+            text += f", and the exact ones too, on worker {shorten(where)}"
             remedy = "look for the cause in the data or the rate: it is not in the reduction"
-        else:
-            text, remedy = f"{text}that of one process is finite", _float16_remedy("overflows")
-        return [fault("precision", text, remedy, worst[0])]
+        return [fault("precision", text, remedy, number)]
 
     def _underflow(self, exact: Fit) -> list[Finding]:
         """Return a fault if values became zero in float16; other types do not underflow."""
-        lost, of = float(exact.lost.sum()), float(exact.nonzero.sum())
-        share = lost / of if of else 0.0
-        is_float16 = any(
-            it is not None and it.dtype == torch.float16 for it in self.update.gradients
-        )
-        is_float16 |= self.update.may_be_float16
+        share = float(exact.lost.sum()) / max(1.0, float(exact.nonzero.sum()))
+        types = {it.dtype for it in self.update.gradients if it is not None}
+        is_float16 = self.update.may_be_float16 or torch.float16 in types
         if share <= _LOST or not any(self.ranks.gather(is_float16)):
             return []
         text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
-        return [fault("precision", text, _float16_remedy("underflows"), share)]
+        return [fault("precision", text, _FLOAT16, share)]
 
     def _unequal(self) -> list[Finding]:
-        """Return what is wrong if the workers have different gradients."""
         mean = self._fit(self.update.gradients, self.ranks.size)
         unequal = mean.names_of_unequal(self.names, _EQUAL)
         if not unequal:
@@ -298,14 +285,12 @@ class _Comparison:
             text += "are averaged or sent instead, which was not compared"
             remedy = "nothing if weights are averaged on purpose (local SGD)"
             return [unknown("gradient direction", text, remedy)]
-        exact = self._fit(self.reference.total, self.samples)
-        what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
-        what += f"({shorten(unequal, most=3)})"
-        remedy = "average all gradients before each update, of these parameters too"
-        if len(unequal) == (exact.exact > 0).sum():
-            what = "every worker uses its own gradient"
-            remedy = "average the gradients before each update: call the DistributedDataParallel "
-            remedy += "model, not its module, and leave no_sync on the last micro-batch"
+        exact, what = self.unclipped, "every worker uses its own gradient"
+        remedy = "average the gradients before each update: call the DistributedDataParallel "
+        remedy += "model, not its module, and leave no_sync on the last micro-batch"
+        if len(unequal) < (exact.exact > 0).sum():
+            what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
+            what += f"({shorten(unequal, most=3)})"
         text = f"{what}: cosine {exact.cosine:.3f} with that of one process"
         return [fault("gradient direction", text, remedy, exact.cosine)]
 
@@ -317,38 +302,31 @@ class _Comparison:
             if min(factors) == 1.0:
                 continue
             if len(set(limits)) > 1:
-                number, ratio = sum(it < math.inf for it in limits), min(factors) / max(factors)
-                text = f"workers clip gradients to {min(limits):g} .. {max(limits):g}"
-                if number < self.ranks.size:
-                    text = f"{number} of {self.ranks.size} workers clip gradients"
-                text += f": some are {three_digits(ratio)} times as long as those of other workers"
+                ratio = min(factors) / max(factors)  # without clipping the limit is infinite
+                text = f"workers clip gradients to {min(limits):g} .. {max(limits):g}: some are "
+                text += f"{three_digits(ratio)} times as long as those of other workers"
                 remedy = "clip on every worker, with the same maximum"
                 return [fault("clipping", text, remedy, ratio)]
             if max(norms) - min(norms) <= _EQUAL * max(norms):
                 continue
-            exact = self._fit(self.reference.total, self.samples)
+            exact = self.unclipped
             length, most = math.sqrt(exact.exact.sum()), limits[0]
             ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
-            text = (
-                f"each worker clips its own gradient before they are averaged (norms "
-                f"{three_digits(min(norms))} to {three_digits(max(norms))}, maximum {most:g}): the "
-                f"result is {three_digits(ratio)} times as long as if clipped after"
-            )
+            text = f"each worker clips its own gradient, of norm {three_digits(min(norms))} to "
+            text += f"{three_digits(max(norms))}, to {most:g} before they are averaged: the result "
+            text += f"is {three_digits(ratio)} times as long as if clipped after"
             remedy = "call clip_grad_norm_ after the gradients are averaged"
             return [fault("clipping", text, remedy, ratio)]
         return []
 
     def _clipping(self) -> list[Finding]:
         """Return how gradients were clipped: with their loss scale, too often, or well."""
-        exact = np.sqrt(self._fit(self.reference.total, self.samples).exact)
-        scaled = self.ranks.gather([self._scale_in(it.lengths, exact) for it in self.update.clips])
+        scaled = self.ranks.gather([self._scale_in(it.lengths) for it in self.update.clips])
         clips, scale = self.update.clips, self.update.loss_scale
         for clip, ratio in zip(clips, scaled[0], strict=False):
-            if scale > 2 and clip.factor < 1 and abs(ratio / scale - 1) < _NAMED_SCALE:
-                text = (
-                    f"gradients are clipped to {clip.most:g} while they are {three_digits(ratio)} "
-                )
-                text += f"times too large: the loss scale is {scale:g}"
+            if scale > 2 and clip.factor < 1 and _is(ratio, scale):
+                text = f"gradients are clipped to {clip.most:g} while they are still multiplied "
+                text += f"by the loss scale, {scale:g}"
                 remedy = "call scaler.unscale_(optimizer) before clipping"
                 return [fault("clipping", text, remedy, ratio)]
         times = sum(it.lengths.keys() == clips[0].lengths.keys() for it in clips)
@@ -362,18 +340,17 @@ class _Comparison:
         text = f"norm {three_digits(norms[0].norm or 0)}, maximum {norms[0].most:g}, equal on all "
         return [fine("clipping", f"{text}workers", figure=norms[0].norm)]
 
-    def _scale_in(self, lengths: dict[int, float], exact: np.ndarray) -> float:
+    def _scale_in(self, lengths: dict[int, float]) -> float:
         """Return how long gradients were before clipping, over the exact lengths."""
         places = [at for at, it in enumerate(self.parameters) if id(it) in lengths]
         before = math.hypot(*(lengths[id(self.parameters[at])] for at in places))
-        length = math.hypot(*exact[places])
+        length = math.sqrt(self.unclipped.exact[places].sum())
         return before / length if length else 1.0
 
     def _left_or_zeroed(self, exact: Fit) -> Finding | None:
         """Return a fault if `zero_grad` was called too late, too early or never."""
         if exact.exact.any() and not exact.own.any():
-            text = "the gradients are zero at the update: zero_grad comes between it and backward, "
-            text += "or no backward pass comes before it"
+            text = "the gradients are zero at the update: no backward comes after zero_grad"
             return fault("gradient scale", text, "call zero_grad after the update", 0.0)
         everyone = self.ranks.gather(sorted(self.update.held & self.update.places))
         held = sorted(set().union(*everyone))
@@ -389,11 +366,10 @@ class _Comparison:
 
     def _by_hooks(self, exact: Fit) -> Finding | None:
         """Return a note if hooks explain the gradient, which may be meant."""
-        hooked = self.reference.hooked or self.reference.total
-        has_hooks = any(it._backward_hooks for it in self.parameters)
-        has_hooks = has_hooks or self.reference.hooked is not None
+        has_hooks = bool(self.reference.hooked) or any(it._backward_hooks for it in self.parameters)
         if exact.residual <= SAME or not any(self.ranks.gather(has_hooks)):
             return None
+        hooked = weighted(self.reference.hooked or self.passes, self.counts[self.ranks.rank])
         if not _is_same(self._fit(hooked, self.samples, transform=self._changed)):
             return None
         names = exact.names_of_unequal(self.names, SAME)
@@ -402,14 +378,16 @@ class _Comparison:
         remedy = "nothing if that is meant: one process with these hooks computes the same"
         return note("gradient direction", text, remedy, exact.cosine)
 
-    def _direction(self, exact: Fit, *, has_weights: bool) -> Finding:
+    def _direction(self, exact: Fit) -> Finding:
         """Name what was computed instead of the exact gradient."""
         size, limit, cosine = self.ranks.size, max(_EXPLAINED * exact.residual, 1e-4), exact.cosine
+        passes, few = self.passes, f"{self.micros} micro-batches"
+        mean = weighted(passes, [1 / len(passes)] * len(passes))
         own = [
             None if it is None else self._changed(it, at)
-            for it, at in zip(self.reference.mean, self.parameters, strict=True)
+            for it, at in zip(mean, self.parameters, strict=True)
         ]
-        reference, few = self.reference, f"{self.micros} micro-batches"
+        has_weights = self.reference.has_weights
         after, each = self._clip, [count for counts in self.counts for count in counts]
         tries: list[tuple[Gradients, Transform | None, str, str]] = []
         if len(set(each)) > 1:
@@ -418,23 +396,23 @@ class _Comparison:
             if has_weights:
                 text = "a mean of means of which each has its own sum of class weights"
                 remedy = f"nothing, it is usual with class weights; to be exact, {remedy}"
-            tries += [(reference.mean, after, text, remedy)]
+            tries += [(mean, after, text, remedy)]
         if self.micros > 1:
             text, remedy = f"only the last of {few} counts", "call zero_grad once per update"
-            tries += [(reference.last, after, text, remedy)]
-            text = f"gradients are summed over {size} workers after each of {few}, so that one "
-            text += f"counts {size} times as often as the next one"
+            tries += [(passes[-1], after, text, remedy)]
+            text = f"gradients are summed over {size} workers after each of {few}"
             remedy = "sum gradients over workers once per update, after the last micro-batch"
-            tries += [(reference.reduced, after, text, remedy)]
-        text = "each worker changes its own gradient before the average, by a hook or by clipping "
+            reduced = weighted(passes, [size ** -float(it) for it in range(len(passes))])
+            tries += [(reduced, after, text, remedy)]
+        text = "each worker changes its own gradient before the average, by a hook or clipping"
         remedy = "change gradients after they are averaged, equally on all workers"
-        tries += [(own, None, f"{text}values", remedy)]
+        tries += [(own, None, text, remedy)]
         for parts, transform, text, remedy in tries:
             if self._fit(parts, size, transform=transform).residual <= limit:
                 whole = f"{text}: {_likeness(exact)}"
                 if parts is own and self.update.clips:
                     return fault("clipping", whole, remedy, self.update.clips[0].most)
-                level = note if has_weights and parts is reference.mean else fault
+                level = note if has_weights and parts is mean else fault
                 return level("gradient direction", whole, remedy, cosine)
         if some := self._of_some_tensors(exact):
             return some
@@ -444,11 +422,8 @@ class _Comparison:
             remedy = "multiply the loss by the same factor on every worker"
             return fault("gradient direction", text, remedy, cosine)
         names = exact.names_of_unequal(self.names, SAME, scale=exact.scale)
-        text = (
-            f"{_likeness(exact)}, equal on all workers, most in {shorten(names, most=3)}: a fault, "
-            "a term of the loss that loss_fn has not (weights, a second head), or a step that "
-            "changes weights or gradients (SAM)"
-        )
+        text = f"{_likeness(exact)}, equal on all workers, most in {shorten(names, most=3)}: a "
+        text += "fault, a term of the loss that loss_fn has not, or a step that changes weights"
         remedy = "for the audit leave such terms out of the step; what then remains is a fault"
         return unknown("gradient direction", text, remedy, cosine)
 
@@ -465,15 +440,7 @@ class _Comparison:
         return None
 
     def _scale(self, exact: Fit) -> Finding:
-        batch = self.samples / sum(map(len, self.counts))
-        causes = causes_of(
-            exact.scale,
-            loss_scale=self.loss_scale,
-            workers=self.ranks.size,
-            micros=self.micros,
-            batch=batch,
-            unscaled=self.update.loss_scale,
-        )
+        causes = self._causes(exact.scale)
         why = " and ".join(text for text, _ in causes)
         text = f"{three_digits(exact.scale)} times that of one process with all "
         text += f"{self.samples:,.0f} samples: {why or 'no factor of the script explains it'}"
@@ -487,69 +454,45 @@ class _Comparison:
             return unknown("gradient scale", text, remedy, exact.scale)
         return fault("gradient scale", text, remedy, exact.scale)
 
+    def _causes(self, scale: float) -> list[tuple[str, str]]:
+        """Return the causes of a wrong scale, each with its remedy: of the loss, then of the rest.
 
-def causes_of(
-    scale: float,
-    *,
-    loss_scale: float,
-    workers: int,
-    micros: int,
-    batch: float,
-    unscaled: float = 1.0,
-) -> list[tuple[str, str]]:
-    """Return the causes of a wrong scale, each with its remedy.
-
-    `loss_scale` is the factor of the script's loss to the mean loss of a micro-batch of `batch`
-    samples. The rest of the scale is due to the reduction. If it is NaN, it is taken to be right.
-    `unscaled` is the scale that a GradScaler removed.
-
-    >>> causes_of(8, loss_scale=1, workers=8, micros=1, batch=32)[0][0]
-    'gradients are summed over 8 workers, not averaged'
-    >>> causes_of(4, loss_scale=1, workers=8, micros=4, batch=32)[0][0]
-    'the losses of 4 micro-batches are added, not averaged'
-    """
-    in_loss = 1.0 if math.isnan(loss_scale) else loss_scale * micros
-    if in_loss * unscaled >= _LEAST_LOSS_SCALE and _is(scale, 1 / (in_loss * unscaled)):
-        text = f"gradients are divided by the loss scale {in_loss * unscaled:g} twice"
-        return [(text, "unscale once: scaler.step does it unless unscale_ was called")]
-    power, few = math.log2(in_loss), f"{micros} micro-batches"
-    of_loss = [
-        (1, "", ""),
-        (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
-        (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
-        (batch, f"the loss is a sum over {batch:g} samples, not a mean", 'use reduction="mean"'),
-        (
-            in_loss if power >= 4 and _is(power, round(power), 1e-6) else math.inf,
-            f"the gradient still has the loss scale {in_loss:g}",
-            "call scaler.step(optimizer), or scaler.unscale_(optimizer) before the update",
-        ),
-        (in_loss, f"the loss is {three_digits(in_loss)} times loss_fn", "remove the factor"),
-    ]
-    rest, many = scale / in_loss, plural(workers, "worker")
-    of_rest = [
-        (1, "", ""),
-        (workers, f"gradients are summed over {many}, not averaged", "divide by them once"),
-        (
-            1 / workers,
-            f"gradients are divided by {many} twice",
-            "divide once: DistributedDataParallel and Horovod average already",
-        ),
-        (rest, f"a factor {three_digits(rest)} after the loss", "look for it after backward"),
-    ]
-    first = next(it[1:] for it in of_loss if _is(in_loss, it[0]))
-    last = next(it[1:] for it in of_rest if _is(rest, it[0]))
-    return [cause for cause in (first, last) if cause[0]]
+        If the script's loss was not seen, its factor is taken to be right.
+        """
+        workers, micros = self.ranks.size, self.micros
+        in_loss = 1.0 if math.isnan(self.loss_scale) else self.loss_scale * micros
+        removed = in_loss * self.update.loss_scale
+        if removed >= _LEAST_LOSS_SCALE and _is(scale, 1 / removed):
+            text = f"gradients are divided by the loss scale {removed:g} twice"
+            return [(text, "unscale once: scaler.step does it unless unscale_ was called")]
+        batch, few = self.samples / sum(map(len, self.counts)), f"{micros} micro-batches"
+        factor = (f"the loss is {three_digits(in_loss)} times loss_fn", "remove the factor")
+        power = math.log2(in_loss)
+        if in_loss >= _LEAST_LOSS_SCALE and _is(power, round(power), 1e-6):
+            text = f"the gradient still has the loss scale {in_loss:g}"
+            factor = (text, "call scaler.step(optimizer), or scaler.unscale_ before the update")
+        of_loss = [
+            (1, "", ""),
+            (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
+            (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
+            (batch, f"the loss is a sum over {batch:g} samples, not a mean", "take their mean"),
+            (in_loss, *factor),
+        ]
+        rest, many = scale / in_loss, plural(workers, "worker")
+        averaged = "divide once: DistributedDataParallel and Horovod average already"
+        of_rest = [
+            (1, "", ""),
+            (workers, f"gradients are summed over {many}, not averaged", "divide by them once"),
+            (1 / workers, f"gradients are divided by {many} twice", averaged),
+            (rest, f"a factor {three_digits(rest)} after the loss", "look for it after backward"),
+        ]
+        first = next(it[1:] for it in of_loss if _is(in_loss, it[0]))
+        last = next(it[1:] for it in of_rest if _is(rest, it[0]))
+        return [cause for cause in (first, last) if cause[0]]
 
 
 def _is(value: float, expected: float, tolerance: float = _NAMED_SCALE) -> bool:
     return abs(value / expected - 1) <= tolerance
-
-
-def _float16_remedy(does: str) -> str:
-    return (
-        f"float16 {does}: send float32 or bfloat16, or divide by the number of workers before the "
-        "sum and use a GradScaler"
-    )
 
 
 def _is_same(fit: Fit) -> bool:
@@ -565,7 +508,6 @@ def _likeness(exact: Fit) -> str:
 
 
 def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """Return a gradient as a vector of float64; zeros if there is none."""
     if gradient is None:
         return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
     return gradient.to_dense().flatten().double()

@@ -18,7 +18,7 @@ from largebatch.audit.subject import Subject
 from largebatch.errors import DataError, MismatchError
 from largebatch.formatting import plural, three_digits
 from largebatch.models.batchnorm import SpanBatchNorm
-from largebatch.models.wrappers import evaluation_mode, local_model
+from largebatch.models.wrappers import local_model, mode
 from largebatch.polish import polish
 
 _FEW = 16
@@ -46,29 +46,22 @@ def layers_of(model: nn.Module) -> list[_BatchNorm]:
 
 def check_span(model: nn.Module, samples: int, ranks: Ranks) -> list[Finding]:
     """Report how many samples BatchNorm normalises over; `samples` is a worker's least."""
-    smallest = min(ranks.gather(samples))
-    kinds = [it for it in model.modules() if isinstance(it, _BatchNorm)]
-    if not smallest or not kinds:
+    smallest, spans = min(ranks.gather(samples)), []
+    for layer in (it for it in model.modules() if isinstance(it, _BatchNorm)):
+        spans.append(layer.span if isinstance(layer, SpanBatchNorm) else smallest)
+        if isinstance(layer, nn.SyncBatchNorm):
+            group = layer.process_group
+            spans[-1] *= ranks.size if group is None else group.size()
+    if not smallest or not spans:
         return []
-    span = min(_span(layer, smallest, ranks) for layer in kinds)
+    span = min(spans)
     where = "on each worker" if span <= smallest else "over several workers"
     text = f"BatchNorm normalises over {plural(span, 'sample')} {where}"
     if span >= _FEW:
         return [fine("batch norm span", text, figure=float(span))]
-    remedy = (
-        "use a larger device batch or SyncBatchNorm: ResNet-50's error is 23.6 % with 32 samples, "
-        "24.8 with 8, 27.3 with 4, 34.7 with 2 (arXiv:1803.08494, table 2)"
-    )
+    remedy = "use a larger device batch or SyncBatchNorm: ResNet-50's error is 23.6 % with 32 "
+    remedy += "samples, 24.8 with 8, 34.7 with 2 (arXiv:1803.08494, table 2)"
     return [note("batch norm span", text, remedy, float(span))]
-
-
-def _span(layer: _BatchNorm, samples: int, ranks: Ranks) -> int:
-    if isinstance(layer, SpanBatchNorm):
-        return layer.span
-    if isinstance(layer, nn.SyncBatchNorm):
-        group = layer.process_group
-        return samples * (ranks.size if group is None else group.size())
-    return samples
 
 
 def check_momentum(
@@ -140,14 +133,14 @@ def check_averaged(
         text = f"the model's have moved {WARM} times at most, too few to compare"
         return [fine("averaged statistics", text)]
     own = local_model(subject.averaged)
-    left = loss_of(own, batches, subject, ranks)
+    left = _loss_of(own, batches, subject, ranks)
     try:
         words: dict[str, Any] = {"forward": subject.forward} if subject.forward else {}
         drift = polish(own, batches, ranks.backend, **words)
     except (DataError, MismatchError, ValueError) as error:
         text = f"exact statistics: {error}"
         return [unknown("averaged statistics", text, "give the audit `forward`")]
-    exact = loss_of(own, batches, subject, ranks)
+    exact = _loss_of(own, batches, subject, ranks)
     shift = max((layer.mean_shift for layer in drift), default=0.0)
     text = f"means are up to {three_digits(shift)} standard deviations from exact ones; with those "
     text += f"the loss is {exact:.4g}, not {left:.4g}"
@@ -157,12 +150,12 @@ def check_averaged(
     return [fault("averaged statistics", text, remedy, shift)]
 
 
-def loss_of(model: nn.Module, batches: Sequence[Any], subject: Subject, ranks: Ranks) -> float:
+def _loss_of(model: nn.Module, batches: Sequence[Any], subject: Subject, ranks: Ranks) -> float:
     """Return the mean loss over the batches of all workers, in evaluation mode."""
 
     @torch.no_grad()
     def own() -> list[float]:
-        with evaluation_mode(model):
+        with mode(model, training=False):
             losses = [subject.loss_on(model, batch) for batch in batches]
         return [sum(float(it) * count for it, count in losses), sum(count for _, count in losses)]
 

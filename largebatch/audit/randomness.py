@@ -30,6 +30,8 @@ _DRAWS = 32
 _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""
 
+_SEED = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
+
 Draws = npt.NDArray[np.int64]
 """Fingerprints of one sample's draws: epoch x worker x draw."""
 
@@ -86,22 +88,20 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     """Compare draws of different workers, of processes of a loader, and of two epochs."""
     number = ranks[0][0].size
     epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
+    remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
     if epochs:
         text = f"{number} draws of a sample in the second epoch repeat the first epoch's on "
-        text += f"{plural(len(epochs), 'rank')}: a sample has one augmentation for all time"
-        remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
+        text += f"{plural(len(epochs), 'worker')}"
         return fault("augmentation", text, remedy, float(number))
     shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
     if shared:
         text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers: "
         text += "their noise does not average out in a gradient"
-        remedy = "seed by worker, after the model is built: torch.manual_seed(seed + rank), and "
-        remedy += "random's and NumPy's generators equally"
+        remedy = f"{_SEED}, and random's and NumPy's generators equally"
         return note("augmentation", text, remedy, float(shared + 1))
     workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]
     if workers:
         text = f"{len(workers[0])} processes of a loader draw the same augmentations"
-        remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
         return note("augmentation", text, remedy, float(len(workers[0])))
     text = f"{number} draws of a sample differ between workers, loader processes and epochs"
     return fine("augmentation", text)
@@ -120,5 +120,4 @@ def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
     if not have_same_bytes(place.get_rng_state().to(ranks.backend.device), ranks.backend):
         return [fine("dropout", "workers draw different masks")]
     text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
-    remedy = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
-    return [note("dropout", text, remedy, float(ranks.size))]
+    return [note("dropout", text, _SEED, float(ranks.size))]

@@ -8,6 +8,7 @@ MLPerf's rules, and BatchNorm has none in Goyal's.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -45,14 +46,10 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
     samples = max(update.samples for update in updates)  # not those of an epoch's last batch
     micros = max(update.micros for update in updates)
     batch = sum(ranks.gather(samples))
+    compare = partial(_compare, subject, updates, batch, micros, ranks.size)
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
-        return ranks.attempt(
-            "warm-up",
-            "comparing the rates",
-            lambda: _compare(subject, updates, batch, micros, ranks.size),
-            remedy=remedy,
-        )
+        return ranks.attempt("warm-up", "comparing the rates", compare, remedy=remedy)
     except StoppedError as stopped:  # the other findings on these updates are kept
         return [stopped.finding]
 
@@ -70,8 +67,8 @@ def _compare(
         peak = max(planned) if planned else _peak(subject.optimizer, measured)
         findings.append(_check_base(peak, batch, subject.base, subject.optimizer))
     if rate:
-        names = {workers * micros: "", workers: "workers", micros: "micro-batches of an update"}
-        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, names))
+        factors = {*range(2, _FASTEST), workers, micros, workers * micros} - {1}
+        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, factors))
     if number and subject.epochs:
         if planned:
             growth = batch / subject.base[0] if subject.base else 1.0
@@ -114,13 +111,11 @@ def _check_base(
     linear, root = base[1] * factor, base[1] * math.sqrt(factor)
     adaptive = "Adam" in type(optimizer).__name__
     unscaled = factor > 1 and not adaptive and math.isclose(peak, base[1], rel_tol=_SAME)
+    text = f"the rate is {three_digits(peak)} at a batch of {batch:,}"
     momentum = optimizer.param_groups[0].get("momentum")
-    text = (
-        f"the rate is {three_digits(peak)} at a batch of {batch:,}"
-        + (f", momentum {momentum:g}" if momentum is not None else "")
-        + f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
-        f"{three_digits(linear)}, the square root {three_digits(root)}"
-    )
+    text += "" if momentum is None else f", momentum {momentum:g}"
+    text += f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
+    text += f"{three_digits(linear)}, the square root {three_digits(root)}"
     if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
         return fine("rate for the batch", text, figure=peak / linear)
     rule, value = ("square-root", root) if adaptive else ("linear", linear)
@@ -129,7 +124,7 @@ def _check_base(
 
 
 def _check_schedule(
-    measured: Sequence[float], attempts: Sequence[int], rate: Rate, names: dict[int, str]
+    measured: Sequence[float], attempts: Sequence[int], rate: Rate, factors: set[int]
 ) -> Finding:
     """Compare the rates of the first updates with `rate`; find a schedule that moves too fast.
 
@@ -147,11 +142,9 @@ def _check_schedule(
     expected = [rate(update) for update in plan]
     rates = f"{', '.join(map(three_digits, measured))} instead of "
     rates += ", ".join(map(three_digits, expected))
-    factors = {*range(2, _FASTEST), *names} - {1}
     for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
         if any(equal([times * it + late for it in attempts]) for late in (0, times - 1)):
-            also = f" ({times} is also the number of {names[times]})" if names.get(times) else ""
-            text = f"the schedule moves {times} steps an update{also}: rates {rates}"
+            text = f"the schedule moves {times} steps an update: rates {rates}"
             remedy = "step the scheduler once an update, or count its length in these steps"
             return fault("warm-up", text, remedy, float(times))
     remedy = "check in which unit the schedule counts: batches, updates or epochs"

@@ -145,15 +145,14 @@ class Recorder:
     _hooked: set[Optimizer] = field(default_factory=set)
     _clips: list[Clip] = field(default_factory=list)
     _depth: int = 0
-    _steps: int = 0
     _first: Optimizer | None = None
     """Optimizer that made the update of this call of the step."""
 
+    _update: Update | None = None
+    """The update that is being made."""
+
     _sums: list[float] = field(default_factory=list)
     _scale: float = 1.0
-    _rate: float = 0.0
-    _reference: object = None
-    _gradients: list[Tensor | None] = field(default_factory=list)
     _is_paused: bool = False
 
     @property
@@ -232,7 +231,6 @@ class Recorder:
             self.norm_samples = max(self.norm_samples, len(args[0]))
 
     def _places_of(self, optimizer: Optimizer) -> list[int]:
-        """Return the places of the parameters that an optimizer updates."""
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
         return [place for place, it in enumerate(self.parameters) if id(it) in own]
 
@@ -247,32 +245,53 @@ class Recorder:
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         """Copy the gradients; Horovod's optimizer calls this again once they are summed."""
-        if not self._places_of(optimizer) or self._is_second(optimizer):
+        places = self._places_of(optimizer)
+        if not places or self._is_second(optimizer):
             return
         self._depth += 1
+        if self._depth == 1 or self._update is None:
+            self._update = self._begun(optimizer, set(places))
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
         gradients = [
             None if it.grad is None else it.grad.detach().clone() for it in self.parameters
         ]
         if divisor is not None:
             gradients = [None if it is None else it / divisor.to(it.device) for it in gradients]
-        self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        self._gradients = gradients
-        if self._depth == 1:
-            self._first, self._is_paused = optimizer, True
-            try:
-                self._reference = self.reference(self._used())
-            except Exception as error:  # of the script's model or loss; reported by the audit
-                self._reference = error
-            finally:
-                self._is_paused = False
+        self._update.gradients = gradients
+
+    def _begun(self, optimizer: Optimizer, places: set[int]) -> Update:
+        """Return an update before it is made, without its gradients."""
+        used, reference = self._used(), None
+        self._first, self._is_paused = optimizer, True
+        try:
+            reference = self.reference(used)
+        except Exception as error:  # of the script's model or loss; reported by the audit
+            reference = error
+        finally:
+            self._is_paused = False
+        own = set(map(id, self.model.parameters()))
+        tensors = [it for group in optimizer.param_groups for it in group["params"]]
+        return Update(
+            [],
+            reference,
+            self._clips,
+            self._scale,
+            self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
+            rate=max(float(group["lr"]) for group in self.optimizer.param_groups),
+            micros=len(used),
+            samples=sum(map(samples_in, used)),
+            places=places,
+            held=self._held,
+            strangers=sum(it.grad is None and id(it) not in own for it in tensors),
+            attempt=len(self.updates) + self.skipped,
+        )
 
     def _used(self) -> list[Micro]:
         """Return the forward passes that a backward pass followed, or all if none was seen."""
         return [it for it in self.micros if it.output_gradient is not None] or self.micros
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        if not (places := self._places_of(optimizer)):
+        if not self._places_of(optimizer):
             self.elsewhere += optimizer is self.optimizer
             return
         if self._is_second(optimizer):
@@ -281,29 +300,12 @@ class Recorder:
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
             return  # a fused optimizer skips the update itself, see `_scaler_seen`
-        self._steps += 1
-        own = set(map(id, self.model.parameters()))
-        tensors = [it for group in optimizer.param_groups for it in group["params"]]
-        self.updates.append(
-            Update(
-                self._gradients,
-                self._reference,
-                self._clips,
-                self._scale,
-                self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
-                rate=self._rate,
-                micros=len(self._used()),
-                samples=sum(map(samples_in, self._used())),
-                places=set(places),
-                held=self._held,
-                strangers=sum(it.grad is None and id(it) not in own for it in tensors),
-                attempt=len(self.updates) + self.skipped,
-            )
-        )
+        assert self._update is not None  # the hook before it has seen the same tensors
+        self.updates.append(self._update)
         self._forget()
 
     def _forget(self) -> None:
-        self.micros, self._clips, self._scale, self._reference = [], [], 1.0, None
+        self.micros, self._clips, self._scale, self._update = [], [], 1.0, None
         self._held = set()
 
     def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
@@ -326,9 +328,9 @@ class Recorder:
         """Watch the loss scale, and updates that are skipped because of it."""
 
         def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
-            before, self._scale = self._steps, float(scaler.get_scale())
+            before, self._scale = len(self.updates), float(scaler.get_scale())
             result = own_step(scaler, *args, **words)
-            if self._steps == before and self.micros:
+            if len(self.updates) == before and self.micros:
                 self.skipped += 1
                 self._forget()
             return result

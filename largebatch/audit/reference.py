@@ -7,7 +7,7 @@ seen as a difference.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,51 +30,39 @@ _SAME_LOSS = 1e-3
 """Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Pass(NamedTuple):
+    """One micro-batch of one worker."""
+
+    gradients: Gradients
+    """Gradients of the mean loss, without the hooks of layers."""
+
+    samples: float
+    """Number of samples, or of labels that are not ignored; with class weights the sum of those of
+    the labels."""
+
+    labels: int
+    """Number of labels in the batch of which this is the whole or a part."""
+
+    own_loss: tuple[float, float] | None
+    """Factor and cosine of the script's own gradient of the logits to that of the loss function;
+    None if it was not seen."""
+
+
+class Reference(NamedTuple):
     """One worker's part of the exact gradient of an update."""
 
-    total: Gradients
-    """Sum over the samples of the gradients of their losses."""
-
-    mean: Gradients
-    """Mean over the micro-batches of the gradients of their mean losses."""
-
-    last: Gradients
-    """Gradient of the mean loss of the last micro-batch."""
-
-    reduced: Gradients
-    """Sum in which each micro-batch counts as often as the next one times the number of workers, as
-    if gradients were summed over workers after each of them."""
-
-    hooked: Gradients | None
-    """`total` with the hooks of layers, which the others are without; None if there are none."""
-
-    counts: list[float]
-    """Number of samples in each micro-batch, or of labels that are not ignored; with class weights
-    the sum of those of the labels."""
-
-    loss_scales: list[float]
-    """Factors of the script's own losses relative to the mean loss, where they were seen."""
-
-    loss_cosine: float
-    """Smallest cosine of the script's own gradient of logits with that of the loss function."""
-
-    is_finite: bool
+    passes: list[Pass]
+    hooked: list[Gradients]
+    """Gradients of each pass with the hooks of layers; empty if there are none."""
 
     repeats_samples: bool
     """True if the model saw more samples than the step was given."""
 
-
-class _Pass(NamedTuple):
-    gradients: Gradients
-    samples: float
-    labels: int
-    own_loss: tuple[float, float] | None
-    """Factor and cosine of the script's gradient of the logits to the exact one."""
+    has_weights: bool
+    """True if the loss has class weights."""
 
 
-def reference_of(micros: Sequence[Micro], subject: Subject, workers: int) -> Reference:
+def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
     """Repeat forward and backward passes with the present weights, and change nothing.
 
     Gradients that the parameters hold stay as they are. Raises ValueError if the loss is not a mean
@@ -101,22 +89,20 @@ def reference_of(micros: Sequence[Micro], subject: Subject, workers: int) -> Ref
     finally:
         kept.restore()
         restore_random()
-    gradients, counts = [it.gradients for it in passes], [it.samples for it in passes]
-    losses = [it.own_loss for it in passes if it.own_loss]
-    powers = [workers ** -float(it) for it in range(len(passes))]
     given = {id(micro.batch): it.labels for micro, it in zip(micros, passes, strict=True)}
-    return Reference(
-        total=_weighted(gradients, counts, parameters),
-        mean=_weighted(gradients, [1 / max(len(passes), 1)] * len(passes), parameters),
-        last=gradients[-1] if gradients else [None] * len(parameters),
-        reduced=_weighted(gradients, powers, parameters),
-        hooked=_weighted(hooked, counts, parameters) if hooked else None,
-        counts=counts,
-        loss_scales=[scale for scale, _ in losses],
-        loss_cosine=min((cosine for _, cosine in losses), default=1.0),
-        is_finite=all(it.isfinite().all() for grads in gradients for it in grads if it is not None),
-        repeats_samples=sum(map(samples_in, micros)) > sum(given.values()) > 0,
-    )
+    repeats = sum(map(samples_in, micros)) > sum(given.values()) > 0
+    weights = _option_of(subject.loss_fn, "weight", None)
+    return Reference(passes, hooked, repeats, isinstance(weights, Tensor))
+
+
+def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
+    """Return the weighted sum of the gradients of several passes, in float64."""
+    sums: Gradients = []
+    for each in zip(*gradients, strict=True):
+        pairs = zip(each, weights, strict=True)
+        parts = [it.double() * weight for it, weight in pairs if it is not None]
+        sums.append(reduce(torch.add, parts) if parts else None)
+    return sums
 
 
 @contextmanager
@@ -140,7 +126,7 @@ class _NotRecomputed:
         return function(*args)
 
 
-def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) -> _Pass:
+def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) -> Pass:
     model, device = subject.inner, device_of(subject.inner)
     micro.restore_random()
     with torch.no_grad():
@@ -162,7 +148,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
     )
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
-    return _Pass(gradients, samples, given, _compare(micro.output_gradient, of_logits))
+    return Pass(gradients, samples, given, _compare(micro.output_gradient, of_logits))
 
 
 def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
@@ -194,8 +180,8 @@ def _samples_of(
     with torch.no_grad():
         parts = [float(loss_fn(*it)) for it in halves]
     tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)
-    ignored = option_of(loss_fn, "ignore_index", -100)
-    for weight in (option_of(loss_fn, "weight", None), None):
+    ignored = _option_of(loss_fn, "ignore_index", -100)
+    for weight in (_option_of(loss_fn, "weight", None), None):
         counts = [_count(part, ignored, weight) for _, part in halves]
         mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
         is_mean = abs(mean - whole * sum(counts)) <= tolerance * abs(mean)
@@ -209,7 +195,7 @@ def _samples_of(
     )
 
 
-def option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
+def _option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
     """Return an attribute of a loss, or a keyword of its `partial`."""
     return getattr(loss_fn, name, getattr(loss_fn, "keywords", {}).get(name, default))
 
@@ -231,17 +217,3 @@ def _compare(own: Tensor | None, exact: Tensor | None) -> tuple[float, float] | 
     product, square = float(mine @ other), float(other @ other)
     length = float(mine.norm()) * square**0.5
     return (product / square, product / length) if length and square else None
-
-
-def _weighted(
-    gradients: Iterable[Gradients], weights: Iterable[float], parameters: Sequence[Tensor]
-) -> Gradients:
-    """Return the weighted sum of gradients, in float64."""
-    sums: Gradients = [None] * len(parameters)
-    for found, weight in zip(gradients, weights, strict=True):
-        for place, gradient in enumerate(found):
-            if gradient is not None:
-                before = sums[place]
-                scaled = gradient.double() * weight
-                sums[place] = scaled if before is None else before + scaled
-    return sums

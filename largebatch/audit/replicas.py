@@ -1,7 +1,5 @@
 """Whether weights, buffers, averages, optimizer state, rates and modes are equal on all workers."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType
@@ -14,7 +12,8 @@ from torch.optim import Optimizer
 
 from largebatch.audit.findings import Check, Finding, fault, fine
 from largebatch.audit.ranks import Ranks
-from largebatch.distributed.agreement import checksum, have_same_bytes, shape
+from largebatch.audit.subject import Subject
+from largebatch.distributed.agreement import checksum, gather_unequal, shape
 from largebatch.errors import SHOWN, shorten
 from largebatch.formatting import plural, three_digits
 from largebatch.models.wrappers import local_model
@@ -26,23 +25,6 @@ _REMEDIES: dict[Check, str] = {
     "learning rates": "step the same schedule equally often on every worker",
     "averaged weights": "average on every worker after each update, from weights that all share",
 }
-
-
-def tensors_of(
-    model: nn.Module, optimizer: Optimizer, averaged: nn.Module | None
-) -> dict[Check, dict[str, Tensor]]:
-    """Return the tensors that workers must have in common, by check and name."""
-    layers = [it for it in model.modules() if isinstance(it, _NormBase)]
-    norms = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
-    buffers = {name: it for name, it in model.named_buffers() if id(it) not in norms}
-    is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-    return {
-        "weights": dict(model.named_parameters()),
-        "buffers": buffers,
-        "optimizer state": {} if is_divided else dict(_state_of(model, optimizer)),
-        "learning rates": dict(_rates_of(optimizer)),
-        "averaged weights": averaged_tensors(averaged, model) if averaged else {},
-    }
 
 
 def averaged_tensors(averaged: nn.Module, model: nn.Module) -> dict[str, Tensor]:
@@ -57,41 +39,33 @@ def averaged_tensors(averaged: nn.Module, model: nn.Module) -> dict[str, Tensor]
     return dict(averaged.named_parameters()) | own
 
 
-class ReplicaCheck:
-    """Comparison of what workers have in common, at the start and after the updates."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        averaged: nn.Module | None,
-        ranks: Ranks,
-        *,
-        are_broadcast: bool,
-    ) -> None:
-        self._state, self._ranks = (model, optimizer, averaged), ranks
-        self._are_broadcast = are_broadcast
-        self._faults: dict[Check, Finding] = {}
-
-    def compare(self, when: str) -> None:
-        """Compare all tensors; every worker calls this. Only the first difference is kept."""
-        for check, tensors in tensors_of(*self._state).items():
-            finding = differences(check, tensors, self._ranks, when=when)
-            if finding is None:
-                continue
-            if check == "buffers" and self._are_broadcast:
-                remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
-                finding = replace(finding, level="note", remedy=remedy)
-            self._faults.setdefault(check, finding)
-
-    def findings(self, updates: int) -> list[Finding]:
-        """Return a finding for each check."""
-        text = f"equal on all workers, at the start and after {plural(updates, 'update')}"
-        return [
-            self._faults.get(check) or fine(check, text)
-            for check, tensors in tensors_of(*self._state).items()
-            if tensors
-        ]
+def compare_replicas(
+    subject: Subject, optimizer: Optimizer, ranks: Ranks, when: str
+) -> dict[Check, Finding]:
+    """Compare what workers have in common, by check; every worker calls this."""
+    model, averaged = subject.inner, subject.averaged
+    layers = [it for it in model.modules() if isinstance(it, _NormBase)]
+    norms = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
+    is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+    compared: dict[Check, dict[str, Tensor]] = {
+        "weights": dict(model.named_parameters()),
+        "buffers": {name: it for name, it in model.named_buffers() if id(it) not in norms},
+        "optimizer state": {} if is_divided else dict(_state_of(model, optimizer)),
+        "learning rates": dict(_rates_of(optimizer)),
+        "averaged weights": averaged_tensors(averaged, model) if averaged else {},
+    }
+    found = {}
+    for check, tensors in compared.items():
+        finding = differences(check, tensors, ranks, when=when)
+        if finding is None:
+            if tensors:
+                found[check] = fine(check, f"equal on all workers, at the start and {when}")
+            continue
+        if check == "buffers" and getattr(subject.model, "broadcast_buffers", False):
+            remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
+            finding = replace(finding, level="note", remedy=remedy)
+        found[check] = finding
+    return found
 
 
 def differences(
@@ -99,11 +73,9 @@ def differences(
 ) -> Finding | None:
     """Return a fault that names the tensors that differ between workers; None if none does."""
     own = [[name, shape(it), checksum({name: it.cpu()})] for name, it in tensors.items()]
-    digest = hashlib.sha256(json.dumps(own).encode()).digest()
-    device = ranks.backend.device
-    if have_same_bytes(torch.tensor(list(digest), dtype=torch.uint8, device=device), ranks.backend):
+    everyone = gather_unequal(own, ranks.backend, ranks.backend.device)
+    if everyone is None:
         return None
-    everyone = ranks.gather(own)
     if any([it[:2] for it in other] != [it[:2] for it in everyone[0]] for other in everyone):
         sets = [{name for name, *_ in other} for other in everyone]
         names = sorted(set.union(*sets) - set.intersection(*sets)) or [name for name, *_ in own]

@@ -99,7 +99,6 @@ class Snapshot:
         return inside
 
     def _copy(self, value: Any) -> Iterable[object]:  # noqa: ANN401 -- anything a script holds
-        """Copy the content of one object, and return the objects in it."""
         inside: Iterable[object] = ()
         match value:
             case Tensor():
@@ -130,7 +129,7 @@ class Snapshot:
             case CellType():
                 content = _content(value)
                 self._restores.append(lambda: setattr(value, "cell_contents", content))
-            case _ if (restore := generator_restore(value)) is not None:
+            case _ if (restore := _generator_restore(value)) is not None:
                 self._restores.append(restore)
             case _ if isinstance(value, _ENTERED) or _is_of_own_class(value):
                 inside = [vars(value)]
@@ -166,13 +165,12 @@ def restored(
     shared = [] if state is None else [state.GradientState._shared_state]
     loaders += [it for it in held if isinstance(it, DataLoader)]
     snapshot = Snapshot([*objects, *held, *own, *shared], loaders=loaders)
-    restores = global_states()
+    restore_random = generators_of()
     try:
         yield
     finally:
         snapshot.restore()
-        for restore in restores:
-            restore()
+        restore_random()
 
 
 def held_by(functions: Iterable[object]) -> list[object]:
@@ -204,8 +202,8 @@ def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
     return twin
 
 
-def global_states() -> list[Callable[[], object]]:
-    """Return functions that restore the generators of Python, NumPy and torch."""
+def generators_of(model: nn.Module | None = None) -> Callable[[], None]:
+    """Return a function that restores the generators of Python, NumPy and torch, and of layers."""
     restores: list[Callable[[], object]] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
@@ -215,13 +213,9 @@ def global_states() -> list[Callable[[], object]]:
     if device is not None:
         module = torch.get_device_module(device)
         restores.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
-    return restores
-
-
-def generators_of(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores all generators: global ones, and those that layers have."""
-    own = (it for layer in model.modules() for it in vars(layer).values())
-    restores = global_states() + [it for it in map(generator_restore, own) if it is not None]
+    layers = () if model is None else model.modules()
+    own = (_generator_restore(it) for layer in layers for it in vars(layer).values())
+    restores += [it for it in own if it is not None]
 
     def restore() -> None:
         for each in restores:
@@ -230,7 +224,7 @@ def generators_of(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN401 -- anything
+def _generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN401 -- anything
     """Return a function that restores a generator of random numbers; None for another object."""
     match value:
         case torch.Generator():
@@ -246,7 +240,6 @@ def generator_restore(value: Any) -> Callable[[], object] | None:  # noqa: ANN40
 
 
 def _content(cell: CellType) -> object:
-    """Return the content of a closure's cell; None if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -14,11 +14,11 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from largebatch.audit.findings import Check, Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import INNER_LOADERS, global_states, without_iterator
+from largebatch.audit.restoring import INNER_LOADERS, without_iterator
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
 from largebatch.formatting import percent, plural
@@ -95,30 +95,31 @@ def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
 
     Where samples have no numbers, a few batches of the workers are compared.
     """
-    epochs, problem = numbered_epochs(subject.loader, 2, ranks, "samples", subject.set_epoch)
-    base = torch_loader(subject.loader)
-    if problem or base is None:
-        return [_compare_batches(subject, ranks, problem)]
-    readings = count_readings(base.dataset, epochs[0], ranks)
+    try:
+        base, epochs, readings = read_epochs(subject.loader, 2, ranks, "samples", subject.set_epoch)
+    except NoNumbersError as error:
+        return [_compare_batches(subject, ranks, str(error))]
     sampler = getattr(base.batch_sampler, "sampler", base.sampler)
     findings = [_coverage(readings, ranks.size, sampler)]
     few, most = min(readings.batches), max(readings.batches)
     if few < most:
-        text = f"workers have {few:,} to {most:,} batches in an epoch: the last updates wait for "
-        text += "workers that have ended"
+        text = f"workers have {few:,} to {most:,} batches in an epoch: the last updates wait"
         remedy = "give all workers as many batches: DistributedSampler, drop_last, or DDP's join()"
         findings.append(fault("samples", text, remedy, float(most - few)))
     return [*findings, _order(epochs, subject, ranks)]
 
 
-def numbered_epochs(
+def read_epochs(
     loader: object,
     number: int,
     ranks: Ranks,
     check: Check,
     set_epoch: Callable[[int], object] | None = None,
-) -> tuple[list[Epoch], str]:
-    """Return the sample numbers of epochs, and why there are none on some worker."""
+) -> tuple[DataLoader[Any], list[Epoch], Readings]:
+    """Return the DataLoader in a loader, this worker's epochs, and all readings in the first one.
+
+    Raises NoNumbersError on all workers if the samples of one of them have no numbers.
+    """
 
     def draw() -> tuple[list[Epoch], str]:
         try:
@@ -127,11 +128,14 @@ def numbered_epochs(
             return [], str(error)
 
     epochs, problem = ranks.attempt(check, "drawing sample numbers", draw)
-    return epochs, next((text for text in ranks.gather(problem) if text), "")
+    problems = [text for text in ranks.gather(problem) if text]
+    base = torch_loader(loader)
+    if problems or base is None:
+        raise NoNumbersError(problems[0])
+    return base, epochs, _count_readings(base.dataset, epochs[0], ranks)
 
 
-def count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
-    """Count how often the workers read each sample in an epoch."""
+def _count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
     root, held = whole(dataset)
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
     read, has, before = (
@@ -178,10 +182,12 @@ def _fingerprints(dataset: Any) -> list[int]:  # noqa: ANN401 -- a data set of a
     size = len(dataset)
     found = []
     for number in sorted({0, size // 2, size - 1}) if size else ():
-        with _same_generators():
-            first = fingerprint(dataset[number])
-        with _same_generators():
-            found.append(first if first == fingerprint(dataset[number]) else 0)
+        readings = []
+        for _ in range(2):
+            for seed in (random.seed, np.random.seed, torch.manual_seed):  # restored by the caller
+                seed(0)
+            readings.append(fingerprint(dataset[number]))
+        found.append(readings[0] if readings[0] == readings[1] else 0)
     return found
 
 
@@ -203,27 +209,11 @@ def fingerprint(sample: object) -> int:
     return int.from_bytes(digest.digest())
 
 
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's generators with 0 in this block, and restore them."""
-    restores = global_states()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()
-
-
 def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
     size, never, twice = readings.size, readings.never, readings.twice
-    text = (
-        f"{plural(size, 'sample')}: {never:,} never read in an epoch"
-        + f" ({percent(never / max(1, size))} %)" * bool(never)
-        + f", {twice:,} read again"
-        + ", of data sets that differ between workers" * (readings.held is None)
-    )
+    part = f" ({percent(never / max(1, size))} %)" * bool(never)
+    text = f"{plural(size, 'sample')}: {never:,} never read in an epoch{part}, {twice:,} read again"
+    text += ", of data sets that differ between workers" * (readings.held is None)
     kind = type(sampler).__name__
     is_draw = kind in _REPEATING or getattr(sampler, "replacement", False) or readings.by_draw
     if is_draw and not readings.equal:  # a fault in the division repeats samples on other workers
@@ -231,8 +221,7 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         return note("samples", f"{text}, as {kind} draws them", remedy)
     if readings.everything or readings.equal:
         what = "all" if readings.everything else f"the same draws of {kind} from"
-        text = f"every worker reads {what} {plural(size, 'sample')} in an epoch: {world_size} "
-        text += "passes over the data are counted as one"
+        text = f"every worker reads {what} {plural(size, 'sample')} in an epoch"
         remedy = "divide the data: DataLoader(..., sampler=DistributedSampler(data))"
         if not readings.everything:
             remedy = "divide the draws: give worker r of W those with the numbers r, r + W, ..."
@@ -265,7 +254,7 @@ def _order(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> Finding:
         return note("epoch order", text, "shuffle the training data: shuffle=True")
     text = f"{len(same)} of {ranks.size} workers read both epochs in one shuffled order"
     if subject.set_epoch is None and may_set_epoch():
-        text += " if the script does not set the epoch, which was not given"
+        text += ", without set_epoch"
         remedy = "to check what your loop does: audit(..., set_epoch=sampler.set_epoch)"
         return unknown("epoch order", text, remedy)
     remedy = "call sampler.set_epoch(epoch) before each epoch"
@@ -276,10 +265,7 @@ def may_set_epoch() -> bool:
     """Return True if a calling module or one that it imports from names a function that sets the
     epoch, or if its source cannot be read.
     """
-    frames, frame = [], inspect.currentframe()
-    while frame is not None:
-        frames.append(frame.f_globals)
-        frame = frame.f_back
+    frames = [it.frame.f_globals for it in inspect.stack(0)]
     frames = [it for it in frames if not str(it.get("__name__")).startswith("largebatch.")]
     if not frames or not linecache.getlines(str(frames[0].get("__file__"))):
         return True
@@ -295,7 +281,6 @@ def may_set_epoch() -> bool:
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
-    """Compare a few batches of the workers, where samples have no numbers."""
 
     def read() -> list[int]:
         batches = islice(without_iterator(subject.loader), subject.steps)
@@ -310,8 +295,7 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
     words, base = plural(number, "batch", "batches"), torch_loader(subject.loader)
     again = max(len(own) - len(set(own)) for own in everyone)
     if again and base is not None and base.num_workers > 1:
-        text = f"{again} of {number} batches repeat one that the same worker has read: each "
-        text += "process of its loader reads all samples"
+        text = f"{again} of {number} batches are read by several processes of a worker's loader"
         remedy = "divide an iterable data set by loader process too: get_worker_info()"
         return fault("samples", text, remedy, float(again))
     if most > 1:
@@ -373,7 +357,18 @@ def epochs_of(
     if isinstance(base.dataset, IterableDataset) or size is None:
         raise NoNumbersError(f"samples of {kind} have no numbers")
     places, found = whole(base.dataset)[1], []
-    with _reading_numbers(base, size()):
+    changes: dict[str, Any] = {
+        "dataset": range(size()),
+        "collate_fn": lambda batch: batch,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "timeout": 0,
+        "_iterator": None,
+        "iterator": None,  # of timm's MultiEpochsDataLoader
+    }
+    with mock.patch.dict(vars(base), changes):  # DataLoader refuses assignments
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)
@@ -393,30 +388,3 @@ def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN40
     samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
     sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
     return Epoch(places[samples], sizes)
-
-
-@contextmanager
-def _reading_numbers(base: DataLoader[Any], size: int) -> Iterator[None]:
-    """Make a loader return sample numbers, in this process, in this block.
-
-    DataLoader refuses assignments to its attributes, hence `vars`.
-    """
-    changes: dict[str, Any] = {
-        "dataset": range(size),
-        "collate_fn": lambda batch: batch,
-        "num_workers": 0,
-        "prefetch_factor": None,
-        "pin_memory": False,
-        "persistent_workers": False,
-        "timeout": 0,
-        "_iterator": None,
-    }
-    if "iterator" in vars(base):  # timm's MultiEpochsDataLoader keeps one
-        changes["iterator"] = None
-    before = dict(vars(base))
-    vars(base).update(changes)
-    try:
-        yield
-    finally:
-        vars(base).clear()
-        vars(base).update(before)

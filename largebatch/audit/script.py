@@ -86,8 +86,9 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
     if watch.result is not None:
         raise watch.result
     raise DataError(
-        f"{path}: {watch.missing()}; pass what it trains with: {path}:FUNCTION returns "
-        "(model, loader, loss_fn, optimizer), or call largebatch.audit in the script"
+        f"{path}: it ended before it had, in this process, read a batch from a DataLoader, made an "
+        f"update of a model that it called, and requested a batch; pass {path}:FUNCTION, which "
+        "returns (model, loader, loss_fn, optimizer), or call largebatch.audit in the script"
     )
 
 
@@ -112,14 +113,6 @@ class _Watch:
         self._hooks = ExitStack()
         self._depth = 0
         self._owner = threading.current_thread()
-
-    def missing(self) -> str:
-        """Return what was not seen."""
-        if self.loader is None:
-            return "it has read no batch from a DataLoader in this process"
-        if self.optimizer is None:
-            return "it has made no update with a model that it called, in this process"
-        return "it has requested no batch after its first update"
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -196,14 +189,12 @@ class _Watch:
         loss_fn, labels = self.loss or (None, None)
         if loss_fn is None or not _has_labels(self.batch, labels):
             raise DataError(
-                "a script is audited if it passes the labels of the batch that it read last to a "
-                f"loss function, {'which this one does not' if loss_fn else 'and none was seen'} "
-                "(a loader that reads ahead, mixup, a loss in the model): call largebatch.audit in "
-                "it, or a part of largebatch.integrations"
+                "the script has not passed the labels of the batch that it read last to a loss "
+                "function (a loader that reads ahead, mixup, a loss in the model): call "
+                "largebatch.audit in it, or a part of largebatch.integrations"
             )
         batches, requests = self.batches, self.requests
-        sampler = getattr(loader, "sampler", None)
-        set_epoch = self.set_epoch
+        sampler, set_epoch = getattr(loader, "sampler", None), self.set_epoch
         if not isinstance(sampler, DistributedSampler):
             set_epoch = getattr(sampler, "set_epoch", None)
 
@@ -224,6 +215,7 @@ class _Watch:
                 self.result = error
             batches.put(None)
 
+        # Set before it starts: the audit restores what the hook of set_epoch refers to.
         self.thread = threading.Thread(target=work, name="audit")
         self.thread.start()
 

@@ -8,8 +8,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from largebatch.distributed.environment import worker_rank
-from largebatch.errors import AuditError, DataError
+from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
+from largebatch.errors import AuditError, DataError, LargebatchError
 from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
     """
     script = Path(target)
     if script.suffix == ".py":
+        if options.timeout != TIMEOUT_SECONDS or options.backend == "serial":
+            raise LargebatchError(
+                f"--timeout and --backend serial are for FUNCTION; {target} connects its workers"
+            )
         if not script.is_file():
             raise DataError(f"{target}: there is no such script")
         if options.workers is None and worker_rank() is None:
@@ -53,16 +57,10 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
         from largebatch.audit.script import audit_script
 
         return _end(audit_script(script, arguments), target)
-    from largebatch.data.datasets.own import import_own
+    from largebatch.data.datasets.own import own_function
     from largebatch.distributed.connection import connect
 
-    module, _, name = target.partition(":")
-    make = getattr(import_own(module), name, None) if name else None
-    if not callable(make):
-        raise DataError(
-            f"{target}: there is no such function; expected a script, or MODULE:FUNCTION such as "
-            f"{module}:build"
-        )
+    make = own_function(target)
     backend = connect(options.backend, timeout=options.timeout)
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")

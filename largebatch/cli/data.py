@@ -1,4 +1,4 @@
-"""The commands `data` (index, verify, pack, import and show data sets) and `init`. They print."""
+"""The commands `data` (index, import and show data sets) and `init`. They print."""
 
 import shlex
 import signal
@@ -27,13 +27,12 @@ SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
-Format = Literal["fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet"]
+Format = Literal[
+    "fashion-mnist", "cifar10", "cifar100", "mnist", "imagefolder", "parquet", "webdataset"
+]
 """Formats that can be imported."""
 
-_OPTIONS = {
-    "imagefolder": {"val_name", "val_fraction", "seed", "drop_bad"},
-    "parquet": {"val_name", "drop_bad"},
-}
+_OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed"}, "parquet": {"val_name"}}
 """Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
@@ -98,30 +97,6 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
     return train, val
 
 
-@app.command
-def pack(folder: Path, /, *, out: Folder, shard_mb: Count = 256) -> None:
-    """Copy images of a data set, or its shards, into WebDataset tar shards.
-
-    Args:
-        folder: The data set.
-        out: New folder.
-        shard_mb: Longest shard, in 10^6 bytes.
-    """
-    from largebatch.data.datasets.packing import pack_folder
-
-    with _progress("packing") as progress:
-        pack_folder(folder, out, shard_bytes=shard_mb * 10**6, progress=progress)
-    _check_written(out)
-
-
-def _check_written(out: Path) -> None:
-    check = f"largebatch data index {out}"
-    line = f"{out}: written; its images are checked now, or later with: {check}"
-    print(printable(line), flush=True)
-    index(out)
-    print(printable(f"next: largebatch init {shlex.quote(str(out))}"))
-
-
 @app.command(name="import")
 def import_(  # noqa: PLR0913 -- its options
     name: Format,
@@ -141,6 +116,7 @@ def import_(  # noqa: PLR0913 -- its options
     Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
     Of cifar10 and cifar100: cifar-10-python.tar.gz or cifar-100-python.tar.gz, or its folder.
     Of mnist and fashion-mnist: the folder of the four official .gz files.
+    Of webdataset: a data set of shards, to make them longer or shorter.
 
     Args:
         name: Format of SOURCE.
@@ -150,33 +126,24 @@ def import_(  # noqa: PLR0913 -- its options
         val_name: Split that validates, of imagefolder (val) and parquet.
         val_fraction: Part of every class that validates, of imagefolder.
         seed: Seed of that part (0).
-        drop_bad: Leave out images of imagefolder and parquet that cannot be used.
+        drop_bad: Leave out images that cannot be used.
     """
-    given: dict[str, object] = {
-        "val_name": val_name,
-        "val_fraction": val_fraction,
-        "seed": seed,
-        "drop_bad": drop_bad or None,
-    }
+    given = {"val_name": val_name, "val_fraction": val_fraction, "seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
     for key in sorted(options.keys() - _OPTIONS.get(name, set())):
         raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
-    options.pop("drop_bad", None)
     from largebatch.data.datasets import import_data
 
-    with _progress("importing") as progress:
+    size = shard_mb * 10**6
+    with _progress("importing") as bar:
         remarks = import_data(
-            name,
-            source,
-            out,
-            shard_bytes=shard_mb * 10**6,
-            progress=progress,
-            drop_bad=drop_bad,
-            options=options,
+            name, source, out, shard_bytes=size, progress=bar, drop_bad=drop_bad, options=options
         )
-    for remark in remarks:
-        print(printable(remark))
-    _check_written(out)
+    check = f"largebatch data index {out}"
+    for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):
+        print(printable(line), flush=True)
+    index(out)
+    print(printable(f"next: largebatch init {shlex.quote(str(out))}"))
 
 
 @app.command

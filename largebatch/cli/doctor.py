@@ -3,20 +3,17 @@
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.distributed.environment import available_cores
-from largebatch.errors import LargebatchError, printable
+from largebatch.errors import LargebatchError
 from largebatch.formatting import aligned
 from largebatch.runs.options import AsJson, Given, Workers
-
-if TYPE_CHECKING:
-    from largebatch.distributed.backend import Backend
 
 
 def doctor(
@@ -34,17 +31,32 @@ def doctor(
         raise LargebatchError("--json is of the installation: leave out --network")
     if json:
         print_json({name: _as_json(finding) for name, finding in examine()})
-        return
-    if not network:
+    elif network:
+        _show_network(options)
+    else:
         for name, finding in examine():
             print_rows({name: finding}, width=12)
-        return
+
+
+def _show_network(options: Workers) -> None:
     from largebatch.distributed.connection import connect
+    from largebatch.distributed.network import bandwidth, measure_network
 
     backend = connect(options.backend, timeout=options.timeout)
-    for line in examine_network(backend):
-        if backend.rank == 0:
-            print(printable(line), flush=True)
+    workers = backend.world_size
+    if workers < 2:
+        raise LargebatchError(
+            "doctor --network measures between workers, and there is only one; start it as a run "
+            "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
+        )
+    if backend.rank == 0:
+        print(f"{workers} workers of {backend.name} on {backend.device.type}", flush=True)
+    rows = [("sum of KiB", "ms", "MB/s")]
+    for size, seconds in measure_network(backend).items():
+        rate = bandwidth(size, workers=workers, seconds=seconds)
+        rows.append((f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}"))
+    if backend.rank == 0:
+        print(aligned(rows, right=(0, 1, 2)), flush=True)
     backend.close()
 
 
@@ -58,7 +70,9 @@ def examine() -> Iterator[tuple[str, str]]:
     from largebatch.lab.studies.namespaces import lacking
     from largebatch.models.compiled import require_compiler
 
-    yield "torch", f"works  {torch.__version__}, {_devices(accelerator.names())}"
+    names = accelerator.names()
+    devices = f"{len(names)} GPU: {', '.join(sorted(set(names)))}"
+    yield "torch", f"works  {torch.__version__}, {devices if names else 'no GPU, the CPU is used'}"
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
@@ -66,10 +80,7 @@ def examine() -> Iterator[tuple[str, str]]:
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.open_decoder)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", optional.require_wandb),
-        "MLPerf": (
-            "mlperf-logging",
-            lambda: optional.require_mlperf("mllog.mllog", "tracking: [mlperf]"),
-        ),
+        "MLPerf": ("mlperf-logging", lambda: optional.require_mlperf("mllog.mllog", "doctor")),
         "TensorBoard": ("tensorboard", optional.require_tensorboard),
         "MLflow": ("mlflow-skinny", optional.require_mlflow),
         "psutil": ("psutil", optional.require_psutil),
@@ -92,27 +103,6 @@ def _as_json(finding: str) -> dict[str, str | None]:
     return {"status": status.lower() or None, "finding": text}
 
 
-def examine_network(backend: "Backend") -> Iterator[str]:
-    """Yield the time of sums over all workers.
-
-    Raises LargebatchError for a single worker.
-    """
-    from largebatch.distributed.network import bandwidth, measure_network
-
-    workers = backend.world_size
-    if workers < 2:
-        raise LargebatchError(
-            "doctor --network measures between workers, and there is only one; start it as a run "
-            "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
-        )
-    yield f"{workers} workers of {backend.name} on {backend.device.type}"
-    rows = [("sum of KiB", "ms", "MB/s")]
-    for size, seconds in measure_network(backend).items():
-        rate = bandwidth(size, workers=workers, seconds=seconds)
-        rows.append((f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}"))
-    yield aligned(rows, right=(0, 1, 2))
-
-
 def _outcome(package: str, use: Callable[[], object]) -> str:
     try:
         use()
@@ -124,10 +114,7 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
     if package == "horovod":
         version += f", HOROVOD_FUSION_THRESHOLD={os.environ['HOROVOD_FUSION_THRESHOLD']}"
     if package == "torchvision" and optional.torchvision_lacks_operators():
-        version += (
-            ", built for another torch: enough for largebatch, and a "
-            "plain `import torchvision` fails"
-        )
+        version += ", built for another torch: enough here, and a plain `import torchvision` fails"
     return f"works  {version}"
 
 
@@ -137,28 +124,17 @@ def _decode_one(open_decoder: Callable[..., AbstractContextManager[Any]]) -> Non
     import torch
     from PIL import Image
 
-    from largebatch.data.index import index
-    from largebatch.data.types import Request, Resources, View
+    from largebatch.data.augment import clean_request
+    from largebatch.data.index.index import read_folder
+    from largebatch.data.types import Resources, View
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "train" / "grey"
         place.mkdir(parents=True)
         Image.new("RGB", (8, 8), "grey").save(place / "one.png")
-        found = index.read_folder(Path(folder), "train")
-        box = np.array([[0, 0, 8, 8]])
-        request = Request(samples=np.array([0]), boxes=box, flips=np.array([False]))
-        view = View(
-            image_size=8,
-            mean=(0.0, 0.0, 0.0),
-            std=(1.0, 1.0, 1.0),
-            interpolation="bilinear",
-        )
+        found = read_folder(Path(folder), "train")
+        request = clean_request(found, np.array([0]), image_size=8, resize=None)
+        view = View(image_size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
         resources = Resources(torch.device("cpu"), threads=1, batch_size=1)
         with open_decoder(found, view, resources) as decode:
             next(decode([request]))
-
-
-def _devices(names: Sequence[str]) -> str:
-    if not names:
-        return "no GPU, the CPU is used"
-    return f"{len(names)} GPU: {', '.join(sorted(set(names)))}"

@@ -15,7 +15,7 @@ from largebatch.cli.recipe import write_planned
 from largebatch.cli.study import study
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import MISSING, aligned, plural
+from largebatch.formatting import MISSING, aligned, plural, three_digits
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -130,7 +130,7 @@ def noise(
 
 def _show_noise(folder: Path) -> None:
     """Print the noise scale of each part of a run, and what it means."""
-    from largebatch.report.noise import LEAST, course, describe_noise, measured, samples
+    from largebatch.report.noise import LEAST, course, describe_noise, measured
     from largebatch.report.run import read_run
 
     record = read_run(folder)
@@ -144,8 +144,8 @@ def _show_noise(folder: Path) -> None:
     rows = [("steps", "noise scale", "95 %")]
     for part in parts:
         found = part.found
-        value = "unknown" if math.isnan(found.value) else samples(found.value)
-        interval = f"{samples(found.low)} to {samples(found.high)}"
+        value = "unknown" if math.isnan(found.value) else three_digits(found.value)
+        interval = f"{three_digits(found.low)} to {three_digits(found.high)}"
         rows.append((f"{part.first:,}-{part.last:,}", value, interval))
     print(aligned(rows, right=(0, 1)))
     print(describe_noise(record))
@@ -172,15 +172,13 @@ def suggest(
         epochs: Length of the run (by the epoch law).
         out: Recipe to write (<name>.yaml).
     """
-    from largebatch.lab.planner.suggest import draft, words
     from largebatch.lab.planner.suggest import suggest as suggest_recipe
 
     base = None if recipe is None else load_recipe(recipe)
     found = suggest_recipe(batch, base=base, epochs=epochs)
-    out = out or Path(f"{found.name}.yaml")
-    write_planned(out, draft(found))
-    for line in words(found):
-        print(wrapped(line))
+    out = out or Path(f"{found.recipe.name}.yaml")
+    write_planned(out, found.text)
+    print(wrapped(found.source))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 

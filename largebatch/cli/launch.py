@@ -11,7 +11,7 @@ import posixpath
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -157,9 +157,14 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
     Args:
         kind: Kind of job.
     """
-    _require_kind(kind, ("slurm", "pbs", *KUBERNETES), job.node)
-    _require_kind(kind, SCHEDULERS, job.queue)
-    _require_kind(kind, KUBERNETES, job.pods)
+    owners: dict[tuple[str, ...], Node | Queue | Pods] = {
+        ("slurm", "pbs", *KUBERNETES): job.node, SCHEDULERS: job.queue, KUBERNETES: job.pods,
+    }  # fmt: skip
+    for kinds, options in owners.items():
+        for field in fields(options):
+            if kind not in kinds and getattr(options, field.name) != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
@@ -175,14 +180,6 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
         raise PlanError(f"--nodes {job.nodes} with {gpus} GPUs each: {error}") from None
     render = _manifest if kind in KUBERNETES else _script
     sys.stdout.write(render(kind, recipe, loaded, replace(job, name=name)))
-
-
-def _require_kind(kind: str, kinds: Sequence[str], options: Node | Queue | Pods) -> None:
-    """Raise LargebatchError if an option is set that this kind of job does not have."""
-    for field in fields(options):
-        if kind not in kinds and getattr(options, field.name) != field.default:
-            flag = f"--{field.name.replace('_', '-')}"
-            raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
 
 
 def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
@@ -206,51 +203,42 @@ def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
     return time
 
 
-def _files(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path]:
-    """Return the files of this host that a job reads, by option or key."""
-    given = {"RECIPE": source if source.is_file() else None, "model.weights": recipe.model.weights}
-    travels = {key: Path(file).absolute() for key, file in given.items() if file}
-    for key, file in travels.items():
-        if not file.is_file():
-            raise LargebatchError(f"{key}: {file}: there is no such file; correct the path")
-        unseen = kind in SCHEDULERS or job.nodes > 1
-        if unseen and any(file.is_relative_to(folder) for folder in LOCAL):
+def _places(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path]:
+    """Return the files and folders of this host that a job uses, by option or key."""
+    weights = Path(recipe.model.weights) if recipe.model.weights else None
+    files_of_job = {"RECIPE": source if source.is_file() else None, "model.weights": weights}
+    given = files_of_job | {"--data": job.data, "--out": job.out}
+    places = {
+        key: Path(posixpath.normpath(place.absolute()))
+        for key, place in given.items()
+        if place is not None
+    }
+    for key, place in places.items():
+        if key in files_of_job and not place.is_file():
+            raise LargebatchError(f"{key}: {place}: there is no such file; correct the path")
+        is_remote = job.nodes > 1 or (key in files_of_job and kind in SCHEDULERS)
+        if is_remote and any(place.is_relative_to(folder) for folder in LOCAL):
             raise LargebatchError(
-                f"{key}: {file}: only this host has this folder; move it to a shared file system"
+                f"{key}: {place}: each host has this folder for itself; use a shared file system"
             )
-    return travels
-
-
-def _folders(job: Job, travels: Mapping[str, Path]) -> list[Path]:
-    """Return the folders besides the job's own that its hosts must see, each once."""
-    given = {"--data": job.data, "--out": job.out}
-    places = {option: place.absolute() for option, place in given.items() if place is not None}
-    for option, place in places.items():
-        if job.nodes > 1 and any(place.is_relative_to(folder) for folder in LOCAL):
-            raise LargebatchError(
-                f"{option} {place}: each host has a folder of its own there; give one on a shared "
-                "file system"
-            )
-    folders = [file.parent for file in travels.values()]
-    folders += [places["--data"]] if "--data" in places else []
-    out = places.get("--out")
-    if out is not None and (".." in out.parts or not out.is_relative_to(Path.cwd())):
-        folders.append(out.parent)
-    return [*dict.fromkeys(folders)]
+    return places
 
 
 def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     """Return a script whose settings have the job's values; each key is the start of a line."""
     gpus, node, queue = job.gpus_per_node, job.node, job.queue
-    travels = _files(kind, source, recipe, job)
+    places = _places(kind, source, recipe, job)
     options = _options(job)
-    if "model.weights" in travels:
-        options += ["--set", f"model.weights={travels['model.weights']}"]
-    if job.data is not None:
-        options += ["--data", str(job.data.absolute())]
+    if weights := places.get("model.weights"):
+        options += ["--set", f"model.weights={weights}"]
+    if data := places.get("--data"):
+        options += ["--data", str(data)]
     elif recipe.data.source == "folder":
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
-    mounts = [f"{folder}:{folder}" for folder in _folders(job, travels)]
+    if places.get("--out", Path()).is_relative_to(Path.cwd()):
+        del places["--out"]  # its folder may not exist yet
+    folders = [place if key == "--data" else place.parent for key, place in places.items()]
+    mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
     python, image = [sys.executable], job.image or ""
     if image.endswith(".sif"):
         binds = [word for mount in mounts for word in ("--bind", mount)]
@@ -278,7 +266,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reserved = {"q": queue.partition, "A": queue.account, "l": place}
     pbs = [f"\n#PBS -{key} {value}" for key, value in reserved.items() if value]
     settings = {
-        "RECIPE=": f"${{RECIPE:-{shlex.quote(str(travels.get('RECIPE', source)))}}}",
+        "RECIPE=": f"${{RECIPE:-{shlex.quote(str(places.get('RECIPE', source)))}}}",
         "OUT=": f"${{OUT:-{shlex.quote(str(job.out or f'runs/{name}'))}}}",
         "OPTIONS=": f"({shlex.join(options)})",
         "python=": f"({shlex.join(python)})",

@@ -82,9 +82,7 @@ COMMANDS = {
 
 EXAMPLES = {
     "train": (
-        "train digits_96",
         "train digits_96 --workers 2 --set seed=2 --out runs/seed-2",
-        "train digits_96 --out runs/seed-2 --resume",
         "train mine.yaml --data images --time-limit 8h --resume auto --out a",
     ),
     "resume": ("resume runs/mine", "resume runs/mine --time-limit 8h"),
@@ -95,10 +93,7 @@ EXAMPLES = {
         "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
-    "plan": (
-        "plan digits_96 --workers 2",
-        "plan resnet50_8192_mlperf --workers 64 --cluster dgx-h100",
-    ),
+    "plan": ("plan digits_96 --workers 2", "plan resnet50_8192_mlperf --cluster dgx-h100"),
     "explain": ("explain optimizer.eta", "explain --schedule digits_96 --out rates.png"),
     "recipes": ("recipes", "recipes --json"),
     "recipes copy": ("recipes copy digits_96 --out mine.yaml",),
@@ -108,11 +103,7 @@ EXAMPLES = {
     "export": ("export runs/mine --out exported",),
     "data": ("data import cifar10 cifar-10-python.tar.gz --out cifar10", "data index images"),
     "data index": ("data index images", "data index images --drop-bad"),
-    "data pack": ("data pack images --out shards",),
-    "data import": (
-        "data import cifar10 cifar-10-python.tar.gz --out cifar10",
-        "data import imagefolder a.zip --val-fraction 0.2 --out images",
-    ),
+    "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
@@ -129,10 +120,7 @@ EXAMPLES = {
     "lab noise": ("lab noise digits_96 --max-steps 200", "lab noise runs/mine"),
     "lab suggest": ("lab suggest --batch 40000", "lab suggest digits_96 --batch 64 --epochs 20"),
     "lab rehearse": ("lab rehearse resnet50_8192_mlperf --workers 64 --rank 63",),
-    "completion": (
-        "completion bash >> ~/.bash_completion",
-        "completion fish > ~/.config/fish/completions/largebatch.fish",
-    ),
+    "completion": ("completion bash >> ~/.bash_completion",),
 }
 """Calls that --help of each command shows, of which every one can be parsed."""
 

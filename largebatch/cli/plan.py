@@ -10,15 +10,14 @@ from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.describe import (
     describe_batch_changes,
-    describe_decoding,
     describe_division,
     describe_protocol,
     describe_spans,
 )
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_tree
 from largebatch.runs.options import Changes, Count, Given, RecipeFile
 from largebatch.schedules.build import follow
 
@@ -80,8 +79,6 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
             protocol.require_workers(workers)
         workers = protocol.workers
     plan = make_plan(recipe, workers=workers)
-    course = follow(recipe.schedule, plan)
-    rates, peak = course.rates, course.peak
     division = {"global batch": describe_division(plan)}
     if protocol:
         division = {"protocol": describe_protocol(protocol, global_batch=plan.global_batch)}
@@ -92,17 +89,15 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
         + (", held out of the training images" if recipe.data.held_out else ""),
-        "images": describe_decoding(recipe.execution, recipe.data.source),
-        **_image_sizes(plan, usual=recipe.data.image_size),
-        "an epoch": _epoch(plan),
-        "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
-        "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
-        "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
-        f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
-        "warm-up": f"{plan.warmup_steps:,} steps",
-        **_polishing(recipe.polish or Polish.model_construct(), plan),
+        **follow(recipe.schedule, plan).facts(),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
+    if plan.sizes:
+        parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
+        rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
+    if recipe.polish:
+        polish = recipe.polish.model_dump(mode="json", exclude_unset=True)
+        rows["polish"] = dump_tree(polish, flow=True).strip()
     print_rows(rows)
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.estimate import estimate
@@ -115,49 +110,4 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         f"{found.precision}, {duration(found.run_seconds)} for all; "
         f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
     )
-    included = {
-        "this machine": machine,
-        "included": "forward, backward and update of every step",
-        "not included": "starting, reading images, sums over workers, evaluations, statistics, "
-        "the report",
-    }
-    print_rows(included)
-
-
-def _image_sizes(plan: Plan, *, usual: int) -> dict[str, str]:
-    """Return the row on the resolution schedule, if the recipe has one."""
-    if not plan.sizes:
-        return {}
-    parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
-    return {"image size": f"{', '.join(parts)}; clean and evaluation {usual}"}
-
-
-def _epoch(plan: Plan) -> str:
-    """Describe the steps of an epoch, and a batch larger than an epoch."""
-    sizes = [piece.global_batch for piece in plan.pieces]
-    found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
-    if plan.steps_per_epoch < 1:
-        times = plan.global_batch / plan.train_samples
-        found += f": a batch is larger than an epoch and holds every image {times:.2f} times"
-    return found
-
-
-def _polishing(polish: Polish, plan: Plan) -> dict[str, str]:
-    """Return the rows on the stages after the schedule."""
-    rows = {}
-    if polish.ema:
-        rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
-    if polish.swa:
-        rows["SWA"] = (
-            f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
-            f"of the last {plan.swa_steps:,} steps"
-        )
-    if polish.affine:
-        rows["affine"] = (
-            f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"
-        )
-    samples = polish.statistics.samples if polish.statistics else 0
-    rows["statistics"] = f"{samples:,} clean samples" if samples else "none"
-    if polish.held_out:
-        rows["held out"] = f"{polish.held_out:,} training samples, which decide on every stage"
-    return rows
+    print_rows({"this machine": machine, "included": "forward, backward and update of every step"})

@@ -9,7 +9,7 @@ from typing import Annotated
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import LargebatchError, printable
 from largebatch.runs.options import Count, Given, Machine
-from largebatch.tracking.events import LOG, REPORT, Drift, Evaluation, LayerDrift
+from largebatch.tracking.events import REPORT, LayerDrift
 
 
 def polish(  # noqa: PLR0913 -- its options
@@ -40,8 +40,15 @@ def polish(  # noqa: PLR0913 -- its options
         from largebatch.runs.checkpoints import polish_checkpoint
 
         summary = polish_checkpoint(checkpoint, run_options, samples=samples)
+        if own_rank() > 0:  # has no log
+            return
+        from largebatch.report.run import read_run
+
         before, after = map(asdict, summary.stages)
-        layers, measured = _logged(out / LOG)
+        run = read_run(out)
+        assert run.drift is not None
+        assert run.result is not None
+        layers, measured = run.drift.layers, run.result.samples
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {out / REPORT}{undone}"
     else:
@@ -59,19 +66,6 @@ def polish(  # noqa: PLR0913 -- its options
         for name, key, form in (("top-5", "top5", ".2%"), ("loss", "loss", ".4f")):
             print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
         print(printable(done))
-
-
-def _logged(log: Path) -> tuple[tuple[LayerDrift, ...], int]:
-    from largebatch.tracking.scalars import logged
-
-    layers: tuple[LayerDrift, ...] = ()
-    samples = 0
-    for event in logged(log):
-        if isinstance(event, Drift):
-            layers = event.layers
-        elif isinstance(event, Evaluation):
-            samples = event.samples
-    return layers, samples
 
 
 def _describe(layers: Sequence[LayerDrift]) -> str:

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,14 +27,11 @@ from largebatch.schedules.build import build_schedule, follow
 
 if TYPE_CHECKING:
     from largebatch.lab.mlperf.rules import BrokenRule
-    from largebatch.report.rates import Rates
 
 BREAKS_RULES = 1
 """Exit code of `check --mlperf-closed` for a recipe of the open division."""
 
 By = Literal["epoch", "step", "samples"]
-
-_COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
 recipes = App(name="recipes", help="List the installed recipes, or copy one to edit.")
 
@@ -73,12 +70,14 @@ def check(
             verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
             result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
         else:
-            verdict, result["ok"] = "ok", True
+            result["ok"], remarks = True, [loaded.tracking.remark]
             try:
                 loaded.require_backend("horovod")
             except RecipeError as error:
-                verdict += f"; {error}"
-                result["remark"] = str(error)
+                remarks.append(str(error))
+            if remark := "; ".join(filter(None, remarks)):
+                result["remark"] = remark
+            verdict = "; ".join(filter(None, ["ok", remark]))
         if not json:
             print(printable(f"{path}: {verdict}"))
     if json:
@@ -122,7 +121,7 @@ def explain(
 
     Args:
         names: A key, such as optimizer.eta; with --schedule recipes, or run folders.
-        schedule: Draw the learning rates of recipes in one figure, and print a table.
+        schedule: Draw the learning rates of recipes in one figure, and print their peaks.
         by: Axis of the figure.
         out: Figure, a PNG (learning-rates.png).
     """
@@ -141,50 +140,22 @@ def _draw_schedules(
     paths: Sequence[Path], by: By, overrides: Sequence[str], out: Path | None
 ) -> None:
     recipes = [_recipe(path, overrides) for path in paths]
-    from largebatch.report.rates import Rates, remarks, write_rates_of
+    from largebatch.report.rates import Rates, write_rates_of
 
-    names = [recipe.name for recipe in recipes]
-    drawn = []
+    names, drawn = [recipe.name for recipe in recipes], list[Rates]()
     for path, recipe in zip(paths, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
-            drawn.append(
-                Rates(label, recipe, follow(recipe.schedule, make_plan(recipe.mathematics)))
-            )
+            course = follow(recipe.schedule, make_plan(recipe.mathematics))
         except RecipeError as error:  # of several recipes: which?
             raise RecipeError(f"{path}: {error}") from None
+        drawn.append(Rates(label, recipe, course))
     figure = out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=by)
-    if len(drawn) == 1:
-        print_rows(drawn[0].course.facts(), width=9)
-    else:
-        rows = [_COLUMNS, *(_row(rates, by) for rates in drawn)]
-        print(printable(aligned(rows, right=range(2, len(_COLUMNS)))))
-    for remark in remarks(drawn):
-        print(remark)
+    for each in drawn:
+        print(printable(each.legend))
+        print_rows(each.course.facts(), width=9)
     print(printable(f"drawn: {figure}"))
-
-
-def _row(rates: "Rates", by: str) -> tuple[str, ...]:
-    """Return a row of the table: rates in four digits, and where the peak is on the axis."""
-    course, plan = rates.course, rates.course.plan
-    steps, peak = len(course.rates), course.peak
-    place = {
-        "epoch": f"{plan.epoch(peak):.2f}",
-        "step": f"{peak:,}",
-        "samples": f"{plan.position(peak):,}",
-    }
-    return (
-        rates.label,
-        rates.optimizer,
-        f"{plan.global_batch:,}",
-        f"{steps:,}",
-        f"{plan.epoch(steps):.4g}",
-        f"{course.rates[peak]:.4g}",
-        f"{by} {place[by]}",
-        f"{course.rates[-1]:.4g}",
-        f"{rates.mean:.4g}",
-    )
 
 
 def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -198,35 +169,28 @@ def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 @recipes.default
 def _list(*, json: AsJson = False) -> None:
-    """Print a row for each installed recipe, by data set; measured ones first.
+    """Print a row for each installed recipe, by data set.
 
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
-    found = list(_facts())
+    found = sorted(_facts(), key=itemgetter("needs_data", "data_set"))
     if json:
         print_json(found)
         return
-    embedded = {it["data_set"] for it in found if not it["needs_data"]}
-    measured = {it["data_set"] for it in found if it["measured"]}
-
-    def place(facts: dict[str, Any]) -> tuple[object, ...]:
-        name = facts["data_set"]
-        return name not in embedded, name not in measured, name, not facts["measured"]
-
     width = max(80, shutil.get_terminal_size().columns) - 51
-    rows, headings = [("recipe", "batch", "epochs", "measured here, or after whom")], {}
-    for data_set, group in groupby(sorted(found, key=place), key=itemgetter("data_set")):
-        where = "embedded, needs no --data" if data_set in embedded else "needs --data DIR"
-        headings[len(rows)] = f"\n{data_set} ({where})"
-        for it in group:
-            source = f"after {it['after']}" if it["after"] else "not measured here"
-            words = re.split(r" \(|, ", it["measured"] or "")[0] or source
-            short = textwrap.shorten(words, width, placeholder="...")
-            rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
-    for number, line in enumerate(aligned(rows, right=(1, 2)).splitlines()):
-        if number in headings:
-            print(headings[number])
-        print(f"  {line}")
+    rows = [("recipe", "batch", "epochs", "measured here, or after whom")]
+    for it in found:
+        source = f"after {it['after']}" if it["after"] else "not measured here"
+        words = re.split(r" \(|, ", it["measured"] or "")[0] or source
+        short = textwrap.shorten(words, width, placeholder="...")
+        rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
+    head, *lines = aligned(rows, right=(1, 2)).splitlines()
+    print(f"  {head}")
+    shown = iter(lines)
+    for data_set, group in groupby(found, key=itemgetter("data_set")):
+        recipes = list(group)
+        needs = "needs --data DIR" if recipes[0]["needs_data"] else "embedded, needs no --data"
+        print(f"\n{data_set} ({needs})", *islice(shown, len(recipes)), sep="\n  ")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
 
 

@@ -1,7 +1,6 @@
 """The commands `report` (of runs), `report diagnose` and `report mlperf`. They print."""
 
 import math
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,21 +68,20 @@ def diagnose(
         small = read_record(other, classes=classes)
         require_comparable(judged, small)
     records = [judged] if small is None else [small, judged]
-    unfinished = judged.run is not None and not judged.is_complete
-    ended = verdict(judged.run).words if judged.run is not None and unfinished else None
+    ended = verdict(judged.run).words if judged.run and not judged.run.finished else None
     causes = find_causes(judged, small)
     values = [_values(record) for record in records]
     if json:
-        runs = [
-            {"name": record.name} | {re.sub(r"\W+", "_", key): it for key, it in of_run.items()}
-            for record, of_run in zip(records, values, strict=True)
-        ]
+        runs = [{"name": it.name} | of_run for it, of_run in zip(records, values, strict=True)]
         found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
         named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
         print_json({**named, "not_checked": list(judged.unchecked)})
         return
     rows = [["", *(record.name for record in records)]]
-    rows += [[name, *(_formatted(name, it[name]) for it in values)] for name in values[0]]
+    rows += [
+        [name.replace("_1", "-1").replace("_", " "), *(_formatted(name, it[name]) for it in values)]
+        for name in values[0]
+    ]
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
     if ended:
         print(wrapped(ended))
@@ -94,9 +92,8 @@ def diagnose(
     for place, cause in enumerate(causes, start=1):
         print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
         print(wrapped(f"  to change it: {cause.remedy}"))
-    missing = judged.unchecked
-    if missing:
-        print(wrapped(f"not checked, for lack of a record: {', '.join(missing)}"))
+    if judged.unchecked:
+        print(wrapped(f"not checked, for lack of a record: {', '.join(judged.unchecked)}"))
 
 
 def _values(record: "Record") -> dict[str, float | None]:
@@ -106,21 +103,21 @@ def _values(record: "Record") -> dict[str, float | None]:
         for column in (record.val_loss, record.top1)
     )
     return {
-        "global batch": record.batch,
+        "global_batch": record.batch,
         "updates": record.updates,
         "epochs": record.epochs,
-        "peak learning rate": record.peak,
-        "warm-up, updates": record.warmup,
-        "final training loss": record.end,
-        "final validation loss": val_loss,
-        "top-1": top1,
+        "peak_learning_rate": record.peak,
+        "warm_up_updates": record.warmup,
+        "final_training_loss": record.end,
+        "final_validation_loss": val_loss,
+        "top_1": top1,
     }
 
 
 def _formatted(name: str, value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return MISSING
-    if name == "top-1":
+    if name == "top_1":
         return f"{percent(value)} %"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
@@ -135,12 +132,10 @@ def mlperf(run: Path, /, *runs: Path) -> int:
     """
     from largebatch.lab.mlperf.referee import check
 
-    findings = check([run, *runs])
+    verdicts = check([run, *runs])
     rows: list[tuple[str, str, str]] = []
-    for verdict in findings.verdicts:
-        rows.append((verdict.name, _WORDS[verdict.passed], verdict.sentence))
-        rows += [("", "", reason) for reason in verdict.reasons]
-    remarks = dict.fromkeys(remark for log in findings.logs for remark in log.remarks)
-    rows += [("remark", "", remark) for remark in remarks]
+    for name, verdict in verdicts.items():
+        first, *others = verdict.lines or [""]
+        rows += [(name, _WORDS[verdict.passed], first), *(("", "", line) for line in others)]
     print(printable(aligned(rows, right=(0,))))
-    return 0 if findings.passed else FAILED
+    return FAILED if False in {verdict.passed for verdict in verdicts.values()} else 0

@@ -42,17 +42,14 @@ def study(  # noqa: PLR0913 -- its options
     from largebatch.lab.studies import runner
     from largebatch.lab.studies.study import Machine
 
-    named = dict(one.split("=", 1) for one in data if "=" in one)
-    plain = [one for one in data if "=" not in one]
-    if len(plain) > 1:
-        raise LargebatchError(f"--data {plain[1]}: give one folder, or RECIPE=DIR for each recipe")
+    folders: dict[str, Path] = {}
+    for one in data:
+        name, folder = one.split("=", 1) if "=" in one else ("", one)
+        if name in folders:
+            raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
+        folders[name] = Path(folder)
     machine = Machine(
-        data=Path(plain[0]) if plain else None,
-        data_of={name: Path(folder) for name, folder in named.items()},
-        dataset=dataset,
-        imports=tuple(imports),
-        backend=backend,
-        timeout=timeout,
+        data=folders, dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout
     )
 
     def report(line: str) -> None:

@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
 from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, printable
@@ -41,7 +43,9 @@ def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options
 
 
 class Asked(Options):
-    """Options that know which of them were given, also with the value of their default."""
+    """Options but `out` that know which were given, also with the value of their default."""
+
+    out: Annotated[Path, Parameter(parse=False)]
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 -- of Options
         super().__init__(**given)
@@ -51,8 +55,10 @@ class Asked(Options):
 _NOTHING = Asked()
 
 
-def resume(run: Path, /, *, options: Annotated[Asked, Given] = _NOTHING) -> int:
-    """Continue a run with its recipe, its images and the options it was started with.
+def resume(
+    run: Path, /, *, options: Annotated[Asked, Given, Parameter(show_default=False)] = _NOTHING
+) -> int:
+    """Continue a run with its recipe, its images and, if not given, the options it had before.
 
     Args:
         run: The run folder.

@@ -5,7 +5,7 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
@@ -26,10 +26,11 @@ from largebatch.data.index.index import (
     share_index,
 )
 from largebatch.data.order import Stream, divide, samples_at
-from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
+from largebatch.optional import require_dali, require_torchvision
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Cache, Execution
@@ -109,9 +110,18 @@ class Pipeline:
         self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
     ) -> Batches:
         """Yield a batch for each request, decoded to this size; the default is evaluation's."""
-        view = _view(self.data, image_size, channels_last=self.channels_last)
-        with self.open_decoder(index, view) as decode:
+        with self.open_decoder(index, self.view(image_size)) as decode:
             yield from decode(requests)
+
+    def view(self, image_size: int | None = None) -> View:
+        """Return how images become the model's input, at this size or the evaluation's."""
+        return View(
+            image_size=image_size or self.data.image_size,
+            mean=self.data.mean,
+            std=self.data.std,
+            interpolation=self.data.interpolation,
+            channels_last=self.channels_last,
+        )
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once per epoch, none held out."""
@@ -126,8 +136,7 @@ class Pipeline:
             stack, decode = self.idle.pop(split)
         else:
             stack = ExitStack()
-            view = _view(self.data, channels_last=self.channels_last)
-            decode = stack.enter_context(self.open_decoder(index, view))
+            decode = stack.enter_context(self.open_decoder(index, self.view()))
         with stack:  # closes the decoder if it has batches that nobody used
             yield from decode(requests)
             if split not in self.idle:
@@ -190,18 +199,6 @@ class Pipeline:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
-
-
-@dataclass(frozen=True, slots=True)
-class CleanSamples:
-    """Clean training samples; each iteration is a new pass."""
-
-    pipeline: Pipeline
-    samples: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        with closing(self.pipeline.statistics(self.samples)) as batches:
-            yield from batches
 
 
 def divide_samples(
@@ -282,9 +279,8 @@ def open_images(
                 chosen.append(kept)
         if cache not in {"memory", "device"}:
             open_decoder = partial(_decoder(data, execution), resources=resources)
-            open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
     if cache != "device":  # which moves images itself
-        open_decoder = _moving(open_decoder)
+        open_decoder = partial(_moving, open_decoder)
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
     train = replace(train, trained=trained)
     return Pipeline(
@@ -302,8 +298,8 @@ def open_images(
     )
 
 
-def _moving(open_decoder: OpenDecoder) -> OpenDecoder:
-    return lambda index, view: translated(open_decoder(index, view))
+def _moving(open_decoder: OpenDecoder, index: Index, view: View) -> AbstractContextManager[Decode]:
+    return translated(open_decoder(index, view))
 
 
 def _choose_cache(
@@ -366,15 +362,17 @@ def _open_own(
 
 def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextManager[Decode]]:
     if data.source == "synthetic":
-        from largebatch.data.decoders.synthetic import open_decoder
+        from largebatch.data.decoders import synthetic
 
-        return open_decoder
+        return synthetic.open_decoder
     if execution.decoder == "dali":
         from largebatch.data.decoders import dali
 
+        require_dali()  # a missing decoder is an error here, not in the run
         return dali.open_decoder
     from largebatch.data.decoders import torchvision
 
+    require_torchvision()
     return torchvision.open_decoder
 
 
@@ -399,16 +397,6 @@ def _open_cached(
     uploaded = {key: pixel_cache.upload(each, device) for key, each in caches.items()}
     return lambda index, view: nullcontext(
         partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
-    )
-
-
-def _view(data: Data, image_size: int | None = None, *, channels_last: bool = False) -> View:
-    return View(
-        image_size=image_size or data.image_size,
-        mean=data.mean,
-        std=data.std,
-        interpolation=data.interpolation,
-        channels_last=channels_last,
     )
 
 
@@ -441,8 +429,7 @@ def root_of(data: Data, folder: Path | None) -> Path:
         return write_digits()
     if folder is None:
         raise DataError(
-            "this recipe reads images from a folder; pass --data DIR "
-            "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
+            "this recipe reads a folder; pass --data DIR with train and val of <class>/* or *.tar"
         )
     return folder
 
@@ -453,9 +440,7 @@ def _check(data: Data, train: Index, val: Index) -> None:
     wrong = {key: number for key, number in counts.items() if number != getattr(data, key)}
     if wrong:
         expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
-        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
         change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
         raise DataError(
-            f"{train.root}: the recipe describes {expected}, the folder has {actual}; if that is "
-            f"intended, add {change}"
+            f"{train.root}: the recipe describes {expected}; if the images are right, add {change}"
         )

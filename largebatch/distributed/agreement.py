@@ -31,10 +31,17 @@ def require_agreement(
     """
     if group.world_size == 1:
         return
-    content = json.dumps(dict(_flatten(facts)), default=str)
+    everyone = gather_unequal(dict(_flatten(facts)), group, device)
+    if everyone is not None:
+        require_same(everyone, remedy=remedy)
+
+
+def gather_unequal(own: object, group: Group, device: torch.device) -> list[Any] | None:
+    """Return the plain values of every worker, by rank; None if all are equal, by checksums."""
+    content = json.dumps(own, default=str)
     if have_same_bytes(_tensor(hashlib.sha256(content.encode()).digest(), device), group):
-        return
-    require_same(gather_values(json.loads(content), group, device), remedy=remedy)
+        return None
+    return gather_values(json.loads(content), group, device)
 
 
 def gather_values(own: object, group: Group, device: torch.device) -> list[Any]:
@@ -93,26 +100,17 @@ def require_same_bits(
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
     Sums of the bits are compared, so any single different bit is found. This is one pass over the
-    tensors and an all-reduce of 128 bytes.
+    tensors and an all-reduce of 512 bytes.
     """
     if group.world_size == 1:
         return
-    sums = [sum_of_bits(tensor) for tensor in tensors]
-    own = torch.stack(sums).sum().to(device)
-    if have_same_bytes(own.view(1).view(torch.uint8), group):
-        return
-    digests = group.all_gather(own).tolist()  # sync: once in many updates
-    common = max(set(digests), key=digests.count)
-    odd = [str(rank) for rank, digest in enumerate(digests) if digest != common]
-    if 2 * len(odd) < group.world_size:
-        found = f"worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the others"
-    else:
-        every = shorten([str(number) for number in range(group.world_size)])
-        found = f"workers {every} differ, and no majority shows which are right"
-    raise DesynchronizedError(
-        f"the weights of {found}, at {when}: a machine or a library computes incorrectly; they "
-        "were equal in the last checkpoint: check these machines, and continue with --resume"
-    )
+    remedy = "a machine or a library computes incorrectly; the weights were equal in the last "
+    remedy += "checkpoint: check the machines of the fewer workers, and continue with --resume"
+    facts = {f"sum of the weights' bits at {when}": sum_of_bits(tensors)}
+    try:
+        require_agreement(facts, group, device, remedy=remedy)
+    except MismatchError as error:
+        raise DesynchronizedError(str(error)) from None
 
 
 def have_same_bytes(own: Tensor, group: Group) -> bool:
@@ -129,11 +127,13 @@ def have_same_bytes(own: Tensor, group: Group) -> bool:
     return bool(same.all().item())  # sync: once, before training or in many updates
 
 
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's memory as integers, which is independent of the order."""
+def sum_of_bits(tensors: Iterable[Tensor]) -> int:
+    """Return the sum of tensors' memory as integers, which is independent of the order."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
+    whole = [it.detach() for it in tensors]
+    reals = [torch.view_as_real(it) if it.is_complex() else it for it in whole]
+    sums = [it.view(kinds[it.element_size()]).sum(dtype=torch.int64) for it in reals]
+    return int(sum(it.to(sums[0].device) for it in sums))  # sync: once in many updates
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -74,9 +74,9 @@ def _running(device: torch.device) -> Backend | None:
         return RunningTorch(device)
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
-        from largebatch.distributed.horovod import RunningHorovod
+        from largebatch.distributed.horovod import Horovod
 
-        return RunningHorovod(hvd, device)
+        return Horovod(hvd, device)
     return None
 
 

@@ -116,7 +116,7 @@ def join_slurm() -> None:
     if number("WORLD_SIZE", None) == 1:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
-    nodes = slurm_nodes()
+    nodes = int(_slurm("NNODES", "NUM_NODES") or 1)
     first = "127.0.0.1" if nodes == 1 else _first_host(_slurm("NODELIST") or "")
     job = number("SLURM_JOB_ID", 0) + number("SLURM_STEP_ID", 0)
     per_node = _slurm("TASKS_PER_NODE") or str(found.size)  # such as 4(x2),1
@@ -145,11 +145,6 @@ def slurm_tasks() -> int:
     if step >= _SLURM_SCRIPTS and number(_SLURM_RANK, None) == 0:
         return 1
     return number("SLURM_NTASKS", 1)
-
-
-def slurm_nodes() -> int:
-    """Return the number of nodes of this SLURM step or job; 1 outside of SLURM."""
-    return int(_slurm("NNODES", "NUM_NODES") or 1)
 
 
 def _slurm(*names: str) -> str | None:

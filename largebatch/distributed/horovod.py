@@ -99,20 +99,21 @@ class HorovodGroup:
             ) from error
 
 
-class RunningHorovod(HorovodGroup):
-    """A Backend over an initialised `horovod.torch`, which `close` does not shut down.
+class Horovod(HorovodGroup):
+    """A Backend over an initialised `horovod.torch`.
 
-    Its tensors are on `device`, or on the CPU if Horovod was built without GPU support.
+    Its tensors are on `device`, or on the CPU if Horovod was built without GPU support. `close`
+    shuts Horovod down if `is_own`, else leaves it running for the code that initialised it.
     """
 
     name = "horovod"
 
-    def __init__(self, hvd: ModuleType, device: torch.device) -> None:
+    def __init__(self, hvd: ModuleType, device: torch.device, *, is_own: bool = False) -> None:
         everyone = range(hvd.size())
         process_set = hvd.global_process_set
         super().__init__(hvd, members=everyone, process_set=process_set, prefix="")
         self._sets = {tuple(everyone): hvd.global_process_set}
-        self._num_splits = 0
+        self._num_splits, self._is_own = 0, is_own
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
         self.device = device if _supports_gpus(hvd) else torch.device("cpu")
@@ -150,28 +151,9 @@ class RunningHorovod(HorovodGroup):
         """Do nothing: Horovod's time limits are fixed when it is initialised."""
 
     def close(self) -> None:
-        """Leave Horovod running, for the code that initialised it."""
-
-
-class Horovod(RunningHorovod):
-    """A Backend over an initialised `horovod.torch`, which `close` shuts down.
-
-    Raises BackendError if torch sees a GPU but Horovod was built without GPU support.
-    """
-
-    def __init__(self, hvd: ModuleType) -> None:
-        device = pick_device(hvd.local_rank(), hvd.local_size())
-        if accelerator.is_remote(device) and not _supports_gpus(hvd):
-            raise BackendError(
-                "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
-                f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
-                "CUDA_VISIBLE_DEVICES= in the environment"
-            )
-        super().__init__(hvd, device)
-
-    def close(self) -> None:
-        """Shut Horovod down; operations in progress on other workers fail there."""
-        self._hvd.shutdown()
+        """Leave the group; operations in progress on other workers fail there."""
+        if self._is_own:
+            self._hvd.shutdown()
 
 
 def open_horovod(
@@ -182,6 +164,9 @@ def open_horovod(
     If a worker does not join an operation for `timeout` seconds (with `starting`, STARTING times as
     long, throughout the run), Horovod's stall check or Gloo's timeout fails the operation on all
     others. `splits` allows groups of workers.
+
+    Raises MissingPackageError without Horovod, and BackendError if it does not connect the workers
+    or cannot use a GPU that torch sees.
     """
     limit = math.ceil(timeout * STARTING if starting else timeout)
     for name, value in {
@@ -213,7 +198,14 @@ def open_horovod(
             "workers: it knows those of horovodrun and of the MPI that it was built with; "
             + _BY_TORCH
         )
-    backend = Horovod(hvd)
+    device = pick_device(hvd.local_rank(), hvd.local_size())
+    if accelerator.is_remote(device) and not _supports_gpus(hvd):
+        raise BackendError(
+            "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
+            f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
+            "CUDA_VISIBLE_DEVICES= in the environment"
+        )
+    backend = Horovod(hvd, device, is_own=True)
     # On the CPU: Horovod cannot sum a GPU tensor with another worker's CPU tensor.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend

@@ -53,11 +53,7 @@ class TorchGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._worker = dist.get_rank()  # global rank, for error messages
-        self._use(group)
-
-    def _use(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.in_graphs = any(name in dist.get_backend_config(group) for name in _IN_GRAPHS)
@@ -87,11 +83,18 @@ class RunningTorch(TorchGroup):
     """
 
     name = "torch"
+    timeout: timedelta | None = None
+    """Timeout of an operation, after the first update; None is the library's default."""
+
     _limit: timedelta | None = None
-    """Timeout of an operation; None is the library's default."""
+    """The present timeout."""
+
+    _opens_groups = False
+    """True if all groups of this process are made by `split` and `pair_groups`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(None)
+        self._groups: list[TorchGroup] = [self]
         self.local_rank = number("LOCAL_RANK", self.rank)
         self.local_size = number("LOCAL_WORLD_SIZE", self.world_size)
         libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
@@ -107,21 +110,25 @@ class RunningTorch(TorchGroup):
         self._start(lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True)).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
-        """Create process groups of the parts and return this worker's."""
+        """Create process groups of the parts and return this worker's.
+
+        If this object makes all groups, only this worker's is created, for any number of parts.
+        Torch names it by its members and the number of groups this process has. Members agree on
+        that number if every worker creates its groups by `split` before those of `pair_groups`.
+        """
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
+        every = [list(part) for part in parts]
         with lost_peers_named(self._worker):
             if _can_split():
-                ranks = [list(part) for part in parts]
-                group: object = dist.split_group(split_ranks=ranks, timeout=self._limit)
-            else:
-                group = self._new_group(own, parts)
+                group: object = dist.split_group(split_ranks=every, timeout=self._limit)
+            elif self._opens_groups:
+                group = dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
+            else:  # in the same order on every worker
+                groups = [dist.new_group(part, timeout=self._limit) for part in every]
+                group = groups[every.index(own)]
         assert isinstance(group, dist.ProcessGroup)
-        return TorchGroup(group)
-
-    def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:
-        """Create all groups, in the same order on every worker; return its own."""
-        groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
-        return groups[[list(part) for part in parts].index(own)]
+        self._groups.append(TorchGroup(group))
+        return self._groups[-1]
 
     def pair_groups(
         self, pairs: Sequence[tuple[int, int]]
@@ -129,19 +136,16 @@ class RunningTorch(TorchGroup):
         """Create a Gloo group for each pair of ranks; return those of this worker.
 
         Every worker creates all of them, in this order. A pair may occur twice, once reversed.
+        Their timeout is the short one: they are used only while all wait for gradients or updates.
         """
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
         with lost_peers_named(self._worker), _by_members_alone():
             for pair in pairs:
-                group = dist.new_group(sorted(pair), timeout=self._pair_limit, backend="gloo")
+                group = dist.new_group(sorted(pair), timeout=self.timeout, backend="gloo")
                 if self.rank in pair:
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group
         return made
-
-    @property
-    def _pair_limit(self) -> timedelta | None:
-        return self._limit
 
     def barrier(self) -> None:
         """Wait for every worker; unlike `wait` of a sum, this blocks the host on accelerators."""
@@ -152,7 +156,13 @@ class RunningTorch(TorchGroup):
         ).wait()
 
     def started(self) -> None:
-        """Do nothing: the code that opened the group chose its timeout."""
+        """Reduce the timeout of all groups to `timeout`, if this object opened them."""
+        if self.timeout is None or self._limit == self.timeout:
+            return
+        self._limit = self.timeout
+        if dist.get_backend() in {"gloo", "nccl"}:  # torch changes that of no other library
+            for group in self._groups:
+                _set_pg_timeout(self.timeout, group._group)
 
     def close(self) -> None:
         """Do nothing: the code that opened the group closes it."""
@@ -164,6 +174,8 @@ class TorchDistributed(RunningTorch):
     An operation that another worker has not joined after `timeout` seconds fails; with `starting`,
     after STARTING times as long until `started` is called.
     """
+
+    _opens_groups = True
 
     def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -201,35 +213,7 @@ class TorchDistributed(RunningTorch):
                 timeout=self._limit,
                 device_id=None if device.type == "cpu" else device,
             )
-        self._groups: list[TorchGroup] = [self]
         super().__init__(device)
-
-    def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
-        """Create process groups of the parts and return this worker's."""
-        self._groups.append(super().split(parts))
-        return self._groups[-1]
-
-    def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:  # noqa: ARG002
-        """Create only this worker's group, for any number of parts.
-
-        Torch names it by its members and the number of groups this process has. Members agree on
-        that number if every worker creates its groups by `split` before those of `pair_groups`.
-        """
-        return dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
-
-    @property
-    def _pair_limit(self) -> timedelta:
-        """Timeout of links, which are used only while all wait for gradients or updates."""
-        return self.timeout
-
-    def started(self) -> None:
-        """Reduce the timeout of all groups to `timeout`, after the first update."""
-        if self._limit == self.timeout:
-            return
-        self._limit = self.timeout
-        if dist.get_backend() in {"gloo", "nccl"}:  # torch changes that of no other library
-            for group in self._groups:
-                _set_pg_timeout(self._limit, group._group)
 
     def close(self) -> None:
         """Destroy the process groups."""

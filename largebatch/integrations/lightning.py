@@ -1,18 +1,15 @@
 """Callbacks for Lightning."""
 
 from collections.abc import Callable, Iterable
-from itertools import cycle
+from functools import partial
 from typing import Any
 
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from largebatch.audit import Findings, audit
-from largebatch.optional import require_lightning
+from largebatch.audit import Findings
+from largebatch.integrations import audit_updates
 from largebatch.polish import polish
-
-require_lightning()
-
-from lightning import Callback, LightningModule, Trainer  # noqa: E402
 
 
 class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read
@@ -28,12 +25,10 @@ class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read
         self.batches, self.network = batches, network
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Polish the weights that are validated."""
         if not trainer.sanity_checking:
-            polish(pl_module.get_submodule(self.network), self.batches)
+            self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Polish the weights that training ends with."""
         polish(pl_module.get_submodule(self.network), self.batches)
 
 
@@ -49,22 +44,17 @@ class Audit(Callback):  # type: ignore[misc]  # as above
         self.findings: Findings | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Audit the loop; every worker calls this."""
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
-        loader = trainer.train_dataloader
         micros = trainer.accumulate_grad_batches
-        lasts = cycle(micro == micros - 1 for micro in range(micros))
-        clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
-        def step(batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
+        def backward(batch: Any) -> None:
             output = strategy.training_step(strategy.batch_to_device(batch), 0)
             loss = output["loss"] if isinstance(output, dict) else output
             strategy.backward(loss / micros, optimizer)
-            if next(lasts):
-                pl_module.configure_gradient_clipping(optimizer, *clip)
-                optimizer.step()
-                optimizer.zero_grad()
 
-        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        network = pl_module.get_submodule(self.network)
-        self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)
+        norm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        clip = partial(pl_module.configure_gradient_clipping, optimizer, *norm)
+        network, loader = pl_module.get_submodule(self.network), trainer.train_dataloader
+        self.findings = audit_updates(
+            network, loader, self.loss_fn, optimizer, backward, clip, micros=micros
+        )

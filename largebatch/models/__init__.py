@@ -1,29 +1,28 @@
 """Models by name, and the parameter groups that are decayed and adapted."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from largebatch.errors import RecipeError
-from largebatch.models import zoo
+from largebatch.models import networks, zoo
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
 
 _DEPTHS = (8, 20, 32, 44, 56, 110)
 
-_OURS: dict[str, tuple[str, str, dict[str, int]]] = {
-    "lenet5": ("lenet5", "LeNet5", {}),
-    "cifar_quick": ("cifar_quick", "CifarQuick", {}),
-    "cifar_resnet9": ("cifar_resnet9", "CifarResNet9", {}),
-    "airbench": ("airbench", "Airbench", {}),
-    **{f"cifar_resnet{each}": ("cifar_resnet", "CifarResNet", {"depth": each}) for each in _DEPTHS},
+_OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
+    "lenet5": (networks.LeNet5, {}),
+    "cifar_quick": (networks.CifarQuick, {}),
+    "cifar_resnet9": (networks.CifarResNet9, {}),
+    "airbench": (networks.Airbench, {}),
+    **{f"cifar_resnet{depth}": (networks.CifarResNet, {"depth": depth}) for depth in _DEPTHS},
 }
-"""Module and class by name, and the arguments that a recipe cannot change."""
+"""Class by name, and the arguments that a recipe cannot change."""
 
 _POSITIONS = re.compile(r"(?:^|_)(?:pos(?:_|emb|ition|\d|$)|rel(?:_|ative|$))")
 """Names of tables of positions, absolute or relative."""
@@ -50,10 +49,9 @@ def build(
     Linear(in_features=64, out_features=10, bias=True)
     """
     if name in _OURS:
-        module, kind, fixed = _OURS[name]
-        construct = getattr(import_module(f"largebatch.models.{module}"), kind)
+        construct, fixed = _OURS[name]
         try:
-            model: nn.Module = construct(num_classes, **fixed, **(arguments or {}))
+            model = construct(num_classes, **fixed, **(arguments or {}))
         except (TypeError, ValueError) as error:
             raise RecipeError(f"model.arguments: {name}: {error}") from None
     else:
@@ -157,7 +155,7 @@ def classifier(model: nn.Module) -> nn.Module:
 
     Raises ValueError if there is neither.
     """
-    if hasattr(model, "get_classifier"):  # timm's models and this package's
+    if hasattr(model, "get_classifier"):  # timm's models
         layer = model.get_classifier()  # type: ignore[operator]  # nn.Module has no such method
         head = layer if isinstance(layer, nn.Module) else nn.ModuleList(layer)  # LeViT has two
         if any(True for _ in head.parameters()):

@@ -64,11 +64,7 @@ def require_compiler(device: torch.device) -> None:
             named = os.environ.get("CXX")
             problem = f"CXX={named} does not work" if named else "none was found"
             raise RecipeError(
-                f"execution.compile: a CPU needs a C++ compiler, and {problem}; install g++, or "
-                "name one by the variable CXX, or remove compile"
+                f"execution.compile: a CPU needs a C++ compiler, and {problem}; set CXX"
             ) from None
     elif not has_triton():
-        raise RecipeError(
-            "execution.compile: a GPU needs Triton, which is not installed or does not support "
-            "this one; install it, or remove compile"
-        )
+        raise RecipeError("execution.compile: a GPU needs Triton; install it, or remove compile")

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, has_hooks
-from largebatch.models.wrappers import device_of
+from largebatch.models.wrappers import device_of, mode
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -71,7 +71,6 @@ class _Tracer(fx.Tracer):
     """Reads the forward pass of one module, with its children as they are."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 -- torch's signature
-        """Return True: the forward pass of no child is read."""
         return True
 
 
@@ -92,19 +91,13 @@ def _pair_in(block: nn.Module) -> None:
 
 def _trace(block: nn.Module, *, training: bool) -> fx.Graph | None:
     """Return the calls of the forward pass; None if they depend on values or change the module."""
-    modes = {module: module.training for module in block.modules()}
     before = dict(vars(block))
     try:
-        for module in modes:
-            module.training = training
-        graph = _Tracer().trace(block)
-        vars(block)["training"] = before["training"]
-        return graph if vars(block) == before else None
+        with mode(block, training=training):
+            graph = _Tracer().trace(block)
     except Exception:
         return None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return graph if vars(block) == before else None
 
 
 def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:

@@ -8,7 +8,6 @@ from torch import nn
 from largebatch.errors import RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
-from largebatch.recipe.choices import Precision
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 
@@ -41,21 +40,16 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
         from largebatch.models.fusion import pair
 
         pair(model)
-    return in_precision(model, recipe.precision, device)
+    if recipe.precision != "fp32":
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
+        model.forward = torch.autocast(device.type, dtype)(model.forward)
+    return model
 
 
 def model_without_memory(section: Model, *, classes: int) -> nn.Module:
     """Build the model on the meta device: its weights have names and shapes, and no numbers."""
     with torch.device("meta"):
         return build(section.name, num_classes=classes, arguments=section.arguments)
-
-
-def in_precision(model: nn.Module, precision: Precision, device: torch.device) -> nn.Module:
-    """Make the model compute in this precision on this type of device; return it."""
-    if precision != "fp32":
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
-    return model
 
 
 def require_trainable(model: nn.Module, name: str) -> None:
@@ -66,8 +60,7 @@ def require_trainable(model: nn.Module, name: str) -> None:
     """
     if getattr(model, "aux_logits", False):
         raise RecipeError(
-            f"model.name: {name} has auxiliary classifiers, which are not trained here; build it "
-            "without them by model.arguments.aux_logits: false"
+            f"model.name: {name} has auxiliary classifiers; set model.arguments.aux_logits: false"
         )
 
 

@@ -1,4 +1,4 @@
-"""Wrapped models: parallel, sharded, compiled or averaged.
+"""Wrapped models: parallel, sharded, compiled, averaged, or called for several views of an image.
 
 A forward pass of DistributedDataParallel broadcasts buffers, and one of FSDP gathers weights:
 workers with different numbers of batches, or none, would wait for each other. Evaluation and
@@ -9,17 +9,19 @@ DistributedDataParallel.
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
-from threading import Lock, get_ident
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd
 
 from largebatch.errors import RecipeError
+from largebatch.models.inputs import logits_of
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 """Classes whose forward pass needs other workers or devices: torch's, and apex's."""
@@ -42,8 +44,7 @@ def local_model(model: nn.Module) -> nn.Module:
     """
     if has_divided_weights(model):
         raise ValueError(
-            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy of the "
-            "model with complete weights, of torch's get_model_state_dict"
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a complete copy"
         )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
@@ -114,14 +115,9 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = before
 
 
-def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Set every module to evaluation mode, and restore each module's mode on exit."""
-    return mode(model, training=False)
-
-
-_STANCE, _STANCE_LOCK = ExitStack(), Lock()
-_STANCE_USERS: list[int] = []
-"""Threads in a block of `uncompiled`; the last one to leave restores the stance of all."""
+_EAGER, _EAGER_LOCK = ExitStack(), Lock()
+_EAGER_BLOCKS: list[None] = []
+"""An entry for each block of `uncompiled` in any thread; the last one restores what was before."""
 
 
 @contextmanager
@@ -133,17 +129,17 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with _STANCE_LOCK:
-        if not _STANCE_USERS:
-            _STANCE.enter_context(torch.compiler.set_stance("force_eager"))
-        _STANCE_USERS.append(get_ident())
+    with _EAGER_LOCK:
+        if not _EAGER_BLOCKS:
+            _EAGER.enter_context(torch.compiler.set_stance("force_eager"))
+        _EAGER_BLOCKS.append(None)
     try:
         yield
     finally:
-        with _STANCE_LOCK:
-            _STANCE_USERS.remove(get_ident())
-            if not _STANCE_USERS:
-                _STANCE.close()
+        with _EAGER_LOCK:
+            _EAGER_BLOCKS.pop()
+            if not _EAGER_BLOCKS:
+                _EAGER.close()
 
 
 @contextmanager
@@ -214,3 +210,30 @@ def _kinds(value: nn.Module | Tensor) -> set[str]:
     Names are compared, because importing FSDP takes seconds and apex and timm may be missing.
     """
     return {kind.__name__ for kind in type(value).__mro__}
+
+
+class MeanOfViews(nn.Module):
+    """Average a model's logits over 2 or 6 views of each image, N x C x H x W, H and W 2 or more.
+
+    2 views: the image and its mirror image. 6: these count half, and the same two moved by one
+    pixel up and left, and down and right, a quarter each; reflection fills the borders, as in
+    airbench (arXiv:2404.00498, section 3.5).
+    """
+
+    def __init__(self, model: nn.Module, *, views: int) -> None:
+        super().__init__()
+        self.model, self.moves = model, views > 2
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the mean logits, N x K."""
+        logits = self._mirrored(images)
+        if not self.moves:
+            return logits
+        height, width = images.shape[2:]
+        larger = F.pad(images, (1, 1, 1, 1), "reflect")
+        moved = (larger[..., y : y + height, y : y + width] for y in (0, 2))
+        return torch.lerp(logits, torch.stack([*map(self._mirrored, moved)]).mean(0), 0.5)
+
+    def _mirrored(self, images: Tensor) -> Tensor:
+        both = (images, images.flip(-1))
+        return torch.stack([logits_of(self.model(view)) for view in both]).mean(0)

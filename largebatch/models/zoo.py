@@ -2,28 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from largebatch.errors import MissingPackageError, RecipeError, nearest
+from largebatch.errors import RecipeError, nearest
 from largebatch.optional import require_timm, require_torchvision
 
 TORCHVISION = "torchvision/"
 """Prefix of the names of torchvision's models."""
-
-_FRESH: dict[str, dict[str, bool | None]] = {
-    "timm": dict.fromkeys(
-        ["pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"]
-    )
-    | {"pretrained": False},
-    "torchvision": {"weights": None},
-}
-"""Arguments that keep each library from downloading or loading weights. They are passed with every
-call, so that a recipe's arguments cannot override them: a repeated keyword is an error."""
-
 
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -34,12 +22,18 @@ _REFUSALS = (
 
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """Build a known model with new weights; raise RecipeError if its library cannot."""
-    is_torchvisions, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
-    library = "torchvision" if is_torchvisions else "timm"
-    create = _torchvision().get_model if is_torchvisions else require_timm().create_model
-    fixed = {"num_classes": num_classes, **_FRESH[library]}
+    library = "torchvision" if name.startswith(TORCHVISION) else "timm"
+    # What would download or load weights is passed too, so that a recipe cannot override it: a
+    # repeated keyword is an error.
+    fresh: dict[str, bool | None]
+    if library == "torchvision":
+        create, fresh = _torchvision().get_model, {"weights": None}
+    else:
+        files = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+        create, fresh = require_timm().create_model, {"pretrained": False, **dict.fromkeys(files)}
+    plain = name.removeprefix(TORCHVISION)
     try:
-        model: nn.Module = create(plain, **fixed, **arguments)
+        model: nn.Module = create(plain, num_classes=num_classes, **fresh, **arguments)
     except _REFUSALS as error:
         reason = str(error) or type(error).__name__
         raise RecipeError(
@@ -50,9 +44,6 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
 
 def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     """Raise RecipeError with the nearest names, or those of `others`, if there is no such model."""
-    own = nearest(name, others, otherwise="", cutoff=0.85)
-    if own and not _is_timms(name):
-        raise RecipeError(f"model.name: largebatch has no network {name!r} of its own; {own}")
     if name.startswith(TORCHVISION):
         models = _torchvision()
         plain = models.list_models(module=models)
@@ -66,16 +57,8 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
             known = [*known, *require_timm().list_pretrained(f"{tagged}.*")]
     if name not in known:
         where = "torchvision.models" if library == "torchvision" else library
-        hint = nearest(name, known, otherwise=f"see {where}.list_models()")
+        hint = nearest(name, [*others, *known], otherwise=f"see {where}.list_models()")
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
-
-
-def _is_timms(name: str) -> bool:
-    """Return True if timm is installed and has this model."""
-    with suppress(MissingPackageError):
-        found: bool = require_timm().is_model(name.partition(".")[0])
-        return found
-    return False
 
 
 def preparation(name: str) -> dict[str, Any]:

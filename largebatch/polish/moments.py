@@ -53,12 +53,6 @@ class Moments:
     _pending: list[_Spans] = field(default_factory=list)
     """Batches that are to be merged."""
 
-    @classmethod
-    def of_nothing(cls, channels: int, *, device: torch.device) -> Self:
-        """Return the moments of no values."""
-        zeros = torch.zeros(channels, dtype=torch.float64, device=device)
-        return cls(0.0, zeros, zeros.clone())
-
     def to(self, device: torch.device) -> Self:
         """Return the moments on a device, with all batches; not a copy if they are there."""
         self.merge()

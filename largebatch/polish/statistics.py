@@ -40,10 +40,10 @@ from largebatch.models.inputs import images_of
 from largebatch.models.wrappers import (
     describe_layer,
     device_of,
-    evaluation_mode,
     input_of,
     kept_on_host,
     local_model,
+    mode,
     needs_host,
     uncompiled,
 )
@@ -174,7 +174,7 @@ def polish(
     owners = _owners(model, left)
     notes = {name: left[layer] for name, layer in _layers(model) if layer in left}
     _require_some(owners, notes, model)
-    with evaluation_mode(model), uncompiled():
+    with mode(model, training=False), uncompiled():
         _require_same_network(model, owners, backend, kept=notes)
         pooled = _measure(model, owners, batches, backend, forward, graph=graph)
     pairs = list(zip(owners, pooled, strict=True))
@@ -185,7 +185,6 @@ def polish(
 
 
 def _left_out(model: nn.Module, skip: Iterable[str]) -> dict[nn.Module, str]:
-    """Return why modules keep their statistics: by mode, by class, by name."""
     left = {}
     leaves = [it for it in model.modules() if not [*it.children()]]
     if any(it.training and {*it.parameters(), *it.buffers()} for it in leaves):
@@ -232,7 +231,8 @@ def _owners(model: nn.Module, left: Mapping[nn.Module, str]) -> list[_Statistics
             )
         mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
         span = layer.span if isinstance(layer, SpanBatchNorm) else None
-        nothing = Moments.of_nothing(len(mean), device=mean.device)
+        zeros = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
+        nothing = Moments(0.0, zeros, zeros.clone())
         fresh = _Statistics(name, mean, var, layer.eps, span, nothing)
         owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
     return list(owners.values())
@@ -243,10 +243,7 @@ def _require_some(owners: list[_Statistics], kept: Mapping[str, str], model: nn.
         raise ValueError("the model has no BatchNorm with running statistics: nothing to polish")
     if not owners:
         name, why = next(iter(kept.items()))
-        raise ValueError(
-            f"no layer is left to polish: {describe_layer(name)} is {why}; to measure the whole "
-            "model call model.eval() first"
-        )
+        raise ValueError(f"no layer is left to polish: {describe_layer(name)} is {why}")
     names = {owner.mean.data_ptr(): owner.name for owner in owners}
     for name in kept:
         for buffer in model.get_submodule(name).buffers(recurse=False):
@@ -289,9 +286,7 @@ def _require_same_network(
     require_agreement(
         {
             "layers to measure": [owner.name for owner in owners],
-            "checksum of the weights": int(  # sync: once
-                sum(sum_of_bits(it).to(backend.device) for it in tensors)
-            ),
+            "checksum of the weights": sum_of_bits(tensors),
         },
         backend,
         backend.device,
@@ -340,8 +335,7 @@ def _measure(
             raise DataError("polishing needs clean training images, but no worker has any")
         raise DataError(
             f"no layer with running statistics was reached in {total} batches, such as "
-            f"{describe_layer(owners[0].name)}: the forward pass in evaluation mode does not use "
-            "them, for example because it folds them into other weights"
+            f"{describe_layer(owners[0].name)}, which its evaluation mode does not use"
         )
     _check(owners, pooled)
     return pooled
@@ -474,11 +468,9 @@ def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
                 "variance; polish with more images"
             )
         if moments.count and not is_finite:
-            hint = "check the images, the weights and the precision of the model"
-            if owner.mean.dtype == torch.float16:
-                hint = "use bf16 or float32 BatchNorm, or check the images and the weights"
             most = torch.finfo(owner.mean.dtype).max
             raise DataError(
                 f"the inputs of {describe_layer(owner.name)} are infinite or NaN, or their mean or "
-                f"variance is above {most:,.6g}, the most that its buffers hold; {hint}"
+                f"variance is above {most:,.6g}, the most that its buffers hold; check the images, "
+                "the weights and the precision of the model"
             )

@@ -112,8 +112,7 @@ class Execution(Section):
     def _graph_is_allowed(self) -> Self:
         if self.graph is False and isinstance(self.compile, str):
             raise ValueError(
-                f"compile: {self.compile} is compile: true with a graph, and graph is false; give "
-                "one of the two"
+                f"compile: {self.compile} has a graph, and graph is false; give one of the two"
             )
         return self
 
@@ -123,7 +122,6 @@ class Execution(Section):
             for key, value in (("decoder", self.decoder), ("reads", self.reads)):
                 if value is not None:
                     raise ValueError(
-                        f"{key}: {value} would not be used: cache: {self.cache} decodes all "
-                        "images once; give one of the two"
+                        f"{key}: {value} would not be used: cache: {self.cache} decodes images once"
                     )
         return self

@@ -105,7 +105,6 @@ def _block(key: str, meaning: Meaning) -> str:
 
 
 def _values(section: type[Section], field: FieldInfo, name: str) -> str:
-    """Describe the values of a field, and its default."""
     values = _in_words(section.model_json_schema()["properties"][name])
     if field.is_required():
         return f"{values}, required"
@@ -116,7 +115,6 @@ def _values(section: type[Section], field: FieldInfo, name: str) -> str:
 
 
 def _list_fields(prefix: str, section: type[Section]) -> str:
-    """List every key of a section, with its first sentence."""
     kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
     fields = {name: field for name, field in section.model_fields.items() if name != "kind"}
@@ -142,7 +140,6 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
 
 
 def _in_words(schema: dict[str, Any]) -> str:  # noqa: PLR0911 -- one for each form
-    """Describe the values that a JSON schema allows."""
     if "$ref" in schema or "oneOf" in schema:
         return "section"
     if "anyOf" in schema:

@@ -7,10 +7,9 @@ What one section allows is checked where it is declared. What must hold between 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -143,9 +142,6 @@ class Evaluation(Section):
         return self
 
 
-SHORT = {"tracking": "trackers"}
-"""Sections that a word or a list may replace, and the key of the section that it is."""
-
 Label = Annotated[str, Field(min_length=1, max_length=64)]
 """A name in a tracker; W&B allows tags of 64 characters."""
 
@@ -156,12 +152,15 @@ def _words(value: object) -> object:
     return tuple(words) if isinstance(words, list) else words
 
 
+OneOrMore = BeforeValidator(_words)
+
+
 class Tracking(Section):
     """Trackers of the run, and how they file it; a list of trackers is enough. Environment
     variables of W&B, such as WANDB_NAME or WANDB_TAGS, take precedence there.
     """
 
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: Annotated[tuple[TrackerName, ...], OneOrMore] = ()
     """Trackers besides the console and log.jsonl. `wandb`: Weights & Biases. `tensorboard`: event
     files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report at the end.
     `mlperf`: mlperf.log, as MLPerf's rules require it, for `largebatch report mlperf`."""
@@ -176,7 +175,7 @@ class Tracking(Section):
     job_type: Label | None = None
     """Kind of run within its group, in W&B and as a tag in MLflow; null: train or polish."""
 
-    tags: tuple[Label, ...] = ()
+    tags: Annotated[tuple[Label, ...], OneOrMore] = ()
     """Tags in W&B and MLflow."""
 
     entity: Label | None = None
@@ -185,10 +184,22 @@ class Tracking(Section):
     notes: str | None = None
     """A text about the run, for W&B and MLflow."""
 
-    @field_validator("trackers", "tags", mode="before")
+    @property
+    def remark(self) -> str:
+        """A sentence on keys that only W&B and MLflow read, without these; else empty."""
+        given = [
+            key for key in ("group", "job_type", "tags", "entity", "notes") if getattr(self, key)
+        ]
+        if not given or not {"wandb", "mlflow"}.isdisjoint(self.trackers):
+            return ""
+        return (
+            f"tracking.{given[0]} needs wandb or mlflow in tracking.trackers; nothing else reads it"
+        )
+
+    @model_validator(mode="before")
     @classmethod
-    def _one_word_is_a_list(cls, value: object) -> object:
-        return _words(value)
+    def _a_list_is_of_trackers(cls, value: object) -> object:
+        return {"trackers": value} if isinstance(value, (str, list, tuple)) else value
 
     @model_serializer(mode="wrap")
     def _as_short_as_possible(self, dump: SerializerFunctionWrapHandler) -> Any:  # noqa: ANN401 -- pydantic's
@@ -228,7 +239,7 @@ class Keys(Section):
     evaluation: Evaluation = Evaluation()
     nonfinite: NonFinite = NonFinite()
     tracking: Tracking = Tracking()
-    monitor: tuple[Monitor, ...] = ()
+    monitor: Annotated[tuple[Monitor, ...], OneOrMore] = ()
     """Further measurements for the report and the trackers. `noise_scale`: the gradient noise
     scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
     it needs a device batch of whole BatchNorm spans that is smaller than the global batch.
@@ -236,17 +247,6 @@ class Keys(Section):
     by layer. `system`: processor, memory and GPU of every worker, 200 times in a
     run. `generalization_gap`: at the end of every stage the loss on all images trained on, shown as
     validation images are, and the validation loss minus it; one forward pass over them."""
-
-    @field_validator("monitor", mode="before")
-    @classmethod
-    def _one_word_is_a_list(cls, value: object) -> object:
-        return _words(value)
-
-    @field_validator(*SHORT, mode="before")
-    @classmethod
-    def _short_form(cls, value: object, field: ValidationInfo) -> object:
-        is_short = isinstance(value, (str, list, tuple))
-        return {SHORT[str(field.field_name)]: _words(value)} if is_short else value
 
     @property
     def train_samples(self) -> int:

@@ -20,7 +20,6 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.installed import installed, read_installed
-from largebatch.recipe.keys import SHORT
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import CHOOSERS, Section, kinds_of, sections_of
@@ -40,11 +39,7 @@ Overrides = Sequence[str] | Mapping[str, object]
 
 
 def override_words(changes: Overrides) -> tuple[str, ...]:
-    """Return changes as the words of `--set`.
-
-    >>> override_words({"optimizer.eta": 0.002, "tracking": ["wandb"]})
-    ('optimizer.eta=0.002', 'tracking=["wandb"]')
-    """
+    """Return changes as the words of `--set`."""
     if isinstance(changes, str):
         raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
     if isinstance(changes, Mapping):
@@ -200,13 +195,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:
-    if len(keys) == 1 and keys[0] in SHORT and isinstance(value, (str, list)):
-        keys = [keys[0], SHORT[keys[0]]]
+    if keys == ["tracking"] and isinstance(value, (str, list)):
+        keys = ["tracking", "trackers"]
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})
-        if section is tree and key in SHORT and isinstance(below, (str, list)):
-            below = section[key] = {SHORT[key]: below}
+        if section is tree and key == "tracking" and isinstance(below, (str, list)):
+            below = section[key] = {"trackers": below}
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):

@@ -95,7 +95,6 @@ class Model(Section):
 
 
 def _words(value: JsonValue) -> list[str]:
-    """Return the words of an argument, at any depth."""
     if isinstance(value, dict):
         return [word for pair in value.items() for each in pair for word in _words(each)]
     if isinstance(value, list):

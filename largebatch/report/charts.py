@@ -6,24 +6,15 @@ many points as a chart can show (`course.thin`).
 """
 
 import math
-from collections.abc import Callable, Sized
-from operator import attrgetter
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
-from largebatch.report.run import Run, images_per_second
-from largebatch.report.style import (
-    COLOURS,
-    INK,
-    MARKERS,
-    MUTED,
-    name_axes,
-    name_line,
-)
-from largebatch.tracking.events import Step
+from largebatch.report.run import Run, column, images_per_second
+from largebatch.report.style import COLOURS, INK, MARKERS, MUTED, name_axes, name_line
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas
@@ -32,12 +23,11 @@ if TYPE_CHECKING:
 def draw_loss(figure: "Canvas", run: Run) -> None:
     """Draw the losses by step, and the learning rate below them on the same axis."""
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    draw_updates(top, run, attrgetter("loss"))
+    draw_updates(top, run, "loss")
     for stage, steps in run.by_stage.items():
-        x, rates = [step.step for step in steps], [step.lr for step in steps]
-        bottom.plot(x, rates, color=COLOURS[stage], marker=_lonely(x))
-    losses = [*(step.loss for step in run.steps), *(found.loss for found in run.evaluations)]
-    if needs_log_scale(np.array(losses)):
+        x = column(steps, "step")
+        bottom.plot(x, column(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
+    if needs_log_scale(column([*run.steps, *run.evaluations], "loss")):
         top.set_yscale("log")
         top.minorticks_off()
         top.yaxis.set_major_formatter("{x:g}")
@@ -49,11 +39,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     title = name_axes(top, y="Loss")
     title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
     if run.evaluations:
-        top.plot(
-            [evaluation.step for evaluation in run.evaluations],
-            [evaluation.loss for evaluation in run.evaluations],
-            color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False,
-        )  # fmt: skip
+        x, losses = column(run.evaluations, "step"), column(run.evaluations, "loss")
+        top.plot(x, losses, color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False)
         name_line(top, "validation", INK, after=title)
     name_axes(bottom, y="Learning rate", x="Step")
 
@@ -61,17 +48,15 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
     axes, kept = figure.subplots(), run.kept_evaluations
-    axes.plot(
-        [found.epoch for found in kept], [100 * found.top1 for found in kept], color=MUTED, lw=1
-    )
+    axes.plot(column(kept, "epoch"), 100 * column(kept, "top1"), color=MUTED, lw=1)
     by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
     for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
         # A stage without updates ends where the one before it does: its mark is within that one's.
         later = [each.epoch for those in by_stage[place + 1 :] for each in those]
         size = 6 + 3 * later.count(found[-1].epoch) if found else 6
         axes.plot(
-            [each.epoch for each in found], [100 * each.top1 for each in found],
-            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
+            column(found, "epoch"), 100 * column(found, "top1"), color=COLOURS[stage.name],
+            marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
             markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
     if run.stages[1:]:
@@ -83,8 +68,8 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
 def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
-    draw_updates(axes, run, attrgetter("images_per_second"))
-    axes.set_ylim(0, ceiling(np.array([step.images_per_second for step in run.steps])))
+    draw_updates(axes, run, "images_per_second")
+    axes.set_ylim(0, ceiling(column(run.steps, "images_per_second")))
     rate = images_per_second(run)
     if rate is not None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
@@ -93,13 +78,10 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     name_axes(axes, y="Images per second", x="Step")
 
 
-def draw_updates(axes: "Axes", run: Run, value: Callable[[Step], float]) -> None:
+def draw_updates(axes: "Axes", run: Run, name: str) -> None:
     """Draw a value of every update faint, and the running median over it."""
     for stage, steps in run.by_stage.items():
-        thinned = thin(
-            np.array([step.step for step in steps], dtype=np.float64),
-            np.array([value(step) for step in steps]),
-        )
+        thinned = thin(column(steps, "step"), column(steps, name))
         extremes = np.column_stack((thinned.low, thinned.high)).ravel()
         axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
         axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))

@@ -7,11 +7,12 @@ the noise of these images, as in the report of one run (`mistakes`).
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -23,10 +24,10 @@ from largebatch.errors import (
     printable,
     shorten,
 )
-from largebatch.formatting import percent, plural
+from largebatch.formatting import plural
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
-from largebatch.report.mistakes import Change, compare
+from largebatch.report.mistakes import Change, change_from
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -41,17 +42,16 @@ from largebatch.report.pages import (
     series,
 )
 from largebatch.report.run import (
-    FloatArray,
     Run,
     Stage,
     images_per_second,
     read_run,
     short_commit,
 )
+from largebatch.tracking.scalars import dotted
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
-
 
 _NOISE = (
     "Noise is two standard errors of the difference of two runs on these images: by McNemar's "
@@ -89,17 +89,30 @@ class Compared:
             recipe = parse_recipe(self.run.recipe or "")
         except RecipeError:
             return None
-        return dict(_flatten(recipe.model_dump(mode="json")))
+        return {
+            key: clip(printable(value if isinstance(value, str) else json.dumps(value)), 200)
+            for key, value in dotted(recipe.model_dump(mode="json"))
+        }
+
+    @property
+    def machine(self) -> dict[str, str]:
+        """Workers, and what each of them holds."""
+        plan = self.run.plan
+        return {"(workers)": self.run.workers, "(device batch)": f"{plan.device_batch:,}"}
+
+    @property
+    def software(self) -> dict[str, str] | None:
+        """What the run was made with; None without a summary."""
+        summary = self.run.summary
+        if summary is None:
+            return None
+        found = {"backend": summary.backend, "commit": short_commit(summary.commit)}
+        return {f"({name})": value for name, value in (found | summary.versions).items()}
 
     @cached_property
     def evaluated(self) -> Course:
         """Accuracy and loss on the validation data."""
         return evaluations_of(self.run)
-
-    @cached_property
-    def updates(self) -> Course:
-        """Training loss and images per second."""
-        return updates_of(self.run)
 
     @property
     def ended(self) -> tuple[Stage, ...]:
@@ -115,47 +128,35 @@ class Compared:
         return max(self.evaluated.top1, default=math.nan)
 
     @property
+    def last(self) -> Stage:
+        """The stage that left the model as it is, of a run whose accuracy was measured."""
+        assert self.run.last_stage is not None
+        return self.run.last_stage
+
+    @property
     def top1(self) -> float:
-        """Top-1 of the model as the run left it, a fraction of 1."""
-        assert self.run.result is not None
-        return self.run.result.top1
+        """Top-1 of the model as the run left it, in percent."""
+        return 100 * self.last.after.top1
 
     def seconds_to(self, target: float) -> float:
         """Return the time to the first evaluation with this top-1 in percent; NaN without one."""
-        place = self.evaluated.first_at(target)
-        return math.nan if place is None else float(self.evaluated.seconds[place])
+        reached = self.evaluated.seconds[self.evaluated.top1 >= target - 1e-9]  # a part of 1 x 100
+        return float(reached[0]) if reached.size else math.nan
 
-    def data(self, *, named: bool) -> tuple[str, ...]:
-        """Return a key of its validation data; `named`: with the names of the classes."""
-        known, stage = self.settings or {}, self.run.last_stage
-        samples = stage.after.samples if stage else self.run.plan.val_samples
-        images = f"{samples:,} validation images"
+    def data(self) -> str:
+        """Return what its validation data is, as far as recipe and log have it."""
+        known = self.settings or {}
+        images = f"{self.last.after.samples:,} validation images"
         if "data.held_out.samples" in known:
-            images = f"{samples:,} held-out training images, seed {known['data.held_out.seed']}"
-        words = [known.get("data.source", ""), known.get("data.classes", "")]
-        words[1] += " classes" * bool(words[1])
-        names = stage.mistakes.classes if named and stage and stage.mistakes else ()
-        return (", ".join(filter(None, [*words, images])), *names)
+            images = images.replace("validation", "held-out training")
+            images += f", seed {known['data.held_out.seed']}"
+        if not known:
+            return images
+        return f"{known['data.source']}, {known['data.classes']} classes, {images}"
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Runs of the same validation data."""
-
-    data: str
-    runs: tuple[Compared, ...]
-    """Runs with a measured accuracy, in descending order of their last accuracy."""
-
-    def points_to_best(self, run: Compared) -> float:
-        """Return the difference of top-1 at the end, in percentage points; 0 or less."""
-        return 100 * (run.top1 - self.runs[0].top1)
-
-    def change(self, run: Compared) -> Change:
-        """Return how `run` ended compared with the best of the group."""
-        best, other = self.runs[0].run.last_stage, run.run.last_stage
-        assert best is not None
-        assert other is not None
-        return compare(best.after, other.after, best.mistakes, other.mistakes)
+    def change_from(self, best: "Compared") -> Change:
+        """Return how the run ended compared with another one of the same data."""
+        return change_from(best.last, self.last)
 
 
 @dataclass(frozen=True)
@@ -167,16 +168,19 @@ class Comparison:
     """Why folders were left out; each begins with the path."""
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """The runs by validation data; those that were never evaluated are in none."""
-        measured = [one for one in self.runs if one.run.result is not None]
-        named = all(one.run.last_stage and one.run.last_stage.mistakes for one in measured)
+    def groups(self) -> tuple[tuple[Compared, ...], ...]:
+        """The runs of the same validation data, that of the highest top-1 at the end first.
+
+        Runs that were never evaluated are in none.
+        """
+        measured = [one for one in self.runs if one.run.last_stage]
+        named = all(one.last.mistakes for one in measured)
         by_data: dict[tuple[str, ...], list[Compared]] = {}
         for one in measured:
-            by_data.setdefault(one.data(named=named), []).append(one)
+            classes = one.last.mistakes.classes if named and one.last.mistakes else ()
+            by_data.setdefault((one.data(), *classes), []).append(one)
         return tuple(
-            Group(data, tuple(sorted(runs, key=lambda one: one.top1, reverse=True)))
-            for (data, *_), runs in by_data.items()
+            tuple(sorted(runs, key=attrgetter("top1"), reverse=True)) for runs in by_data.values()
         )
 
     @cached_property
@@ -191,25 +195,25 @@ class Comparison:
 
     @cached_property
     def differences(self) -> dict[str, tuple[str | None, ...]]:
-        """Settings that differ, by key, and the value in each run; then software and workers.
+        """Settings that differ, by key, and the value in each run; then workers and software.
 
         None where a run has no such key. A recipe or summary that cannot be read has None for all
         of them, and makes none differ.
         """
-        known = [one.settings for one in self.runs if one.settings is not None]
-        keys = dict.fromkeys(key for settings in known for key in settings)
-        rows: dict[str, tuple[str | None, ...]] = {
-            key: tuple((one.settings or {}).get(key) for one in self.runs)
-            for key in keys
-            if len({settings.get(key) for settings in known}) > 1
+        return {
+            **_differing([one.settings for one in self.runs]),
+            **_differing([one.machine for one in self.runs]),
+            **_differing([one.software for one in self.runs]),
         }
-        machines = [dict(_machine(one.run)) for one in self.runs]
-        for name in dict.fromkeys(name for machine in machines for name in machine):
-            row = tuple(machine.get(name) for machine in machines)
-            pairs = zip(row, self.runs, strict=True)
-            if len({fact for fact, one in pairs if fact is not None or one.run.summary}) > 1:
-                rows[f"({name})"] = row
-        return rows
+
+
+def _differing(facts: Sequence[dict[str, str] | None]) -> dict[str, tuple[str | None, ...]]:
+    known = [each for each in facts if each is not None]
+    return {
+        key: tuple(each.get(key) if each else None for each in facts)
+        for key in dict.fromkeys(key for each in known for key in each)
+        if len({each.get(key) for each in known}) > 1
+    }
 
 
 def compare_runs(folders: Sequence[Path]) -> Comparison:
@@ -249,59 +253,33 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _flatten(tree: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every value by its dotted key; a list is one value.
-
-    >>> dict(_flatten({"batch": {"global_batch": 96}, "std": [1, 2], "polish": None}))
-    {'batch.global_batch': '96', 'std': '[1, 2]', 'polish': 'null'}
-    """
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{key}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"{key}{name}", clip(printable(text), 200)
-
-
-def _machine(run: Run) -> Iterator[tuple[str, str]]:
-    yield "workers", run.workers
-    yield "device batch", f"{run.plan.device_batch:,}"
-    if run.summary is not None:
-        yield "backend", run.summary.backend
-        if run.summary.commit is not None:
-            yield "commit", short_commit(run.summary.commit)
-        yield from run.summary.versions.items()
-
-
 def describe(comparison: Comparison) -> Iterator[str]:
     """Yield the sentences that the page begins with: which run is best by what, and how surely."""
     groups = comparison.groups
     if not groups:
         yield "Accuracy was measured in none of these runs."
     if len(groups) > 1:
-        data = "; ".join(f"{group.data} ({_names(group.runs)})" for group in groups)
+        data = "; ".join(f"{runs[0].data()} ({_names(runs)})" for runs in groups)
         yield (
             f"These runs were measured on {len(groups)} sets of validation images, so their "
             f"accuracies cannot be compared: {data}."
         )
-    for group in groups:
-        if len(groups) == 1 or len(group.runs) > 1:
-            yield _best(group)
+    for runs in groups:
+        if len(groups) == 1 or len(runs) > 1:
+            yield _best(*runs)
 
 
-def _best(group: Group) -> str:
-    best, *others = group.runs
-    assert best.run.result is not None
-    top1, samples = percent(best.top1), best.run.result.samples
+def _best(best: Compared, *others: Compared) -> str:
+    top1 = f"{best.top1:.2f} %"
     if not others:
-        return f"{best.label} ends with top-1 of {top1} %; no other run was evaluated."
+        return f"{best.label} ends with top-1 of {top1}; no other run was evaluated."
     second = others[0]
-    if group.points_to_best(second) == 0:
-        return f"{best.label} and {second.label} end with the same top-1, {top1} %."
-    close = [one for one in others if not group.change(one).beyond_noise]
-    gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
-    begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
-    noise = f"the noise of {samples:,} validation images"
+    if best.top1 == second.top1:
+        return f"{best.label} and {second.label} end with the same top-1, {top1}."
+    close = [one for one in others if not one.change_from(best).beyond_noise]
+    gap = f"{best.top1 - second.top1:.2f} points above {second.label}"
+    begin = f"{best.label} ends with the highest top-1, {top1}, {gap}"
+    noise = f"the noise of {best.last.after.samples:,} validation images"
     if not close:
         return f"{begin}: more than {noise}."
     return f"{begin}. Its lead over {_names(close)} is within {noise}."
@@ -319,7 +297,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
     }
     ends = Counter(one.status for one in comparison.runs)
     words = [", ".join(f"{count} {status}" for status, count in ends.items())]
-    words += [group.data for group in comparison.groups[:1] if len(comparison.groups) == 1]
+    words += [runs[0].data() for runs in comparison.groups[:1] if len(comparison.groups) == 1]
     rows = comparison.differences
     differing = [
         Column("Setting", list(rows)),
@@ -333,7 +311,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
         subtitle=" · ".join(words),
         findings=list(describe(comparison)),
         is_sound=len(comparison.groups) == 1,
-        note=_NOISE if any(len(group.runs) > 1 for group in comparison.groups) else "",
+        note=_NOISE if any(runs[1:] for runs in comparison.groups) else "",
         legend=("Runs", list(looks.values())),
         sections=[
             Section(title="Left out", notes=comparison.left_out),
@@ -350,20 +328,15 @@ def make_comparison_page(comparison: Comparison) -> Page:
 
 
 def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
-    groups = {one.label: group for group in comparison.groups for one in group.runs}
-    ranked = [one for group in comparison.groups for one in group.runs]
-    ranked += [one for one in comparison.runs if one.label not in groups]
+    best = {one.label: runs[0] for runs in comparison.groups for one in runs}
+    ranked = [one for runs in comparison.groups for one in runs]
+    ranked += [one for one in comparison.runs if one.label not in best]
     column = columns_over(ranked)
 
-    def behind(one: Compared) -> float | None:
-        group = groups.get(one.label)
-        return None if group is None else group.points_to_best(one)
-
     def beyond(one: Compared) -> str | None:
-        group = groups.get(one.label)
-        if group is None or one is group.runs[0]:
+        if best.get(one.label, one) is one:
             return None
-        return "yes" if group.change(one).beyond_noise else "no"
+        return "yes" if one.change_from(best[one.label]).beyond_noise else "no"
 
     def after(one: Compared, name: str) -> float | None:
         """Return top-1 after a stage, kept or discarded."""
@@ -372,8 +345,12 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
     names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
     columns = [
         column("Run", lambda one: one.label, None),
-        column("Top-1, %", lambda one: one.run.result and 100 * one.run.result.top1, ".2f"),
-        column("To the best", behind, ".2f"),
+        column("Top-1, %", lambda one: one.top1 if one.label in best else None, ".2f"),
+        Column(
+            "To the best",
+            [one.top1 - best[one.label].top1 if one.label in best else None for one in ranked],
+            ".2f",
+        ),
         column("Beyond noise", beyond, None),
         *(column(f"After {name}, %", partial(after, name=name), ".2f") for name in names),
         *(
@@ -395,39 +372,33 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
 
 
 def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]:
-    axes = "Epoch", "Time, min"
-    accuracy: dict[str, list[Line]] = {axis: [] for axis in axes}
-    loss: dict[str, list[Line]] = {axis: [] for axis in axes}
-    values: list[FloatArray] = []
-    for one in comparison.runs:
-        evaluated, updates, look = one.evaluated, one.updates, looks[one.label]
-        values += [updates.loss, evaluated.loss]
-        columns = (
-            (evaluated.epoch, updates.epoch),
-            (evaluated.seconds / 60, updates.seconds / 60),
-        )
-        for axis, both in zip(axes, columns, strict=True):
-            x, x_updates = (column.tolist() for column in both)
-            accuracy[axis].append(Line(series=look, x=x, y=evaluated.top1.tolist()))
-            loss[axis] += [
-                Line(series=look, x=x_updates, y=updates.loss.tolist(), points=False),
-                Line(series=look, x=x, y=evaluated.loss.tolist(), line=False),
-            ]
-    if any(one.evaluated.stages for one in comparison.runs):
-        panels = [Panel(lines=accuracy[axis], x=axis, y="Top-1, %") for axis in axes]
+    shown = [(looks[one.label], one.evaluated, updates_of(one.run)) for one in comparison.runs]
+
+    every = np.concatenate([at.loss for _, *both in shown for at in both])
+    log: Literal["", "y"] = "y" if needs_log_scale(every) else ""
+    accuracy, loss = list[Panel](), list[Panel]()
+    for axis in ("Epoch", "Time, min"):
+        top1s, losses = list[Line](), list[Line]()
+        for look, *both in shown:
+            x, x_updates = (at.epoch if axis == "Epoch" else at.seconds / 60 for at in both)
+            evaluated, updates = both
+            top1s.append(Line(series=look, x=x, y=evaluated.top1))
+            losses.append(Line(series=look, x=x_updates, y=updates.loss, points=False))
+            losses.append(Line(series=look, x=x, y=evaluated.loss, line=False))
+        accuracy.append(Panel(lines=top1s, x=axis, y="Top-1, %"))
+        loss.append(Panel(lines=losses, x=axis, y="Loss", log=log))
+    if comparison.groups:
         yield line_chart(
             "accuracy",
-            *panels,
+            *accuracy,
             title="Accuracy",
             caption="Top-1 on the validation images, at every evaluation of what the run kept. "
             "Time is that of updates, evaluations and stages without updates, each counted once.",
         )
-    if any(map(len, values)):
-        log: Literal["", "y"] = "y" if needs_log_scale(np.concatenate(values)) else ""
-        panels = [Panel(lines=loss[axis], x=axis, y="Loss", log=log) for axis in axes]
+    if every.size:
         yield line_chart(
             "loss",
-            *panels,
+            *loss,
             title="Loss",
             caption="The running median of the training loss (lines), and the loss on the "
             "validation images (points). Training losses compare only if augmentation and label "

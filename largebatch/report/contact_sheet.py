@@ -8,11 +8,10 @@ smoothing hides what resizing did to them.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,19 +41,16 @@ Rows = tuple[tuple[Tensor, ...], ...]
 """By class: images as the model gets them, each 3 x H x W."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """One training image of each class and what becomes of it; beside it, validation."""
+class Shown(NamedTuple):
+    """One training image of each class in the first passes of the run and in the clean stage.
+
+    Beside it, as many as CHECKS validation images.
+    """
 
     classes: tuple[str, ...]
     training: Rows
-    """The image in the first passes of the run."""
-
     clean: Rows
-    """The same image in the clean stage, or where BatchNorm statistics are measured."""
-
     evaluation: Rows
-    """CHECKS validation images, or as many as there are."""
 
 
 def show(pipeline: Pipeline) -> Shown:

@@ -7,10 +7,11 @@ with others.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.report.run import FloatArray, Run, median
+from largebatch.report.run import FloatArray, Run, column, median
 
 POINTS = 500  # more updates cannot be told apart in a chart
 
@@ -19,11 +20,7 @@ POINTS = 500  # more updates cannot be told apart in a chart
 class Course:
     """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
 
-    step: FloatArray
-    """Updates made."""
-
     epoch: FloatArray
-    images: FloatArray
     seconds: FloatArray
     """NaN in a run without updates, whose model was trained in another."""
 
@@ -33,16 +30,6 @@ class Course:
     top1: FloatArray
     """In percent; empty for updates."""
 
-    stages: tuple[str, ...]
-
-    def first_at(self, target: float) -> int | None:
-        """Return the row of the first evaluation with this top-1 in percent; None without one.
-
-        What a part of 1 loses when it is multiplied by 100 does not miss a target.
-        """
-        reached = np.flatnonzero(self.top1 >= target - 1e-9)
-        return int(reached[0]) if reached.size else None
-
 
 def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     """Return the seconds from the run's begin to each update's end, and to each evaluation's.
@@ -50,73 +37,50 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     How long a stage without updates took is in the summary; without one its evaluation is counted.
     What is only monitored at its end is not.
     """
-    lengths = np.array([_seconds(run, place) for place in range(len(run.steps))])
+    step, lengths = column(run.steps, "step"), _finite(column(run.steps, "step_seconds"))
     ends = np.concatenate(([0.0], np.cumsum(lengths)))
-    steps = np.array([step.step for step in run.steps])
-    logged = {step.stage for step in run.steps}
-    whole = {stage.name: stage.result.seconds for stage in run.stages if stage.result}
+    alone = [stage for stage in run.stages if stage.name not in run.by_stage]
+    whole = {stage.name: stage.result.seconds for stage in alone if stage.result}
     for gap in run.gaps:
         if gap.stage in whole:
-            whole[gap.stage] -= _finite(gap.seconds)
-    others, evaluations = 0.0, []
-    pauses = np.zeros(len(run.steps))
-    for found in run.evaluations:
-        alone = found.stage not in logged and found.stage in whole
-        pause = whole.pop(found.stage) if alone else _finite(found.seconds)
-        others += pause
-        place = int(np.searchsorted(steps, found.step))
-        pauses[place:] += pause
-        evaluations.append(float(ends[place]) + others)
-    return ends[1:] + pauses, np.array(evaluations)
+            whole[gap.stage] -= float(_finite(gap.seconds))
+    pauses = [whole.pop(one.stage, float(_finite(one.seconds))) for one in run.evaluations]
+    places = np.searchsorted(step, column(run.evaluations, "step"))
+    before = np.bincount(places, pauses, minlength=len(ends)).cumsum()
+    return ends[1:] + before[:-1], ends[places] + np.cumsum(pauses)
 
 
-def _seconds(run: Run, place: int) -> float:
-    step = run.steps[place]
-    if math.isfinite(step.step_seconds):
-        return step.step_seconds
-    rate = step.images_per_second
-    return _finite(run.plan.batch_at(step.step) / rate) if rate > 0 else 0.0
-
-
-def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else 0.0
+def _finite(seconds: float | FloatArray) -> FloatArray:
+    return np.nan_to_num(seconds, posinf=0.0)
 
 
 def evaluations_of(run: Run) -> Course:
     """Return every evaluation of what was kept; times are NaN where a checkpoint was polished."""
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    every = zip(run.evaluations, _clock(run)[1], strict=True)
-    kept = [(found, seconds) for found, seconds in every if found.stage not in undone]
+    kept, seconds = run.kept_evaluations, _clock(run)[1]
+    if not run.steps:
+        seconds[:] = math.nan
+    stages = [stage.name for stage in run.stages if stage.kept]
     return Course(
-        step=np.array([found.step for found, _ in kept], dtype=np.float64),
-        epoch=np.array([found.epoch for found, _ in kept], dtype=np.float64),
-        images=np.array([run.plan.position(found.step) for found, _ in kept], dtype=np.float64),
-        seconds=np.array([seconds if run.steps else math.nan for _, seconds in kept]),
-        loss=np.array([found.loss for found, _ in kept], dtype=np.float64),
-        top1=np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
-        stages=tuple(found.stage for found, _ in kept),
+        epoch=column(kept, "epoch"),
+        seconds=seconds[np.isin([one.stage for one in run.evaluations], stages)],
+        loss=column(kept, "loss"),
+        top1=100 * column(kept, "top1"),
     )
 
 
 def updates_of(run: Run) -> Course:
     """Return as many updates as a chart shows, with the running median over all of them."""
-    step = np.array([each.step for each in run.steps], dtype=np.float64)
-    loss = thin(step, np.array([each.loss for each in run.steps], dtype=np.float64))
-    places = np.searchsorted(step, loss.step)
-    made = [run.steps[place].step + 1 for place in places]
+    step = column(run.steps, "step")
+    loss = thin(step, column(run.steps, "loss"))
     return Course(
-        step=np.array(made, dtype=np.float64),
-        epoch=np.array([run.plan.epoch(count) for count in made]),
-        images=np.array([run.plan.position(count) for count in made], dtype=np.float64),
-        seconds=_clock(run)[0][places],
+        epoch=np.array([run.plan.epoch(int(each) + 1) for each in loss.step]),
+        seconds=_clock(run)[0][np.searchsorted(step, loss.step)],
         loss=loss.trend,
         top1=np.empty(0),
-        stages=tuple(run.steps[place].stage for place in places),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Thinned:
+class Thinned(NamedTuple):
     """A series in at most POINTS bins of neighbouring steps."""
 
     step: FloatArray

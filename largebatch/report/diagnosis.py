@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.errors import LargebatchError
-from largebatch.formatting import percent, plural
+from largebatch.formatting import percent, plural, three_digits
 from largebatch.report.mistakes import by_class
-from largebatch.report.noise import has_course, latest, samples
-from largebatch.report.record import RISE, RISEN, Record, Rise
+from largebatch.report.noise import has_course, latest
+from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
 from largebatch.rules import Finding, Numbers, Rule, find
 
@@ -100,15 +100,6 @@ def _epoch(number: float) -> str:
 # Conditions: each returns the numbers of its text, or None.
 
 
-def _is_spike(run: Record, rise: Rise | None) -> bool:
-    return (
-        rise is not None
-        and rise.high - rise.low > RISE * run.unit
-        and rise.high > RISEN * rise.low
-        and rise.exceeds_noise
-    )
-
-
 def _lost(it: Judged) -> Numbers | None:
     run, lost = it.run, np.flatnonzero(~np.isfinite(it.run.loss))
     failed = run.run is not None and run.run.diverged
@@ -124,8 +115,8 @@ def _lost(it: Judged) -> Numbers | None:
 
 
 def _stayed_up(it: Judged) -> Numbers | None:
-    run, peak = it.run, it.run.rise(slice(0, None))
-    if not peak or not _is_spike(run, peak) or run.end <= RECOVERED * run.unit:
+    run, peak = it.run, it.run.spike(slice(0, None))
+    if not peak or run.end <= RECOVERED * run.unit:
         return None
     return {
         "low": peak.low, "begin": _begin(run), "high": peak.high, "place": _place(run, peak.row),
@@ -134,10 +125,8 @@ def _stayed_up(it: Judged) -> Numbers | None:
 
 
 def _spike(run: Record, rows: slice) -> Numbers | None:
-    rise = run.rise(rows)
-    if not rise or not _is_spike(run, rise):
-        return None
-    return {"low": rise.low, "high": rise.high, "place": _place(run, rise.row)}
+    rise = run.spike(rows)
+    return rise and {"low": rise.low, "high": rise.high, "place": _place(run, rise.row)}
 
 
 def _gained(it: Judged) -> Numbers | None:
@@ -147,7 +136,7 @@ def _gained(it: Judged) -> Numbers | None:
     )
     if run is None or stage is None or stage.before is None:
         return None
-    before, after, most = stage.before.top1, stage.after.top1, ""
+    before, after, most = stage.before.after.top1, stage.after.top1, ""
     noise = 2 * math.sqrt(max(before * (1 - before), 1e-9) / stage.after.samples)
     if after - before <= max(noise, GAINED):
         return None
@@ -242,7 +231,7 @@ def _is_underfit(run: Record) -> bool:
 
 def _underfit(it: Judged) -> Numbers | None:
     run = it.run
-    if not run.is_complete or not _is_underfit(run):
+    if (run.run and not run.run.finished) or not _is_underfit(run):
         return None
     smoothing = f", {run.floor:.3g} of it from label smoothing" if run.floor else ""
     after = "" if run.updates is None else f" after {plural(run.updates, 'update')}"
@@ -258,7 +247,7 @@ def _noise_scale(it: Judged) -> Numbers | None:
     if not (found.value > 0 and found.high < batch):
         return None
     return {
-        "value": samples(found.value), "high": samples(found.high), "batch": batch,
+        "value": three_digits(found.value), "high": three_digits(found.high), "batch": batch,
         "more": batch / found.value,
     }  # fmt: skip
 

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from largebatch.tracking.events import Evaluation, Mistakes
+from largebatch.report.run import Stage
+from largebatch.tracking.events import Mistakes
 
 _PAIRS = 10  # are listed
 
@@ -31,21 +32,19 @@ class Change:
         return abs(self.images) > self.noise
 
 
-def compare(
-    before: Evaluation, after: Evaluation, wrong_before: Mistakes | None, wrong: Mistakes | None
-) -> Change:
-    """Return what changed from one evaluation to another of the same images.
+def change_from(before: Stage, after: Stage) -> Change:
+    """Return what changed from the end of one stage to that of another on the same images.
 
     Where both were recorded image by image, chance is that of McNemar's test: each image that
     changed could as well have changed the other way. Else it is that of two independent samples,
     which is larger.
     """
-    samples = after.samples
-    images = round((after.top1 - before.top1) * samples)
-    if wrong_before is None or wrong is None:
-        variance = sum(one.top1 * (1 - one.top1) for one in (before, after)) * samples
+    samples, ends = after.after.samples, (before.after.top1, after.after.top1)
+    images = round((ends[1] - ends[0]) * samples)
+    if before.mistakes is None or after.mistakes is None:
+        variance = sum(top1 * (1 - top1) for top1 in ends) * samples
         return Change(samples, images, 2 * math.sqrt(variance))
-    then, now = set(wrong_before.samples), set(wrong.samples)
+    then, now = set(before.mistakes.samples), set(after.mistakes.samples)
     fixed, broken = len(then - now), len(now - then)
     return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from largebatch.formatting import three_digits
 from largebatch.report.run import Run
 from largebatch.tracking.events import Step
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
@@ -86,24 +87,12 @@ def describe_noise(run: Run) -> str:
     found, batch = part.found, run.plan.batch_at(part.last)
     begin = f"Over the last {found.updates:,} updates the gradient noise scale is "
     if not math.isfinite(found.high):
-        return f"{begin}at least {samples(found.low)} and has no upper bound: train longer."
+        return f"{begin}at least {three_digits(found.low)} and has no upper bound: train longer."
     if not found.value > 0:
-        return f"{begin}too small to be measured: at most {samples(found.high)}."
+        return f"{begin}too small to be measured: at most {three_digits(found.high)}."
     return (
-        f"{begin}{samples(found.value)} (95 %: {samples(found.low)} to {samples(found.high)}). By "
-        f"arXiv:1812.06162 a batch of {batch:,} then needs {batch / found.value:.0%} more steps "
-        "than linear scaling from small batches; one of "
-        f"{samples(MORE_STEPS * found.value)} would need {MORE_STEPS:.0%} more."
+        f"{begin}{three_digits(found.value)} (95 %: {three_digits(found.low)} to "
+        f"{three_digits(found.high)}). By arXiv:1812.06162 a batch of {batch:,} then needs "
+        f"{batch / found.value:.0%} more steps than linear scaling from small batches; one of "
+        f"{three_digits(MORE_STEPS * found.value)} would need {MORE_STEPS:.0%} more."
     )
-
-
-def samples(value: float) -> str:
-    """Return a number of samples in three digits.
-
-    >>> samples(86_412.3), samples(7.261)
-    ('86,400', '7.26')
-    """
-    if not 0 < value < math.inf:
-        return f"{value:g}"
-    digits = 2 - math.floor(math.log10(value))
-    return f"{round(value, digits):,.{max(0, digits)}f}"

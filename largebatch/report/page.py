@@ -1,14 +1,14 @@
 """The report of one run: what its page says and shows, and its overview as a PNG file."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report import charts
-from largebatch.report.mistakes import compare, pairs
+from largebatch.report.mistakes import change_from, pairs
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -100,7 +100,7 @@ def _gain(run: Run) -> Headline:
     before, after = run.end_of_schedule, run.last_stage
     if before is None or after is None or not run.polishing:
         return Headline("Gain by polishing", MISSING, "", "not polished")
-    change = compare(before.after, after.after, before.mistakes, after.mistakes)
+    change = change_from(before, after)
     note = f"{abs(change.images):,} of {change.samples:,} validation images"
     colour: Literal["good", "bad", "grey"] = "bad" if change.images < 0 else "good"
     if not change.beyond_noise:
@@ -143,10 +143,10 @@ def _stages(run: Run) -> list[Part]:
     if not run.stages:
         return []
     column = columns_over(run.stages)
-    befores = [stage.before for stage in run.stages]
+    befores = [stage.before.after if stage.before else None for stage in run.stages]
     decisions = [stage.decision for stage in run.stages]
 
-    def scores(title: str, values: list[str], before: list[str]) -> Column:
+    def scores(title: str, values: Sequence[object], before: list[str]) -> Column:
         return Column(title, values, before=before, align="number")
 
     columns = [
@@ -156,19 +156,16 @@ def _stages(run: Run) -> list[Part]:
                align="number"),
         scores("Top-1", [f"{percent(one.after.top1)} %" for one in run.stages],
                [percent(one.top1) if one else "" for one in befores]),
-        Column("Change", [one.before and points(one.before.top1, one.after.top1)
+        Column("Change", [one.before and points(one.before.after.top1, one.after.top1)
                           for one in run.stages], align="number"),
-        scores("Held out", [f"{percent(one.after)} %" if one else MISSING for one in decisions]
-               if run.decisions else [],
+        scores("Held out", [one and f"{percent(one.after)} %" for one in decisions],
                [percent(one.before) if one else "" for one in decisions]),
         Column("Top-5", [f"{percent(one.after.top5)} %" for one in run.stages], align="number"),
         scores("Loss", [f"{one.after.loss:.4f}" for one in run.stages],
                [f"{one.loss:.4f}" if one else "" for one in befores]),
     ]  # fmt: skip
     looks = [Series(None, one.name, COLOURS[one.name]) for one in run.stages]
-    shown = [one for one in columns if len(one.values)]
-    table = Table(columns=shown, series=looks, sortable=False)
-    return [table, *_stage_notes(run)]
+    return [Table(columns=columns, series=looks, sortable=False), *_stage_notes(run)]
 
 
 def _stage_notes(run: Run) -> Iterator[str]:
@@ -180,9 +177,9 @@ def _stage_notes(run: Run) -> Iterator[str]:
             f"without augmentation. Top-1 on these is {percent(gap.top1)} %."
         )
     changes = [
-        (stage, compare(stage.before, stage.after, stage.mistakes_before, stage.mistakes))
+        (stage, change_from(stage.before, stage))
         for stage in run.stages
-        if stage.before and stage.mistakes and stage.mistakes_before
+        if stage.before and stage.mistakes and stage.before.mistakes
     ]
     if changes:
         parts = "; ".join(
@@ -299,7 +296,7 @@ def _drift(run: Run) -> list[Part]:
         f"statistics of {drift.samples:,} clean images, as root mean square over the channels. 0.1 "
         "of ln(variance) is about 10 %."
     )
-    if not run.drift_kept:
+    if any(not it.kept and it.stage == drift.stage for it in run.decisions):
         note += " They were discarded: the model was rolled back."
     return [Table(name="drift", columns=columns, sortable=False), note]
 

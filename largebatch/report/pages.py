@@ -21,6 +21,7 @@ from largebatch.storage import write_html
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
+    from largebatch.report.run import FloatArray
     from largebatch.report.style import Axes, Canvas
 
 Row = TypeVar("Row")
@@ -162,11 +163,11 @@ class Line:
     """A series in a panel: a line, points or both."""
 
     series: Series
-    x: Sequence[Any]
-    y: Sequence[float]
+    x: "Sequence[Any] | FloatArray"
+    y: "Sequence[float] | FloatArray"
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """Ends of intervals: bars at points, a band along a line without points."""
+    """Ends of intervals, drawn as bars."""
 
     line: bool = True
     points: bool = True
@@ -209,9 +210,7 @@ class Chart:
         return Markup(drawn)  # noqa: S704 -- matplotlib escapes the text in it
 
 
-def line_chart(
-    name: str, *panels: Panel, title: str = "", caption: str = "", height: float = 320
-) -> Chart:
+def line_chart(name: str, *panels: Panel, title: str = "", caption: str = "") -> Chart:
     """Return a chart of one panel, or of several side by side."""
 
     def draw(figure: "Canvas") -> None:
@@ -220,7 +219,7 @@ def line_chart(
             draw_panel(axes, panel)
 
     title = title or panels[0].y
-    return Chart(name=name, title=title, draw=draw, height=height, caption=caption)
+    return Chart(name=name, title=title, draw=draw, height=320, caption=caption)
 
 
 def draw_panel(axes: "Axes", panel: Panel) -> None:
@@ -248,10 +247,8 @@ def _draw_line(axes: "Axes", one: Line) -> None:
     if one.line:
         style = (0, one.series.dash) if one.series.dash else "-"
         axes.plot(one.x, one.y, color=colour, ls=style, gid=gid)
-    if len(one.low) and one.points:
+    if len(one.low):
         axes.vlines(one.x, one.low, one.high, color=colour, lw=1.2, gid=gid)
-    elif len(one.low):
-        axes.fill_between(one.x, one.low, one.high, color=colour, alpha=0.15, lw=0, gid=gid)
     if one.points:
         axes.scatter(one.x, one.y, 25, colour, zorder=3, gid=gid)
 

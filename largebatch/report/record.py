@@ -1,10 +1,9 @@
 """The course of a run in the columns that a diagnosis reads: of a run folder or another's CSV."""
 
-import bisect
 import csv
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from largebatch.errors import CheckpointError, RecipeError, shorten
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.noise import has_course
-from largebatch.report.run import FloatArray, Run, median, read_run
+from largebatch.report.run import FloatArray, Run, column, median, read_run
 from largebatch.tracking.events import LOG
 
 _SCHEDULE = {"train", "clean"}
@@ -61,29 +60,13 @@ _COLUMNS = {
 """The columns of a CSV that are read, by their names in lower case, with _ for other signs."""
 
 
-def _empty() -> FloatArray:
-    return np.empty(0)
-
-
-class Rise(NamedTuple):
+class Spike(NamedTuple):
     """A rise of the smoothed training loss above its lowest value before."""
 
     low: float
     high: float
     row: int
     """Row of the high."""
-
-    peak: float
-    """Highest loss of a single update there."""
-
-    scatter: float
-    """Standard deviation of the losses of single updates before it, without their trend."""
-
-    @property
-    def exceeds_noise(self) -> bool:
-        """True if losses that scatter as much do not rise so far by chance."""
-        height, outlier = self.high - self.low, self.peak - self.low
-        return max(height / SCATTER, outlier / OUTLIER) > self.scatter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +91,11 @@ class Record:
     epochs: float = math.nan
     """Passes over the training data."""
 
-    val_epoch: FloatArray = field(default_factory=_empty)
-    val_loss: FloatArray = field(default_factory=_empty)
+    val_epoch: FloatArray
+    val_loss: FloatArray
     """NaN where an evaluation has none, infinite where it was not finite."""
 
-    top1: FloatArray = field(default_factory=_empty)
+    top1: FloatArray
     """Parts of 1, by evaluation; NaN where one has only a loss."""
 
     val_samples: int | None = None
@@ -129,11 +112,6 @@ class Record:
 
     run: Run | None = None
     """None for the log of another program."""
-
-    @property
-    def is_complete(self) -> bool:
-        """False if a run folder's run did not end by itself; True for logs of other programs."""
-        return self.run is None or self.run.finished
 
     @property
     def chance(self) -> float:
@@ -205,18 +183,21 @@ class Record:
         """The loss of guessing; the first training loss where the classes are not known."""
         return self.chance if self.classes else self.start
 
-    def rise(self, rows: slice) -> Rise | None:
-        """Return the largest rise of the smoothed loss whose high lies in these rows."""
-        if len(self.trend) < 2:
-            return None
+    def spike(self, rows: slice) -> Spike | None:
+        """Return the largest rise of the smoothed loss whose high is in these rows.
+
+        None unless it exceeds RISE, RISEN and the scatter of single updates' losses.
+        """
         rises = (self.trend - self.lows)[rows]
-        if not rises.size:
+        if len(self.trend) < 2 or not rises.size:
             return None
         row = int(np.argmax(rises)) + (rows.start or 0)
         low, high = float(self.lows[row]), float(self.trend[row])
-        peak = float(self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1].max())
-        start = int(np.argmin(self.trend[: max(1, row)]))
-        return Rise(low, high, row, peak, self._scatter(start, (low + high) / 2))
+        outlier = float(self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1].max()) - low
+        scatter = self._scatter(int(np.argmin(self.trend[: max(1, row)])), (low + high) / 2)
+        exceeds_noise = max((high - low) / SCATTER, outlier / OUTLIER) > scatter
+        risen = high - low > RISE * self.unit and high > RISEN * low
+        return Spike(low, high, row) if risen and exceeds_noise else None
 
     def onset(self) -> int | None:
         """Return the first row at which the smoothed loss has risen; None without."""
@@ -289,16 +270,16 @@ def record_of(run: Run) -> Record:
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,
-        step=np.array([step.step for step in steps], dtype=np.float64),
+        step=column(steps, "step"),
         epoch=np.array([run.plan.epoch(step.step + 1) for step in steps], dtype=np.float64),
-        loss=np.array([step.loss for step in steps], dtype=np.float64),
-        lr=np.array([step.lr for step in steps], dtype=np.float64),
+        loss=column(steps, "loss"),
+        lr=column(steps, "lr"),
         by_update=True,
         updates=run.num_steps,
         epochs=run.plan.epoch(run.num_steps),
-        val_epoch=np.array([found.epoch for found in kept], dtype=np.float64),
-        val_loss=bounded(np.array([found.loss for found in kept], dtype=np.float64)),
-        top1=np.array([found.top1 for found in kept], dtype=np.float64),
+        val_epoch=column(kept, "epoch"),
+        val_loss=bounded(column(kept, "loss")),
+        top1=column(kept, "top1"),
         val_samples=kept[-1].samples if kept else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
@@ -383,14 +364,9 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     [1.0, 2.0, 3.0, 3.0]
     """
     before = size // 2
-    padded = np.pad(values, (before, size - 1 - before), mode="edge").tolist()
-    window = sorted(padded[:size])
-    found = [window[before]]
-    for gone, new in zip(padded, padded[size:], strict=False):
-        del window[bisect.bisect_left(window, gone)]
-        bisect.insort(window, new)
-        found.append(window[before])
-    return np.array(found)
+    padded = np.pad(values, (before, size - 1 - before), mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size)
+    return np.array([np.partition(window, before)[before] for window in windows])
 
 
 def smoothing_floor(loss: Loss, num_classes: int) -> float:

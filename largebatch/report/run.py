@@ -6,7 +6,7 @@ which step on earlier records are superseded: every step is read once, however o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -56,17 +56,18 @@ class Stage:
     """A stage as far as it was evaluated."""
 
     name: StageName
-    before: Evaluation | None
+    before: "Stage | None"
+    """The stage it continued from."""
+
     after: Evaluation
     result: StageResult | None
     """None where the stage, or the run, did not end by itself."""
 
-    decision: Decision | None = None
+    decision: Decision | None
     """None where there was no decision: it was kept."""
 
-    mistakes: Mistakes | None = None
-    mistakes_before: Mistakes | None = None
-    """At the ends of this stage and of the one it went on from; None in older logs."""
+    mistakes: Mistakes | None
+    """At the end; None in older logs."""
 
     @property
     def kept(self) -> bool:
@@ -142,7 +143,7 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Each stage with the last evaluation in it and in the one it went on from."""
+        """Each stage with the last evaluation in it."""
         results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
@@ -150,18 +151,9 @@ class Run:
         stages: list[Stage] = []
         before = None
         for name, after in last.items():
-            stage = Stage(
-                name,
-                before.after if before else None,
-                after,
-                results.get(name),
-                decisions.get(name),
-                mistakes.get(name),
-                before.mistakes if before else None,
-            )
-            stages.append(stage)
-            if stage.kept:
-                before = stage
+            ends = results.get(name), decisions.get(name), mistakes.get(name)
+            stages.append(Stage(name, before, after, *ends))
+            before = stages[-1] if stages[-1].kept else before
         return tuple(stages)
 
     @property
@@ -177,12 +169,6 @@ class Run:
     def polishing(self) -> tuple[Stage, ...]:
         """The stages that come after the schedule, those that were discarded too."""
         return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
-
-    @property
-    def drift_kept(self) -> bool:
-        """True if the model kept the measured statistics."""
-        discarded = [decision.stage for decision in self.decisions if not decision.kept]
-        return self.drift is None or self.drift.stage not in discarded
 
     @property
     def last_stage(self) -> Stage | None:
@@ -218,6 +204,11 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
+def column(events: Iterable[object], name: str) -> FloatArray:
+    """Return the numbers of events in one of their fields."""
+    return np.array([*map(attrgetter(name), events)], dtype=np.float64)
+
+
 def median(values: FloatArray) -> float:
     """Return the median of the finite values; NaN if there is none."""
     finite = values[np.isfinite(values)]
@@ -228,7 +219,7 @@ def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
         return run.summary.images_per_second
-    rate = median(np.array([step.images_per_second for step in run.steps]))
+    rate = median(column(run.steps, "images_per_second"))
     return None if math.isnan(rate) else rate
 
 
@@ -244,10 +235,8 @@ def shares(run: Run) -> tuple[float, float]:
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
-    data, reduction = (
-        sum(getattr(step, name) for step in steps) for name in ("data_seconds", "reduction_seconds")
-    )
-    return data / whole, reduction / whole
+    data, reduction = (column(steps, name) for name in ("data_seconds", "reduction_seconds"))
+    return float(data.sum()) / whole, float(reduction.sum()) / whole
 
 
 def read_run(folder: Path) -> Run:
@@ -286,7 +275,9 @@ _REMADE = {"remark", "stage", "update skipped"}
 def _read_log(path: Path) -> list[Event]:
     """Return the valid events: those that no later event replaces or supersedes."""
     if not path.exists():
-        raise _no_run(path)
+        raise CheckpointError(
+            f"{path}: not found; expected the folder of a run (the --out of `largebatch train`)"
+        )
     log: dict[tuple[object, ...], Event] = {}
     for number, event in enumerate(_events(path)):
         if isinstance(event, Start):
@@ -324,17 +315,6 @@ def _is_superseded(event: Event, resume_step: int) -> bool:
             return event.step >= resume_step
         case _:
             return event.step > resume_step
-
-
-def _no_run(path: Path) -> CheckpointError:
-    """Return the error for a log that is not there; runs may be one folder below."""
-    below = sorted(log.parent for log in path.parent.glob(f"*/{path.name}"))
-    if below:
-        which = f"{path.parent}/*" if len(below) > 1 else str(below[0])
-        return CheckpointError(f"{path}: not found; runs are below it: largebatch report {which}")
-    return CheckpointError(
-        f"{path}: not found; expected the folder of a run (the --out of `largebatch train`)"
-    )
 
 
 def _events(path: Path) -> Iterator[Event]:

@@ -38,14 +38,7 @@ COLOURS = {
 """Blue, orange, olive, violet, purple and bluish green; the markers tell apart what colours
 may not."""
 
-MARKERS = {
-    "train": "o",
-    "clean": "s",
-    "ema": "^",
-    "swa": ">",
-    "affine": "v",
-    "statistics": "D",
-}
+MARKERS = dict(zip(COLOURS, "os^>vD", strict=True))
 
 PALETTE = {
     "ink": INK,

@@ -1,13 +1,13 @@
 """The verdict: the first sentences of a run's page, on how it ended and on what went wrong."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from largebatch.formatting import percent
-from largebatch.report.mistakes import compare
+from largebatch.report.mistakes import change_from
 from largebatch.report.run import Run, median
 
 if TYPE_CHECKING:
@@ -45,12 +45,13 @@ def verdict(run: Run) -> Verdict:
     end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
     one = max(sizes, default=0) / end.samples
     best = max(run.kept_evaluations, key=lambda found: found.top1)
-    of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
+    unknown_mistakes = replace(last, after=best, mistakes=None)
+    best_stage = next((stage for stage in run.stages if stage.after == best), unknown_mistakes)
     bad = ""
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         bad = f"is {percent(end.top1)} %; always predicting the most frequent class gives "
         bad += f"{percent(one)} %"
-    elif compare(best, end, of_best, last.mistakes).beyond_noise:
+    elif change_from(best_stage, last).beyond_noise:
         bad = f"is {percent(end.top1)} %, below the {percent(best.top1)} % after {best.step:,} "
         bad += f"steps ({best.stage})"
     if bad:

@@ -30,8 +30,7 @@ from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
 from largebatch.training.graph import require_graphs
-from largebatch.training.session import Session
-from largebatch.training.updates import Updates, synchronous_updates
+from largebatch.training.session import Session, Updates, synchronous_updates
 
 
 @contextmanager
@@ -154,10 +153,9 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
-    size = pipeline.plan.statistics_batch
-    starts = range(0, pipeline.plan.train_samples, size)
-    ends = (min(start + size, pipeline.plan.train_samples) for start in starts)
-    parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
+    size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
+    starts = range(0, len(positions), size)
+    parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
     with closing(pipeline.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
 
@@ -171,21 +169,17 @@ def with_profiler(
     """
     if options.profile is None:
         return session, nullcontext()
-    training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     first, last = options.profile
-    made, end = session.state.progress.step, min(until, training.plan.updates)
+    made, end = session.state.progress.step, min(until, session.plan.updates)
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
             return session, nullcontext()
     if not made < first <= last <= end:
-        raise PlanError(
-            f"--profile {first}:{last}: expected a first and a last update among those that are "
-            f"to be made, {made + 1} to {end}"
-        )
-    if training.backend.rank:
+        raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
+    if session.backend.rank:
         return session, nullcontext()
 
     def action(number: int) -> ProfilerAction:
@@ -196,7 +190,7 @@ def with_profiler(
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(options.out / TRACE))
-        training.step_log.resume_clock()
+        session.step_log.resume_clock()
 
     profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler

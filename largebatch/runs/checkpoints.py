@@ -15,9 +15,8 @@ from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder, remember, remembered
+from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
-from largebatch.runs.record import record
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
@@ -66,18 +65,17 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     """
     check_folder(options.out, resume=False)
     _, checkpoint, options = _load(path, options)
-    state = checkpoint.state
     recipe = with_statistics(checkpoint.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(state["model"])}
+    facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
     with open_measuring(recipe, options, facts) as session:
-        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
-        stage = current_stage(checkpoint, session.training.plan)
+        stage = current_stage(checkpoint, session.plan)
 
         def polish() -> bool:
             assert session.polish.statistics is not None
-            if session.training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(options.out, options)
             session.judge.end(stage, num_steps=session.state.progress.updates)
             polish_statistics(session.judge, session.polish.statistics)
@@ -99,8 +97,7 @@ def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
-                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
-                "can be changed"
+                f"--set {override}: of a checkpoint only execution and evaluation can be changed"
             )
     if overrides:
         text = dump_yaml(checkpoint.recipe)
@@ -140,7 +137,6 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
     trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
-    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
-    if trackers and tracking.job_type is None:
-        tracking = tracking.model_copy(update={"job_type": "polish"})
+    job_type = recipe.tracking.job_type or ("polish" if trackers else None)
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers, "job_type": job_type})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

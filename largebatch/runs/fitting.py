@@ -128,8 +128,8 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     Raises DeviceMemoryError, with a smaller device batch, if the recipe gives another or this
     worker cannot reach the folder.
     """
-    training, recipe = session.training, session.saver.recipe
-    plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
+    recipe, plan, backend = session.saver.recipe, session.plan, session.backend
+    reducer = session.state.updater.reducer
     free = recipe.with_execution(device_batch=None)
     smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
@@ -147,7 +147,7 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     if error.alone:
         reducer.zero()
         gc.collect()  # the tensors of the pass that failed
-        training.step_log.flush()
+        session.step_log.flush()
     session.log.note("train", str(error))
     if error.alone and step and in_passes:  # else weights may be those of half an update
         session.saver.save()

@@ -1,10 +1,10 @@
-"""The run folder: its content at the start of a run, and what a run resumes from."""
+"""The run folder: the record of a run, after an error too, and what a run resumes from."""
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,29 +16,40 @@ from pydantic import TypeAdapter, ValidationError
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import worker_rank
-from largebatch.errors import CheckpointError, shorten
+from largebatch.errors import (
+    CheckpointError,
+    DivergedError,
+    LargebatchError,
+    SmallerBatchError,
+    shorten,
+)
+from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
+from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Options, Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
-from largebatch.tracking.environment import source_commit
+from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import (
     CHECKPOINTS,
     LOG,
     RECIPE,
     SUMMARY,
+    Finish,
+    Status,
     Summary,
     Tracker,
+    now,
 )
 from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
+    parse_checkpoint,
     set_aside_damaged,
 )
-from largebatch.training.saving import share_checkpoint
 from largebatch.training.session import Session
 
 OPTIONS = "options.json"
@@ -58,15 +69,11 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
-    tracking = recipe.tracking.model_copy(
-        update={
-            "group": recipe.group,
-            "job_type": recipe.tracking.job_type or "train",
-        }
-    )
+    job_type = recipe.tracking.job_type or "train"
+    tracking = recipe.tracking.model_copy(update={"group": recipe.group, "job_type": job_type})
     config = {
         **recipe.model_dump(mode="json", exclude={"tracking"}),
-        "plan": {key: getattr(session.training.plan, key) for key in _PLANNED},
+        "plan": {key: getattr(session.plan, key) for key in _PLANNED},
         "commit": source_commit() if tracking.trackers else None,
     }
     trackers: list[Tracker] = [Console()]
@@ -112,6 +119,97 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
+def record(
+    session: Session,
+    folder: Path,
+    work: Callable[[], bool],
+    *,
+    resume: bool = False,
+    draws: bool = True,
+) -> Summary:
+    """Do the work in a run folder; write its summary, and with `draws` its report, in any case.
+
+    `work` returns True if the run is complete. Only worker 0 writes to the folder.
+    """
+    opened: AbstractContextManager[list[Tracker]] = nullcontext([])
+    if session.backend.rank == 0:
+        opened = open_folder(session, folder, resume=resume)
+    with opened as trackers:
+        session.log.trackers.extend(trackers)
+        session.begin()
+        try:
+            with failures_named():
+                complete = work()
+                session.saver.finish()
+        except SmallerBatchError:
+            session.saver.finish()
+            _finish(session, folder, "paused", draws=False)
+            raise
+        except BaseException as error:
+            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            diverged = str(error) if isinstance(error, DivergedError) else None
+            with suppress(CheckpointError):  # the first error is the one to fix
+                session.saver.finish()
+            with suppress(CheckpointError):
+                _finish(session, folder, status, draws=draws, diverged=diverged)
+            raise
+        stopped = session.requests.stopped
+        status = "finished" if complete else "interrupted" if stopped else "paused"
+        return _finish(session, folder, status, draws=draws)
+
+
+def _finish(
+    session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
+) -> Summary:
+    plan, state, backend = session.plan, session.state, session.backend
+    progress, last = state.progress, state.last_kept
+    timed = progress.images and progress.train_seconds
+    summary = Summary(
+        recipe=session.saver.recipe.name,
+        commit=source_commit() if backend.rank == 0 else None,
+        versions=versions(),
+        backend=backend.name,
+        workers=plan.workers,
+        global_batch=plan.global_batch,
+        device_batch=plan.device_batch,
+        accumulation=plan.accumulation,
+        steps=progress.updates,
+        skipped_steps=progress.skipped,
+        samples=progress.images,
+        seconds=state.seconds,
+        images_per_second=progress.images / progress.train_seconds if timed else None,
+        peak_memory_bytes=peak_memory_bytes(backend.device),
+        top1=last.top1 if last else None,
+        top5=last.top5 if last else None,
+        loss=last.loss if last else None,
+        weights_sha256=state.weights_sha256,
+        stages=tuple(state.stages),
+        status=status,
+        diverged=diverged,
+    )
+    if backend.rank == 0:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
+        try:
+            summary.write(folder / SUMMARY)
+            if draws and not session.requests.stopped:  # a stopped run has no time for it
+                _draw(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        session.log.emit(Finish(time=now(), summary=summary))
+    return summary
+
+
+def _draw(folder: Path) -> None:
+    try:
+        write_report(folder)
+    except (OSError, LargebatchError):
+        raise
+    except Exception as error:  # the run is recorded; its own error matters more
+        again = f"largebatch report {folder}"
+        _LOG.warning("%s: the report was not drawn: %s; draw it with `%s`", folder, error, again)
+
+
 def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkpoint | None:
     """Return the newest readable checkpoint, which worker 0 reads for all; None to start a run.
 
@@ -127,7 +225,10 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-    return share_checkpoint(found, backend)
+    content = broadcast_bytes(found.content if found else None, backend)
+    if found is not None:
+        return found.checkpoint
+    return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
 
 
 def require_same_run(
@@ -152,8 +253,7 @@ def require_same_run(
     unknown = sorted(set(allow) - changed.keys())
     if unknown:
         raise CheckpointError(
-            f"--allow {unknown[0]}: that is the same there and here; these differ: "
-            f"{shorten(list(changed))}"
+            f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )
     for key, text in changed.items():
         if key.startswith("optimizer.") and key.endswith(".kind"):
@@ -224,6 +324,5 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
-            f"{folder}: already holds files; choose another --out, or add --resume to continue "
-            "the run in it"
+            f"{folder}: already holds files; choose another --out, or add --resume"
         )

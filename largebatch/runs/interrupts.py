@@ -21,8 +21,6 @@ HEARD = b"stopping; once more stops at once\n"
 TOGETHER_SECONDS = 1.0
 """Signals within this time of the first one count as the same request."""
 
-_SHOW_CURSOR = b"\x1b[?25h"
-
 
 def say_heard() -> None:
     """Print HEARD, if the terminal is still open: its end is a request, too."""
@@ -37,6 +35,9 @@ class InterruptedStudyError(Exception):
 class Requests:
     """Counts requests to stop."""
 
+    latest = -math.inf
+    """Time of the last request that any of these was given, by the monotonic clock."""
+
     def __init__(self) -> None:
         self._first: float | None = None
         self.again = False
@@ -49,7 +50,7 @@ class Requests:
 
     def add(self) -> None:
         """Count a signal."""
-        now = time.monotonic()
+        now = Requests.latest = time.monotonic()
         if self._first is None:
             self._first = now
         self.again = self.again or now - self._first > TOGETHER_SECONDS
@@ -96,73 +97,33 @@ def stop_requests(
             raise KeyboardInterrupt
 
     with answering(add, *STOPS):
-        deadline = _Deadline(limit, begun=begun)
-        yield lambda: deadline.is_near() or requests.any
+        longest, last = 0.0, time.monotonic()
+        end = math.inf if limit is None else (last if begun is None else begun) + limit
+
+        def wants_stop() -> bool:
+            """Return True, at the end too, less 1.5 of the longest time between two calls."""
+            nonlocal longest, last
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            return now + 1.5 * longest > end or requests.any
+
+        yield wants_stop
 
 
-@contextmanager
-def noting_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a request to stop, whichever handler handled it.
+def noting_requests() -> Callable[[], bool]:
+    """Return a function that returns True after a request from now on, whoever takes it.
 
-    A run handles requests until its last update; a series of runs needs the later ones too. Signals
-    reach only a program's main thread; in others the function returns False.
+    A run handles requests until its last update; a series of runs needs the later ones too.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    noted = bytearray()
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def came() -> bool:
-        with suppress(BlockingIOError):
-            noted.extend(os.read(read, 4096))
-        return any(number in STOPS for number in noted)
-
-    try:
-        yield came
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
-
-
-class _Deadline:
-    """The end of a run's time, less 1.5 of the longest time between two calls of `is_near`."""
-
-    def __init__(self, seconds: float | None, *, begun: float | None) -> None:
-        self._last = time.monotonic()
-        start = self._last if begun is None else begun
-        self._end = math.inf if seconds is None else start + seconds
-        self._longest = 0.0
-
-    def is_near(self) -> bool:
-        """Return True if it is time to stop."""
-        now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-        return now + 1.5 * self._longest > self._end
+    begun = time.monotonic()
+    return lambda: Requests.latest > begun
 
 
 def describe_saved(folder: Path) -> str:
-    """Describe the newest checkpoint of a run folder.
-
-    >>> describe_saved(Path("no such folder"))
-    'nothing is saved'
-    """
+    """Describe the newest checkpoint of a run folder."""
     from largebatch.tracking.events import CHECKPOINTS  # pydantic's models of all events
 
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)
     if newest is None:
         return "nothing is saved"
     return f"saved is {newest}, after {int(newest.stem.removeprefix('step-')):,} steps"
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which a killed progress bar leaves hidden."""
-    for stream in (1, 2):
-        if os.isatty(stream):
-            os.write(stream, _SHOW_CURSOR)
-            return

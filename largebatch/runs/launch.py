@@ -47,7 +47,7 @@ from largebatch.errors import (
     shorten,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard, show_cursor
+from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
@@ -86,7 +86,7 @@ def start_workers(
     port = listener.getsockname()[1]
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
-        server = horovods_server(f"localhost:{workers}", workers=workers)
+        server = _horovods_server(workers)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
         group = _Workers(
             name="workers",
@@ -121,35 +121,28 @@ def start_workers(
 
 
 @contextmanager
-def horovods_server(
-    hosts: str, *, workers: int, address: str = HOST, interface: str | None = None
-) -> Iterator[dict[str, str]]:
+def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
     """Run the server through which Horovod's workers find each other; yield its variables.
 
-    `hosts` are in horovodrun's format (a:1,b:1). They reach this process at `address`, and each
-    other through the network interface of this name, None: loopback. horovodrun's own server is not
-    used, because it listens on all interfaces.
+    horovodrun's own server is not used, because it listens on all interfaces.
     """
     require_horovod()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    interface = interface or loopback()
-
-    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
-        server.init(get_host_assignments(parse_hosts(hosts), workers))
+    with RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0) as server:
+        server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        own = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": interface,
-            "HOROVOD_HOSTNAME": "localhost",
-            "NCCL_SOCKET_IFNAME": interface,
-        }
         try:
-            yield own
+            yield {
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_IFACE": loopback(),
+                "HOROVOD_HOSTNAME": "localhost",
+                "NCCL_SOCKET_IFNAME": loopback(),
+            }
         finally:
             server.shutdown()  # else its thread would use the closed socket
 
@@ -198,7 +191,6 @@ class _Workers(SubprocessContext):
         if self.ended is None:
             self.ended = set(self._failures)
         super().close(death_sig, timeout or LEAVE_SECONDS)
-        show_cursor()
 
 
 class _Fork:
@@ -271,7 +263,6 @@ def _cause(
 
 
 def _describe(failure: ProcessFailure) -> str:
-    """Return a worker's report, else how it exited."""
     if Path(failure.error_file).exists():
         return failure.message
     code = failure.exitcode

@@ -3,12 +3,12 @@
 from typing import Any, assert_never
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
 from largebatch.models import classifier_weights, hidden_matrices, param_groups
+from largebatch.optim.adamw import build_adamw
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree, require_shampoo
@@ -51,7 +51,21 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
                 scaled=recipe.precision == "fp16",
             )
         case optimizers.Shampoo():
-            return _build_shampoo(section, groups, lr=lr)
+            grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
+            from largebatch.optim.shampoo import Shampoo
+
+            return Shampoo(
+                groups,
+                lr=lr,
+                betas=(section.momentum, section.beta2),
+                inverse_exponent_override=section.root or 0,
+                start_preconditioning_step=section.start_step,
+                preconditioning_compute_steps=section.root_every,
+                block_size=section.block_size,
+                graft_type=grafts[section.graft.upper()],
+                nesterov=section.nesterov,
+                matrix_eps=section.matrix_eps,
+            )
         case optimizers.ScheduleFree():
             optimizer: Optimizer = require_schedulefree().SGDScheduleFree(
                 groups,
@@ -64,43 +78,16 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
             return optimizer
         case optimizers.AdamW():
             betas = section.beta1, section.beta2
-            return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+            return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
         case optimizers.LAMB():
-            return _build_lamb(section, groups, lr=lr)
+            from largebatch.optim.lamb import LAMB  # needs timm
+
+            betas = section.beta1, section.beta2
+            settings = section.model_dump(include={"eps", "bias_correction", "max_grad_norm"})
+            lamb: Optimizer = LAMB(groups, lr=lr, betas=betas, **settings)
+            return lamb
         case _:
             assert_never(section)
-
-
-def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -> Optimizer:
-    grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
-    from largebatch.optim.shampoo import Shampoo
-
-    return Shampoo(
-        groups,
-        lr=lr,
-        betas=(section.momentum, section.beta2),
-        inverse_exponent_override=section.root or 0,
-        start_preconditioning_step=section.start_step,
-        preconditioning_compute_steps=section.root_every,
-        block_size=section.block_size,
-        graft_type=grafts[section.graft.upper()],
-        nesterov=section.nesterov,
-        matrix_eps=section.matrix_eps,
-    )
-
-
-def _build_lamb(section: optimizers.LAMB, groups: ParamsT, *, lr: float) -> Optimizer:
-    from largebatch.optim.lamb import LAMB  # needs timm
-
-    lamb: Optimizer = LAMB(
-        groups,
-        lr=lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        bias_correction=section.bias_correction,
-        max_grad_norm=section.max_grad_norm,
-    )
-    return lamb
 
 
 def _build_muon(
@@ -111,8 +98,7 @@ def _build_muon(
     matrices = hidden_matrices(model)
     if not matrices:
         raise RecipeError(
-            f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
-            "and its classifier; take sgd or adamw"
+            f"optimizer.kind: muon: {type(model).__name__} has no hidden matrices; take another"
         )
     others = _build_others(section.others, model, matrices, muon_lr=lr)
     settings = section.model_dump(exclude={"kind", "others"})
@@ -126,7 +112,6 @@ def _build_others(
     *,
     muon_lr: float,
 ) -> Optimizer:
-    """Build the optimizer of the weights that are not `matrices`."""
     taken, classifiers = set(matrices), classifier_weights(model)
     decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
     head = [weight for weight in decayed if weight in classifiers]
@@ -140,9 +125,16 @@ def _build_others(
     ]
     match section:
         case optimizers.MuonSGD():
-            return SGD(groups, momentum=section.momentum, nesterov=section.nesterov)
+            return build_sgd(
+                groups,
+                lr=lr,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                scaled=False,
+            )
         case optimizers.MuonAdamW():
-            return AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps)
+            betas = section.beta1, section.beta2
+            return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
         case _:
             assert_never(section)
 

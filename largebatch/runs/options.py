@@ -35,7 +35,6 @@ def chosen_folder(out: Path, name: str) -> Path:
 
 
 def _seconds(_: object, tokens: Sequence[Token]) -> float:
-    """Parse a time: seconds, or a number followed by s, m or h."""
     text = tokens[0].value
     digits, unit = (text[:-1], text[-1]) if text[-1:] in _SCALE else (text, "s")
     try:
@@ -76,7 +75,6 @@ OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
 
 
 def _recipes(_: object) -> list[str]:
-    """Return the installed recipes, which a shell offers after Tab."""
     from largebatch.recipe.installed import installed
 
     return list(installed())
@@ -207,7 +205,7 @@ class Options(Machine):
         OF_FOLDER,
         Parameter(converter=_updates, n_tokens=1, metavar="FROM:TO"),
     ] = None
-    """Write trace.json of these updates, counted from 1, and a table of it in the report."""
+    """Write trace.json, of these updates, counted from 1."""
 
     allow: Annotated[Sequence[str], OF_FOLDER, Parameter(metavar="KEY")] = ()
     """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""
@@ -251,11 +249,6 @@ def with_options(
     ) -> Callable[Concatenate[_First, _P], _Result]:
         @wraps(function)
         def call(recipe: _First, /, *args: _P.args, **options: _P.kwargs) -> _Result:
-            if args:
-                raise TypeError(
-                    f"{function.__name__}: {args[0]!r:.60} has no keyword; for changes of the "
-                    "recipe pass overrides="
-                )
             return function(recipe, make(*args, **options))
 
         hints = hints_of(Options)  # without what the command line needs

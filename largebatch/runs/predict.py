@@ -20,7 +20,7 @@ from largebatch.data.types import Batches, Bytes, Floats, IntArray, Resources, V
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError, reason_of
 from largebatch.models.of_recipe import build_model
-from largebatch.models.views import MeanOfViews
+from largebatch.models.wrappers import MeanOfViews
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.build import join

@@ -36,12 +36,12 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
+    record,
     remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
-from largebatch.runs.record import record
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
@@ -80,8 +80,7 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         recipe = load_recipe(recipe, changes)
     elif not isinstance(recipe, Recipe):
         raise TypeError(
-            "recipe: expected the name of an installed recipe, the path of a file or what "
-            f"load_recipe returns, got {type(recipe).__name__}"
+            f"recipe: expected a name, a path or of load_recipe, got {type(recipe).__name__}"
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
@@ -113,17 +112,14 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
 
 
 def _require_options(options: Options) -> None:
-    """Raise BackendError if the options contradict each other."""
     workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
-            "--restarts starts the processes of --workers again; leave it out, and start this "
-            "command again with --resume auto"
+            "--restarts starts --workers again; leave it out, and repeat this with --resume auto"
         )
     if least is not None and not (options.restarts and 1 <= least <= workers):
         raise BackendError(
-            f"--min-workers {least} is the least number of workers to restart with: it needs "
-            f"--restarts, and expected 1 to {workers}, the number of --workers"
+            f"--min-workers {least}: expected --restarts, and from 1 to {workers}, as --workers"
         )
     if workers != 1:
         require_alone(workers)
@@ -199,16 +195,16 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker; raise SmallerBatchError if the run can continue after memory ran out."""
     folder = options.out
     with open_session(recipe, options, {"command": "train"}) as session:
-        training, saver = session.training, session.saver
-        checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
+        saver = session.saver
+        checkpoint = read_checkpoint(folder, session.backend, resume=options.resume)
         if checkpoint is not None:
-            here, splits = recipe.mathematics.model_dump(mode="json"), training.pipeline.splits
+            here, splits = recipe.mathematics.model_dump(mode="json"), session.pipeline.splits
             require_same_run(checkpoint, here, splits, folder, allow=options.allow)
-            require_resumable(checkpoint, training.plan, folder)
+            require_resumable(checkpoint, session.plan, folder)
             saver.restore(checkpoint, source=str(folder))
-            finished = finished_summary(folder, training.backend)
+            finished = finished_summary(folder, session.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                if training.backend.rank == 0:
+                if session.backend.rank == 0:
                     sys.stdout.write(printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
@@ -216,28 +212,29 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
 
             drawn = recipe.model.head_std is not None
             file = Path(recipe.model.weights)
-            begin_with(file, session.state, training.backend, drawn=drawn)
-        until = training.plan.updates if options.max_steps is None else options.max_steps
+            begin_with(file, session.state, session.backend, drawn=drawn)
+        until = session.plan.updates if options.max_steps is None else options.max_steps
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            if training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(folder, options)
-                keep(folder, training.backend, training.plan.device_batch)
-            training.backend.barrier()  # a worker that runs out of memory keeps a smaller one
-            pipeline = training.pipeline
+                keep(folder, session.backend, session.plan.device_batch)
+            session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
+            pipeline = session.pipeline
             remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
-            if recipe.precision != "fp32" and training.backend.device.type == "cpu":
+            if recipe.precision != "fp32" and session.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
                 remarks.append(_COMPILING)
-            if session.training.backend.device.type in kernels.DEVICES:
+            if session.backend.device.type in kernels.DEVICES:
                 from largebatch.models.fusion import describe_pairs
 
                 remarks += describe_pairs(session.state.model)
             if options.resume == "auto" and checkpoint is None:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
-            for remark in remarks:
+            remarks.append(recipe.tracking.remark)
+            for remark in filter(None, remarks):
                 session.log.note("train", remark)
             with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)

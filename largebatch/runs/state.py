@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,10 +21,9 @@ from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import own_groups
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
-from largebatch.recipe.execution import Execution, Groups, GroupsByBytes
-from largebatch.recipe.keys import Loss, Reduction
+from largebatch.recipe.execution import Groups, GroupsByBytes
+from largebatch.recipe.keys import Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
-from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -33,15 +31,14 @@ from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
 from largebatch.training.averages import EMA, SWA
-from largebatch.training.checkpoint import Retention, Writer
+from largebatch.training.checkpoint import Writer
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.monitors import Monitors
 from largebatch.training.saving import Saver
-from largebatch.training.session import Session
+from largebatch.training.session import Session, Updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
-from largebatch.training.updates import Training, Updates
 
 _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
     {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +61,17 @@ def build_state(
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
     if recipe.model.backbone is not None:
         _slow_backbone(optimizer, recipe.model.backbone, plan, model)
-    reducer = partial(build_reducer, recipe.reduction, recipe.execution, model, group)
+
+    def reducer(*, measure: bool) -> Reducer:
+        return Reducer(
+            model.named_parameters(),
+            group,
+            grouping=grouping_of(recipe.execution.groups),
+            dtype=_SENT_AS[recipe.reduction.dtype],
+            divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
+            exact=kept_exact(recipe.reduction.dtype, model),
+            measure=measure,
+        )
 
     def build_affine() -> Updater:
         """Build the updater of BatchNorm's scales and shifts and the classifier.
@@ -113,12 +120,34 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     `began` is the start of this worker in seconds since 1970.
     """
     plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
-    nonfinite, optimizer = recipe.nonfinite, recipe.optimizer
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
     group = Serial(backend.device) if alone else backend
-    training = Training(
+    saver = Saver(
+        recipe=recipe,
+        state=state,
+        backend=backend,
+        pipeline=pipeline,
+        requests=requests,
+        writer=Writer(folder / CHECKPOINTS, keep_last=checkpoints.keep_last),
+    )
+    evaluator = Evaluator(
+        state=state,
+        pipeline=pipeline,
+        backend=backend,
+        views=recipe.evaluation.views,
+        graph=recipe.execution.graph is not False,
+        average_samples=getattr(recipe.optimizer, "statistics_samples", None),
+    )
+    judge = Judge(
+        evaluator=evaluator,
+        saver=saver,
+        log=log,
+        decides=polish.keep == "better",
+        measures_gap="generalization_gap" in recipe.monitor,
+    )
+    return Session(
         state=state,
         plan=plan,
         pipeline=pipeline,
@@ -129,37 +158,8 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
         requests=requests,
         seed=recipe.seed,
-        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
         graph=recipe.execution.graph,
-    )
-    saver = Saver(
-        recipe=recipe,
-        state=state,
-        backend=backend,
-        pipeline=pipeline,
-        requests=requests,
-        log=log,
-        writer=Writer(folder / CHECKPOINTS, Retention(last=checkpoints.keep_last)),
-    )
-    evaluator = Evaluator(
-        state=state,
-        pipeline=pipeline,
-        backend=backend,
-        views=recipe.evaluation.views,
-        graph=recipe.execution.graph is not False,
-        average_samples=optimizer.statistics_samples
-        if isinstance(optimizer, ScheduleFree)
-        else None,
-    )
-    judge = Judge(
-        evaluator=evaluator,
-        saver=saver,
-        log=log,
-        decides=polish.keep == "better",
-        measures_gap="generalization_gap" in recipe.monitor,
-    )
-    return Session(
-        training=training,
         updates=updates,
         judge=judge,
         polish=polish,
@@ -195,26 +195,6 @@ def build_criterion(section: Loss) -> Criterion:
     return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
 
 
-def build_reducer(
-    section: Reduction,
-    execution: Execution,
-    model: nn.Module,
-    backend: Backend,
-    *,
-    measure: bool = False,
-) -> Reducer:
-    """Build the reducer, which sums gradients and with `measure` measures their noise scale."""
-    return Reducer(
-        model.named_parameters(),
-        backend,
-        grouping=grouping_of(execution.groups),
-        dtype=_SENT_AS[section.dtype],
-        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
-        exact=kept_exact(section.dtype, model),
-        measure=measure,
-    )
-
-
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients are sent in fp32 where the others are in `dtype`."""
     return set() if dtype == "fp32" else norm_parameters(model)
@@ -239,7 +219,6 @@ def _train_early(
 
 
 def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: nn.Module) -> None:
-    """Lower the rates of all weights but the classifier's; RecipeError if there is none."""
     try:
         head = set(classifier(model).parameters())
     except ValueError as error:

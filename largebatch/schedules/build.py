@@ -8,7 +8,6 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.section import Duration
 from largebatch.schedules import functions
@@ -40,15 +39,13 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
         )
     ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
     policy = functions.skip(ramp, steps=section.first_step)
-    return _follow_samples(policy, plan.pieces) if plan.batch_changes else policy
+    return _follow_samples(policy, plan) if plan.batch_changes else policy
 
 
-def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
-    first = pieces[0].global_batch
-
+def _follow_samples(policy: Policy, plan: Plan) -> Schedule:
     def rate(step: int) -> float:
-        piece = piece_at(pieces, step)
-        return policy(piece.samples_before(step) / first) * piece.lr_factor
+        piece = plan.piece_at(step)
+        return policy(piece.samples_before(step) / plan.global_batch) * piece.lr_factor
 
     return rate
 
@@ -87,7 +84,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
+def _build(  # noqa: PLR0911 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
     last = segment.steps - 1
@@ -119,9 +116,6 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
         case schedule.CosineCycles(low_lr=low, cycle=cycle):
             steps = segment.length("cycle", cycle, limit=2 * last)
             return functions.cosine_cycles(peak=peak, low=low, steps=steps)
-        case schedule.Restarts(low_lr=low, every=every, lengthen=lengthen):
-            steps = segment.length("every", every, limit=last)
-            return functions.restarts(peak=peak, low=low, steps=steps, lengthen=lengthen)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, segment)
         case _:
@@ -129,7 +123,13 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
 
 
 def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
-    boundaries = _boundaries(pieces, segment)
+    boundaries, epochs, steps = list[int](), 0.0, 0
+    for piece in pieces[:-1]:  # lengths are added before they are rounded
+        assert piece.length is not None
+        epochs += piece.length.epochs or 0.0
+        steps += piece.length.steps or 0
+        rounded = segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0
+        boundaries.append(steps + rounded)
     parts = []
     for place, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
         key = f"{segment.key}.pieces.{place}"
@@ -142,20 +142,6 @@ def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
         part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
         parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
     return functions.piecewise(parts, boundaries=boundaries)
-
-
-def _boundaries(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> list[int]:
-    """Return the first step of each later piece; lengths are added before they are rounded."""
-    boundaries = []
-    epochs, steps = 0.0, 0
-    for piece in pieces[:-1]:
-        assert piece.length is not None
-        epochs += piece.length.epochs or 0.0
-        steps += piece.length.steps or 0
-        boundaries.append(
-            steps + (segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
-        )
-    return boundaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,33 +164,26 @@ class Course:
 
     def facts(self) -> dict[str, str]:
         """Return the most important facts about the schedule in words."""
-        steps = len(self.rates)
+        plan, steps = self.plan, len(self.rates)
         rows = {
-            "run": f"{steps:,} steps, {self.epoch(steps):.2f} epochs",
-            "first": self._at(0),
-            "peak": self._at(self.peak),
-            "last": self._at(steps - 1),
+            "run": f"{steps:,} steps, {plan.position(steps):,} samples, "
+            f"{plan.epoch(steps):.2f} epochs",
+            "first lr": self._at(0),
+            "peak lr": self._at(self.peak),
+            "last lr": self._at(steps - 1),
         }
         if self.begin:
-            rows["warm-up"] = f"before step {self.begin:,} (epoch {self._epoch(self.begin)})"
-        if self.plan.batch_changes:
-            changes = self.plan.batch_changes
-            rows["batches"] = f"{self.plan.global_batch:,}, " + ", ".join(
-                f"{each.global_batch:,} from step {each.step:,}" for each in changes
+            rows["warm-up"] = f"before step {self.begin:,} (epoch {plan.epoch(self.begin):.2f})"
+        if plan.batch_changes:
+            rows["batches"] = f"{plan.global_batch:,}, " + ", ".join(
+                f"{each.global_batch:,} from step {each.step:,}" for each in plan.batch_changes
             )
         if self.clean < steps:
             rows["clean"] = f"from {self._at(self.clean)}"
         return rows
 
     def _at(self, step: int) -> str:
-        return f"{self.rates[step]:.6g} at step {step:,} (epoch {self._epoch(step)})"
-
-    def epoch(self, step: int) -> float:
-        """Return how many passes over the training data come before a step."""
-        return self.plan.epoch(step)
-
-    def _epoch(self, step: int) -> str:
-        return f"{self.epoch(step):.2f}"
+        return f"{self.rates[step]:.6g} at step {step:,} (epoch {self.plan.epoch(step):.2f})"
 
 
 def follow(section: schedule.Schedule, plan: Plan) -> Course:

@@ -188,11 +188,10 @@ was disabled after an error."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(_StageEvent):
-    """A remark on a run, with the numbers of its text."""
+    """A remark on a run."""
 
     event: Literal["note"] = "note"
     kind: NoteKind = "remark"
-    numbers: dict[str, Measured] = field(default_factory=dict)
     text: Printable
 
 
@@ -231,19 +230,14 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
-    """The result of a stage."""
+class StageResult(Accuracy):
+    """The result of a stage, with the accuracy after it, even if it was rolled back."""
 
     name: StageName
     steps: int
     """Number of updates made, which may be fewer than planned if the stage diverged."""
 
     seconds: float
-    top1: float
-    top5: float
-    loss: Measured
-    """Metrics after the stage, even if it was rolled back."""
-
     before: Accuracy | None = None
     """Accuracy after the last stage that was kept; null for the first stage."""
 

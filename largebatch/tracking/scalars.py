@@ -6,7 +6,7 @@ only once; the log of the run holds which were given.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -128,11 +128,11 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of an event; NaN is left out, except for a loss."""
     match event:
         case Step():
-            values = _values("train", event, _OF_A_STEP.split())
+            values = {f"train/{key}": getattr(event, key) for key in _OF_A_STEP.split()}
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
         case Evaluation():
-            values = _values("val", event, METRICS)
+            values = {f"val/{key}": getattr(event, key) for key in METRICS}
         case GeneralizationGap():
             values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
             values["generalization/train_top1"] = event.top1
@@ -148,11 +148,6 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
             columns = {name: _by_worker(getattr(event, name)) for name in SYSTEM}
             values = {f"system/{n}/{key}": v for n, each in columns.items() for key, v in each}
     return {k: v for k, v in values.items() if math.isfinite(v) or k.endswith("/loss")}
-
-
-def _values(group: str, event: Step | Evaluation, keys: Iterable[str]) -> dict[str, float]:
-    values = {f"{group}/{key}": getattr(event, key) for key in keys}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _by_worker(column: tuple[float, ...]) -> list[tuple[str, float]]:
@@ -180,7 +175,7 @@ def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
     [('seed', 1), ('optimizer.eta', 0.001)]
     """
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from dotted(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value

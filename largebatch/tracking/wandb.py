@@ -30,16 +30,16 @@ _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "a
 _CONFIGURED |= {"folder"}
 """Keys of a summary that the configuration has."""
 
-_ENVIRONMENT = {
-    "entity": "WANDB_ENTITY",
-    "group": "WANDB_RUN_GROUP",
-    "job_type": "WANDB_JOB_TYPE",
-    "name": "WANDB_NAME",
-    "notes": "WANDB_NOTES",
-    "project": "WANDB_PROJECT",
-    "tags": "WANDB_TAGS",
-}
-"""Variables that W&B reads itself, by the argument that would override them."""
+_ARGUMENTS = ("entity", "group", "job_type", "name", "notes", "project", "tags")
+"""Arguments that override variables which W&B reads itself."""
+
+
+def _variable(argument: str) -> str:
+    return "WANDB_RUN_GROUP" if argument == "group" else f"WANDB_{argument.upper()}"
+
+
+_ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
+"""Level of the alert at the end of a run, by its status."""
 
 
 class Wandb(ScalarTracker):
@@ -95,9 +95,9 @@ class Wandb(ScalarTracker):
             mode=mode,
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
             **{
-                name: value
-                for name, variable in _ENVIRONMENT.items()
-                if (value := self._given[name]) and not os.environ.get(variable)
+                name: self._given[name]
+                for name in _ARGUMENTS
+                if self._given[name] and not os.environ.get(_variable(name))
             },
         )
 
@@ -117,6 +117,9 @@ class Wandb(ScalarTracker):
             kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
             kept.add_file(str(report))
             self._run.log_artifact(kept)
+        if level := _ALERTS.get(summary.status):
+            text = f"{self._folder}: {summary.diverged or f'after {summary.steps:,} updates'}"
+            self._run.alert(f"Run {summary.status}", text, level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
         if offline:  # every part of the run has its own folder there

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import safetensors.torch
 import torch
@@ -37,10 +37,6 @@ CONTENT, CHECKSUM = "largebatch", "crc32"
 
 _TENSOR = "$tensor"
 """Key, in the JSON, of the name of a tensor."""
-
-_AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
-"""Least seconds between two checkpoints, and the largest part of the time that they may take, for
-`every_minutes: auto`."""
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
@@ -90,9 +86,8 @@ class Checkpoint:
         """
         if is_averaging(self.state["optimizer"]["param_groups"]):
             raise CheckpointError(
-                f"{source}: holds a Schedule-Free run before the end of its schedule, and so not "
-                f"the average that is evaluated: `largebatch polish {source} --out DIR` writes it "
-                "with its BatchNorm statistics; or resume the run to its end"
+                f"{source}: holds a Schedule-Free run before the end of its schedule, without its "
+                f"average: resume it, or run `largebatch polish {source} --out DIR`"
             )
         weights: dict[str, Tensor] = self.state["model"]
         return weights
@@ -101,12 +96,6 @@ class Checkpoint:
 _PROGRESS = TypeAdapter(Progress)
 _STAGES = TypeAdapter(list[StageResult])
 _ORIGIN = TypeAdapter(Origin)
-
-
-class Retention(NamedTuple):
-    """The checkpoints of a run that stay on the disk, besides the one with the best accuracy."""
-
-    last: int
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -130,40 +119,20 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             safetensors.torch.save_file(tensors, partial, metadata)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        remedy = "earlier checkpoints are intact; free disk space and resume with --resume"
-        if not _newest_first(folder):
-            remedy = "there is no earlier checkpoint; free disk space, and --resume restarts"
-        raise CheckpointError(f"{path}: cannot be written: {reason}; {remedy}") from None
+        raise CheckpointError(
+            f"{path}: cannot be written: {reason}; free disk space and resume with --resume"
+        ) from None
     return path
 
 
-class SaveClock:
-    """The time for the next checkpoint, by the `minutes` of the recipe."""
-
-    def __init__(self, minutes: float | Literal["auto"] | None) -> None:
-        self._minutes = minutes
-        self._saved = time.perf_counter()
-        self._cost = 0.0
-
-    def note_saved(self, *, seconds: float) -> None:
-        """Count the time from now; `seconds` is how long the checkpoint held up training."""
-        self._saved, self._cost = time.perf_counter(), seconds
-
-    def is_late(self) -> bool:
-        """Return True if a checkpoint is due; never for None."""
-        if self._minutes is None:
-            return False
-        wait = max(_AUTO_SECONDS, self._cost / _MOST_OF_TIME)
-        if self._minutes != "auto":
-            wait = 60 * self._minutes
-        return time.perf_counter() - self._saved > wait
-
-
 class Writer:
-    """Writes checkpoints into a folder in the background, one at a time; worker 0 only."""
+    """Writes checkpoints into a folder in the background, one at a time; worker 0 only.
 
-    def __init__(self, folder: Path, retention: Retention) -> None:
-        self._folder, self._retention = folder, retention
+    The `keep_last` newest ones stay on the disk, besides the one with the best accuracy.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int) -> None:
+        self._folder, self._keep_last = folder, keep_last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self.seconds = 0.0
@@ -189,7 +158,7 @@ class Writer:
         begin = time.thread_time()
         write_checkpoint(self._folder, checkpoint)
         self.seconds = time.thread_time() - begin
-        for path in _newest_first(self._folder)[self._retention.last :]:
+        for path in _newest_first(self._folder)[self._keep_last :]:
             if _step(path) != checkpoint.progress.best_step:
                 path.unlink(missing_ok=True)
 
@@ -344,8 +313,7 @@ def _require_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
     ]
     if bad:
         raise CheckpointError(
-            f"{path}: not written: {bad[0]} holds values that are not finite ({len(bad)} tensors "
-            "in all)"
+            f"{path}: not written: not finite are {bad[0]} and {len(bad) - 1} others"
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
-from largebatch.data.pipeline import CleanSamples, Pipeline
+from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.models.wrappers import uncompiled
@@ -67,8 +67,8 @@ class Evaluator:
 
     def training(self) -> Metrics:
         """Evaluate on all training images, without augmentation."""
-        samples = CleanSamples(self.pipeline, self.pipeline.plan.train_samples)
-        return self._evaluate(samples, expected=samples.samples)
+        expected = self.pipeline.plan.train_samples
+        return self._evaluate(self.pipeline.statistics(expected), expected=expected)
 
     def held_out(self) -> Metrics:
         """Evaluate on the training samples that are held out."""
@@ -77,7 +77,7 @@ class Evaluator:
 
     def statistics(self, samples: int) -> PolishDrift:
         """Polish the statistics of the model over the first samples of the training order."""
-        images = CleanSamples(self.pipeline, samples)
+        images = self.pipeline.statistics(samples)
         return polish(self.state.model, images, self.backend, graph=self.graph)
 
     def store_average(self) -> None:
@@ -92,7 +92,7 @@ class Evaluator:
     ) -> Metrics:
         model = self.state.model
         if self.views > 1:
-            from largebatch.models.views import MeanOfViews
+            from largebatch.models.wrappers import MeanOfViews
 
             model = MeanOfViews(model, views=self.views)
         with self._measurable():
@@ -181,7 +181,7 @@ class Judge:
             state.progress.note(metrics)
         else:
             state.roll_back()
-        state.end_stage(
+        state.stages.append(
             StageResult(
                 name=name,
                 steps=num_steps,
@@ -195,6 +195,7 @@ class Judge:
                 note=note,
             )
         )
+        state.snapshot = {}
         self.saver.save()
 
     def _evaluate_end(self, stage: StageName) -> Metrics:

@@ -100,7 +100,6 @@ class Monitors:
         return System(stage=step.stage, step=step.step, **columns)  # type: ignore[arg-type]  # all columns
 
     def _adapted(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that LARS adapts now, by name."""
         optimizer = self._state.updater.optimizer if self._ratios else None
         if not isinstance(optimizer, LARS):
             return {}

@@ -3,24 +3,21 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.checkpoint import (
     Checkpoint,
-    Found,
     Origin,
     Writer,
     copy_state,
-    parse_checkpoint,
 )
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import Requests, RunLog
+from largebatch.training.step_log import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,6 @@ class Saver:
     backend: Backend
     pipeline: Pipeline
     requests: Requests
-    log: RunLog
     writer: Writer
 
     def is_due(self, *, since: int) -> bool:
@@ -90,14 +86,8 @@ class Saver:
             self.state.begin_affine()
         with require_fit(source):
             self.state.load_state_dict(checkpoint.state)
-
-
-def share_checkpoint(newest: Found | None, backend: Backend) -> Checkpoint | None:
-    """Return the checkpoint that worker 0 has read on every worker; the others pass None."""
-    content = broadcast_bytes(newest.content if newest else None, backend)
-    if newest is not None:
-        return newest.checkpoint
-    return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
+        self.state.progress = replace(checkpoint.progress)
+        self.state.stages = list(checkpoint.stages)
 
 
 @contextmanager

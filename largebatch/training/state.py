@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -24,8 +24,6 @@ from largebatch.training.evaluation import Metrics
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-_STAGES = TypeAdapter(list[StageResult])
 
 _COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 """Counters in the parameter groups of optimizers: timm's Lamb, Shampoo, Schedule-Free."""
@@ -67,12 +65,6 @@ class Progress:
     def updates(self) -> int:
         """Number of optimizer updates made."""
         return self.step - self.discarded
-
-    def count(self, step: int, *, images: int, seconds: float) -> None:
-        """Count the update of a step."""
-        self.step = step + 1
-        self.images += images
-        self.train_seconds += seconds
 
     def note(self, found: Metrics) -> None:
         """Record an evaluation of the current state."""
@@ -128,29 +120,27 @@ class TrainState:
         """Remove the hooks of the reducer of the last stage."""
         self.updater.reducer.close()
 
-    def use(self, updater: Updater) -> None:
-        """Use another updater from now on."""
-        self.updater.reducer.close()  # its hooks would claim the same gradients
-        self.updater = updater
-
     def begin_affine(self) -> None:
         """Use the updater of the affine stage from now on."""
         assert self.build_affine is not None
-        self.use(self.build_affine())
+        self.updater.reducer.close()  # its hooks would claim the same gradients
+        self.updater = self.build_affine()
 
-    def count(self, step: int, *, images: int, seconds: float) -> None:
-        """Count the update of a step on the host; `follow` it then."""
-        self.progress.count(step, images=images, seconds=seconds)
-        if self.average is not None:
-            self.average.count(step)
+    def move_average(self, skipped: Tensor | None) -> None:
+        """Move the average in an update, unless `skipped` is true on the device.
 
-    def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Update the average after the update of a step, which was counted.
-
-        If `skipped` is true on the device, call `count_skipped` before the next update.
+        If so, call `count_skipped` before the next update.
         """
         if self.average is not None:
-            self.average.follow(step, skipped)
+            self.average.move(skipped)
+
+    def count(self, step: int, *, images: int, seconds: float) -> None:
+        """Count the update of a step on the host, in which the average was moved."""
+        self.progress.step = step + 1
+        self.progress.images += images
+        self.progress.train_seconds += seconds
+        if self.average is not None:
+            self.average.count(step)
 
     def count_skipped(self) -> None:
         """Count the last update as skipped."""
@@ -175,17 +165,6 @@ class TrainState:
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
 
-    def end_stage(self, result: StageResult) -> None:
-        """Add the result of a stage and drop its snapshot."""
-        self.stages.append(result)
-        self.snapshot = {}
-
-    def store_average(self) -> None:
-        """Copy the average into the model."""
-        assert self.average is not None
-        self.average.store()
-        self.average = None
-
     def _average_state(self) -> dict[str, Any]:
         return self.average.state_dict() if self.average is not None else {}
 
@@ -203,7 +182,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint; the updater must be the one of its stage.
+        """Load the state of a checkpoint but its progress; the updater must be that of its stage.
 
         Hyper-parameters are kept from this run's optimizer. Raises KeyError, TypeError,
         RuntimeError or ValueError if the state is not of this run.
@@ -220,8 +199,6 @@ class TrainState:
                 f"scaler: the loss scale must be above 0 and finite, got {scaler['scale']}"
             )
         self.scaler.load_state_dict(scaler)
-        self.progress = Progress(**state["progress"])
-        self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
         if self.snapshot:

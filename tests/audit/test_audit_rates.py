@@ -112,4 +112,3 @@ def test_a_schedule_that_moves_too_fast_is_counted(
 ) -> None:
     finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
     assert (finding.level, finding.figure) == (level, figure)
-    assert "workers" not in finding.text

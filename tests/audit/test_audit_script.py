@@ -118,7 +118,7 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
         pytest.param("no update", "update", id="no update"),
         pytest.param("loss", "loss", id="no loss function"),
         pytest.param("labels", "labels", id="labels of another batch"),
-        pytest.param("end", "batch", id="the script ends"),
+        pytest.param("end", "requested", id="the script ends"),
         pytest.param("exit", "2.* before the script", id="the script fails, as of an option"),
     ],
 )

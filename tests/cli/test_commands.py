@@ -43,7 +43,7 @@ def test_the_tree_of_commands() -> None:
     below = {name for name in EVERY if " " in name}
     assert below == {
         "recipes copy", "report diagnose", "report mlperf",
-        *(f"data {name}" for name in ("index", "pack", "import", "show")),
+        *(f"data {name}" for name in ("index", "import", "show")),
         *(f"lab {name}" for name in (
             "clusters", "study", "range", "noise", "suggest", "rehearse")),
     }  # fmt: skip
@@ -82,6 +82,9 @@ def test_options_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found) == ["Arguments", "Options", "Recipe", "Data", "Workers"]
     assert "--json" in found["Options"]
     assert ("--set" in found["Recipe"], "--timeout" in found["Workers"]) == (True, True)
+    assert "[default: 1]" in found["Workers"]
+    assert main(["resume", "--help"]) == DONE  # the options of the run are its defaults
+    assert "default:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -100,6 +103,7 @@ def test_a_shell_completes_commands(shell: str, capsys: pytest.CaptureFixture[st
     [
         pytest.param("recipes", DONE, {"name", "data_set", "global_batch", "epochs"}, id="recipes"),
         pytest.param("check digits_96 nowhere", USER, {"recipe", "ok", "problems"}, id="check"),
+        pytest.param("check digits_96 --set tracking.tags=a", DONE, {"remark"}, id="remark"),
         pytest.param(
             "check --mlperf-closed digits_96", BREAKS_RULES, {"mlperf_closed"}, id="rules"
         ),
@@ -264,7 +268,7 @@ def test_audit_checks_a_users_own_training_on_two_workers(
         pytest.param("--workers 3", {"workers": 3}, id="another value"),
         pytest.param("--timeout 5m --restarts 0", {"timeout": 300.0, "restarts": 0}, id="several"),
         pytest.param("--set seed=3", {"overrides": ("seed=3",)}, id="a change"),
-        pytest.param("--resume auto --out b", {"resume": "auto"}, id="another folder is not"),
+        pytest.param("--resume auto", {"resume": "auto"}, id="whether there is a checkpoint"),
     ],
 )
 def test_a_run_is_resumed_with_what_is_given_and_else_as_it_was_started(

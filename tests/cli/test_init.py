@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import load_or_read
 from largebatch.lab.measure import initial
 from largebatch.optional import require_timm
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
 
 
 def write_classes(root: Path, *, side: int = 12, **numbers: int) -> Path:
@@ -104,12 +107,14 @@ def test_weights_of_timm_are_loaded_once_and_prepare_the_images(
 def test_minutes_choose_size_and_epochs_by_the_measured_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The time of an image grows with its pixels; an update of 16 takes a second at 128."""
+    """The time of an update of 16 images, a second at 128 pixels, grows with the pixels."""
     write_classes(Path("large/train"), side=160, cat=20, dog=28)
     write_classes(Path("large/val"), side=160, cat=2, dog=2)
-    monkeypatch.setattr(
-        initial, "_timed", lambda recipe: ((recipe.data.image_size / 128) ** 2 / 16, 0.0)
-    )
+
+    def measured(recipe: Recipe, plan: Plan) -> SimpleNamespace:
+        return SimpleNamespace(run_seconds=(recipe.data.image_size / 128) ** 2 * plan.updates)
+
+    monkeypatch.setattr(initial, "estimate", measured)
     chosen = {}
     for minutes in ("3", "1", "0.4"):
         name = f"minutes-{minutes.replace('.', '-')}"

@@ -34,6 +34,8 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("evaluate run --qqq 1", "--qqq; `largebatch evaluate --help`"),
         ("train digits_96 other", "unexpected argument 'other'"),
         ("train digits_96 --resume maybe", "'maybe'"),
+        ("resume run --out other", "--out"),
+        ("audit --timeout 7m train.py", "--timeout"),
         ("trian", "no command 'trian'; did you mean 'train'?"),
         ("data improt", "no command 'data improt'; did you mean 'import'?"),
         ("help", "no command 'help'; `largebatch --help` lists them"),

@@ -9,10 +9,11 @@ from class_folders import fields, write_folder, write_image
 from PIL import Image
 
 from largebatch.data.augment import clean_request
-from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.datasets import import_data
 from largebatch.data.decoders import reader as reading
 from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError
+from largebatch.storage import silent
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def pack(root: Path, out: Path, *, shard_bytes: int = 10**6) -> Path:
-    pack_folder(root, out, shard_bytes=shard_bytes, progress=lambda _done, _total: None)
+    import_data("webdataset", root, out, shard_bytes=shard_bytes, progress=silent)
     return out
 
 
@@ -205,8 +206,9 @@ def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
         pack(folder, tmp_path / "packed")
     write_image(folder / "val/dog/b.png", height=5, width=7)
     make(folder, "val")
+    packed = tmp_path / "packed"
     with pytest.raises(KeyboardInterrupt):
-        pack_folder(folder, tmp_path / "packed", shard_bytes=10**6, progress=spoil)
+        import_data("webdataset", folder, packed, shard_bytes=10**6, progress=spoil)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="already exists; remove it"):

@@ -24,7 +24,7 @@ def hvd() -> FakeHorovod:
 
 @pytest.fixture
 def backend(hvd: FakeHorovod) -> Backend:
-    return Horovod(hvd)
+    return Horovod(hvd, torch.device("cpu"), is_own=True)
 
 
 def test_the_real_module_can_be_called_like_the_fake() -> None:

@@ -18,8 +18,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build
-from largebatch.models.airbench import Airbench, whitening_filters
 from largebatch.models.batchnorm import Spans
+from largebatch.models.networks import Airbench, whitening_filters
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe

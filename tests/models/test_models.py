@@ -164,7 +164,7 @@ def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> Non
     ("name", "arguments", "message"),
     [
         ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
-        ("cifar_resnet21", {}, "largebatch has no network 'cifar_resnet21'.*'cifar_resnet20'"),
+        ("cifar_resnet21", {}, "timm has no model 'cifar_resnet21'.*'cifar_resnet20'"),
         ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
         ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with these"),
         (

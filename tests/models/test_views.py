@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from largebatch import run
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.models.views import MeanOfViews
+from largebatch.models.wrappers import MeanOfViews
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
 from largebatch.training.evaluation import Metrics, evaluate

@@ -218,6 +218,21 @@ def test_a_change_of_the_machine_is_validated_like_a_recipe() -> None:
 def test_a_list_of_trackers_leaves_the_other_keys_of_the_section(changes: list[str]) -> None:
     tracking = load_recipe(DIGITS, changes).tracking
     assert (tracking.trackers, tracking.tags) == (("wandb",), ("a",))
+    assert not tracking.remark
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["tracking.name=a"], ""),
+        (["tracking.tags=a"], "tracking.tags"),
+        (["tracking={trackers: [tensorboard], entity: us}"], "tracking.entity"),
+    ],
+)
+def test_keys_that_no_tracker_reads_are_remarked_on(changes: list[str], key: str) -> None:
+    remark = load_recipe(DIGITS, changes).tracking.remark
+    assert key in remark
+    assert bool(remark) == bool(key)
 
 
 def test_runs_that_differ_only_in_seed_and_machine_are_one_group() -> None:

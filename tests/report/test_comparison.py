@@ -15,6 +15,7 @@ from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, make_comparison_page
+from largebatch.report.course import updates_of
 
 
 def ended_at(folder: Path, *top1: float) -> Path:
@@ -45,10 +46,7 @@ def test_times_are_the_sums_of_the_log_by_hand(tmp_path: Path) -> None:
     reached = [found["top1"] >= 0.9 for found in records(folder, "evaluation")].index(True)
     assert compared.seconds_to(90) == pytest.approx(by_hand[reached])
     assert np.isnan(compared.seconds_to(98.7))
-    images = [found["step"] * 96 for found in records(folder, "evaluation")]
-    np.testing.assert_array_equal(compared.evaluated.images, images)
-    assert compared.updates.step[-1] > 590
-    assert compared.updates.seconds[0] == pytest.approx(0.12)
+    assert updates_of(compared.run).seconds[0] == pytest.approx(0.12)
 
 
 def test_what_is_only_monitored_takes_no_time_to_an_accuracy(tmp_path: Path) -> None:
@@ -78,7 +76,7 @@ def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
     decided, polished = compare_runs(
         [fake_runs.decided(tmp_path / "a"), fake_runs.polished_checkpoint(tmp_path / "b")]
     ).runs
-    assert set(decided.evaluated.stages) == {"train", "clean", "affine"}
+    assert not {96.11, 96.39} & set(decided.evaluated.top1.round(2))
     assert polished.best == pytest.approx(96)
     assert np.isnan(polished.seconds_to(50))
 
@@ -86,12 +84,12 @@ def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
 @pytest.mark.parametrize("second", [0.80, 0.94, 0.95])
 def test_a_difference_is_beyond_noise_by_two_standard_errors(tmp_path: Path, second: float) -> None:
     folders = [ended_at(tmp_path / "a", 0.5, 0.95), ended_at(tmp_path / "b", 0.5, second)]
-    (group,) = compare_runs(folders).groups
-    assert [one.label for one in group.runs] == ["a", "b"]
-    assert group.points_to_best(group.runs[1]) == pytest.approx(100 * (second - 0.95))
+    ((best, other),) = compare_runs(folders).groups
+    assert (best.label, other.label) == ("a", "b")
+    assert other.top1 - best.top1 == pytest.approx(100 * (second - 0.95))
     # two standard errors of two independent samples, by hand
     noise = 2 * np.sqrt((0.95 * 0.05 + second * (1 - second)) / 360)
-    assert group.change(group.runs[1]).beyond_noise == (0.95 - second > noise)
+    assert other.change_from(best).beyond_noise == (0.95 - second > noise)
 
 
 def test_images_that_both_runs_get_wrong_make_no_noise(tmp_path: Path) -> None:
@@ -101,9 +99,9 @@ def test_images_that_both_runs_get_wrong_make_no_noise(tmp_path: Path) -> None:
         run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
         run.write()
     # McNemar's test: 6 images changed, all of them one way, and 6 > 2 * sqrt(6)
-    (group,) = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
-    assert group.change(group.runs[1]).noise == pytest.approx(2 * np.sqrt(6))
-    assert group.change(group.runs[1]).beyond_noise
+    ((best, other),) = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
+    assert other.change_from(best).noise == pytest.approx(2 * np.sqrt(6))
+    assert other.change_from(best).beyond_noise
 
 
 def test_times_are_measured_to_round_accuracies_that_runs_reached(tmp_path: Path) -> None:
@@ -125,12 +123,12 @@ def test_runs_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
     digits = [give_recipe(ended_at(tmp_path / name, 0.9)) for name in ("a", "b")]
     other = give_recipe(ended_at(tmp_path / "c", 0.99), "data.classes=11")
     comparison = compare_runs([*digits, other])
-    assert [group.data for group in comparison.groups] == [
+    assert [runs[0].data() for runs in comparison.groups] == [
         "digits, 10 classes, 360 validation images",
         "digits, 11 classes, 360 validation images",
     ]
     assert not make_comparison_page(comparison).is_sound
-    assert comparison.groups[0].points_to_best(comparison.runs[1]) == 0
+    assert [len(runs) for runs in comparison.groups] == [2, 1]
 
 
 def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Path) -> None:
@@ -143,7 +141,8 @@ def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Pat
             "c": (held_out % 7, "polish=null"),
         }.items()
     ]
-    assert [group.data.partition("classes, ")[2] for group in compare_runs(folders).groups] == [
+    data = [runs[0].data() for runs in compare_runs(folders).groups]
+    assert [text.partition("classes, ")[2] for text in data] == [
         "360 validation images",
         "360 held-out training images, seed 0",
         "360 held-out training images, seed 7",
@@ -186,7 +185,7 @@ def test_a_commit_with_changes_is_not_the_commit(tmp_path: Path) -> None:
         run.end("train", 600, 0.9)
         run.write(commit=value)
     found = compare_runs([tmp_path / name for name in names]).differences
-    assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", None)}
+    assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", "–")}
 
 
 def test_a_damaged_run_is_left_out_with_its_reason(

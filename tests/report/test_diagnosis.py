@@ -73,6 +73,9 @@ def course(*losses: float, updates: int = 400, **known: object) -> Record:
         by_update=True,
         updates=updates,
         epochs=updates / 40,
+        val_epoch=np.empty(0),
+        val_loss=np.empty(0),
+        top1=np.empty(0),
         classes=10,
         warmup=40,
     )
@@ -152,7 +155,6 @@ def test_a_run_that_did_not_finish_is_not_said_to_need_more_updates(tmp_path: Pa
     folder = fake_runs.give_recipe(fake_runs.paused(tmp_path / "run"), "polish=null")
     record = record_of(read_run(folder))
     level = replace(record, loss=np.full_like(record.loss, 2.2), val_loss=np.array([]))
-    assert not record.is_complete
     assert kinds(replace(level, run=None)) == ["underfit"]
     assert kinds(level) == []
 

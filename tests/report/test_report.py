@@ -162,7 +162,7 @@ def test_the_noise_is_that_of_the_images_that_changed(
 def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path: Path) -> None:
     run = read_run(fake_runs.decided(tmp_path / "run"))
     assert [stage.kept for stage in run.stages] == [True, True, False, True, False]
-    befores = [stage.before.top1 if stage.before else None for stage in run.stages]
+    befores = [stage.before.after.top1 if stage.before else None for stage in run.stages]
     assert befores == [None, 0.9583, 0.9722, 0.9722, 0.9806]
     assert [number.value for number in headlines(run)][:2] == ["98.06", "+0.84"]
     titles, *rows = Parsed(make_page(run)).tables[""]

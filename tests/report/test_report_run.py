@@ -81,15 +81,6 @@ def test_a_folder_without_a_run_is_refused(files: dict[str, str], tmp_path: Path
         read_run(tmp_path)
 
 
-def test_a_folder_of_runs_names_the_command_that_compares_them(tmp_path: Path) -> None:
-    fake_runs.failed_at_once(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=f"largebatch report {tmp_path}/a"):
-        read_run(tmp_path)
-    fake_runs.failed_at_once(tmp_path / "b")
-    with pytest.raises(CheckpointError, match=rf"largebatch report {tmp_path}/\*"):
-        read_run(tmp_path)
-
-
 def test_a_broken_summary_is_named(tmp_path: Path) -> None:
     folder = fake_runs.full_run(tmp_path / "run")
     (folder / "summary.json").write_text(json.dumps({"status": "finished"}))

@@ -1,9 +1,7 @@
 """Runs with `execution.compile`: their checkpoints are those of any run, and resume to the bit."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,8 +38,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return compiles(model, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", traces)
-    monkeypatch.setitem(models._OURS, "tiny", ("tiny", "Tiny", {}))
-    monkeypatch.setitem(sys.modules, "largebatch.models.tiny", SimpleNamespace(Tiny=Tiny))
+    monkeypatch.setitem(models._OURS, "tiny", (Tiny, {}))
     torch._dynamo.reset()
     torch.compiler.set_stance("default")  # workers that were threads of a test may leave another
 

@@ -62,7 +62,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same short recipe on one worker and on two torch workers."""
     root = tmp_path_factory.mktemp("runs")
     with (
-        mock.patch("largebatch.runs.record.write_report", write_report),
+        mock.patch("largebatch.runs.folder.write_report", write_report),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         assert main(["train", DIGITS, *SHORT, "--out", str(root / "one")]) == 0
@@ -327,7 +327,7 @@ def test_a_report_that_cannot_be_drawn_hides_no_end_of_the_run(
     def end(*_: object, **__: object) -> bool:
         raise DivergedError("planted")
 
-    monkeypatch.setattr("largebatch.runs.record.write_report", broken)
+    monkeypatch.setattr("largebatch.runs.folder.write_report", broken)
     if fails:
         monkeypatch.setattr("largebatch.runs.run.run_stages", end)
     expected = pytest.raises(DivergedError, match="planted") if fails else contextlib.nullcontext()

@@ -74,6 +74,8 @@ class Counts:
     syncs: Counter[str] = field(default_factory=Counter)
     transfers: Counter[str] = field(default_factory=Counter)
     pageable: Counter[str] = field(default_factory=Counter)
+    aside: Counter[str] = field(default_factory=Counter)
+    """Transfers to the device in other streams than the default one, whose work goes on."""
 
     def clear(self) -> None:
         """Set all counts to zero."""
@@ -403,6 +405,7 @@ def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) ->
         COUNTS.pageable[line] += 1
         _note_wait(line)
         _hold_if_hung()
+    COUNTS.aside[line] += not to_host and not in_default_stream()
 
 
 def _note_wait(line: str) -> None:

@@ -25,12 +25,11 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
-from largebatch.recipe.arithmetic.pieces import BatchPiece
-from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.arithmetic.plan import BatchPiece, Plan
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import cross_entropy, step_seeds, train
-from largebatch.training.updates import train_pieces
+from largebatch.training.session import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64

@@ -12,20 +12,19 @@ from largebatch.data.types import Batch
 from largebatch.distributed.connection import connect
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.lab.protocols.exchange import Exchange, Layout, Record
+from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
-from largebatch.lab.protocols.links import open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loop import cross_entropy
 
 LAYOUTS = {
-    "a server beside each of 4 learners": Layout(4, (0, 1, 2, 3)),
-    "a server beside each of 2 learners": Layout(2, (0, 1)),
-    "2 learners, 1 server": Layout(2, (2,)),
-    "2 learners, 2 servers": Layout(2, (2, 3)),
+    "a server beside each of 4 learners": (4, (0, 1, 2, 3)),
+    "a server beside each of 2 learners": (2, (0, 1)),
+    "2 learners, 1 server": (2, (2,)),
+    "2 learners, 2 servers": (2, (2, 3)),
 }
-"""On 4 workers, of which some do nothing."""
+"""Number of learners and ranks of servers, on 4 workers, of which some do nothing."""
 
 CASES = (("batchnorm", "sgd"), ("batchnorm", "reference"))
 ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
@@ -90,12 +89,12 @@ def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
     """Solve every case by hardsync in every layout, and others in one; on each of 4 workers."""
     backend = connect("torch", timeout=60)
     exchanges = {
-        name: Exchange(backend, layout, open_links(backend, layout.pairs))
-        for name, layout in LAYOUTS.items()
+        name: Exchange(backend, learners=learners, servers=servers)
+        for name, (learners, servers) in LAYOUTS.items()
     }
     found: dict[str, tuple[State, Record]] = {}
     for name, exchange in exchanges.items():
-        rule = Rule.hardsync(exchange.layout.learners)
+        rule = Rule.hardsync(exchange.learners)
         for net, optimizer in cases:
             problem = Problem(exchange, net, optimizer, rule)
             found[f"{name}, {net}, {optimizer}"] = problem.solve()

@@ -62,7 +62,7 @@ def be_worker(
     os.environ.update(environment)
     rank = environment["RANK"]
     try:
-        with mock.patch("largebatch.runs.record.write_report"):
+        with mock.patch("largebatch.runs.folder.write_report"):
             result = function(*args)
     except BaseException:
         (folder / f"error {rank}").write_text(traceback.format_exc(), encoding="utf-8")

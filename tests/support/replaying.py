@@ -12,11 +12,9 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
-from largebatch.lab.protocols.exchange import Exchange, Layout, Record
-from largebatch.lab.protocols.links import open_links
-from largebatch.lab.protocols.replay import replay
+from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer
+from largebatch.lab.protocols.server import Arrivals, ParameterServer, replay
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}
@@ -65,7 +63,7 @@ def replayed(
 
 
 def run_for_real(
-    cases: Sequence[tuple[Layout, Rule, str]],
+    cases: Sequence[tuple[Sequence[int], Rule, str]],
 ) -> list[tuple[list[Tensor], Record]]:
     """Solve each case by learners that take random times; on every worker."""
     backend = connect("torch", timeout=60)
@@ -75,7 +73,7 @@ def run_for_real(
 
 
 def _solve(
-    backend: Backend, layout: Layout, rule: Rule, optimizer: str
+    backend: Backend, servers: Sequence[int], rule: Rule, optimizer: str
 ) -> tuple[list[Tensor], Record]:
     model, draws = build(), random.Random(backend.rank)
     weights = list(model.parameters())
@@ -85,7 +83,7 @@ def _solve(
         loss = loss_of(model, number)
         return torch.autograd.grad(loss, weights), loss.item()
 
-    exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
+    exchange = Exchange(backend, learners=rule.learners, servers=servers)
     record = exchange.run(
         weights,
         OPTIMIZERS[optimizer](weights, lr=1.0, **SETTINGS),

@@ -10,13 +10,14 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Its run: rows of history by their line, summary, and what the run was given."""
+    """Its run: rows of history by their line, summary, what the run was given, and its alerts."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rows: dict[int, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {}
         self.run: dict[str, Any] = {}
+        self.alerts: list[tuple[str, ...]] = []
 
     @property
     def url(self) -> str:
@@ -25,6 +26,8 @@ class Server(ThreadingHTTPServer):
     def answer(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """Answer a query of GraphQL."""
         where = {"name": "p", "entity": {"name": "me"}}
+        if name == "NotifyScriptableRunAlert":
+            self.alerts.append((given["severity"], given["title"], given["text"]))
         if name == "UpsertBucket":
             self.run |= {key: value for key, value in given.items() if value is not None}
             bucket = {"id": "run", "name": given["name"], "displayName": "", "project": where}

@@ -214,6 +214,7 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     assert rows[0]["system/cpu_percent/worker0"] == 1.0
     assert server.summary["val/top1"] == {"max": 0.99, "last": 0.975}
     assert server.summary["stages"]["train"]["top1"] == 0.975
+    assert server.alerts == [("ERROR", "Run failed", f"{folder}: loss nan")]
     assert not {"top1", "global_batch", "commit"} & server.summary.keys()
     shown = {key: server.run[key] for key in ("displayName", "groupName", "notes", "commit")}
     assert list(shown.values()) == ["mine", "seeds", "of three parts", "f00d"]

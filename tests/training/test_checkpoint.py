@@ -17,13 +17,12 @@ from on_forked_workers import on_forked_workers
 from short_runs import CLEAN, a_recipe
 
 from largebatch import run
+from largebatch.distributed.serial import Serial
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import (
     Checkpoint,
     Origin,
-    Retention,
-    SaveClock,
     Writer,
     copy_state,
     load_checkpoint,
@@ -33,6 +32,7 @@ from largebatch.training.checkpoint import (
 )
 from largebatch.training.saving import Saver
 from largebatch.training.state import Progress
+from largebatch.training.step_log import Requests
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_a_file_of_safetensors_as_readable_as_others(tmp_path: P
 
 
 def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=2))
+    writer = Writer(tmp_path, keep_last=2)
     (tmp_path / "notes.txt").write_text("not ours")
     for step in (5, 10, 12, 15, 17):
         best = {"best": 0.9, "best_step": 12} if step >= 12 else {}
@@ -111,7 +111,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "run").mkdir()
-    writer = Writer(tmp_path / "run/checkpoints", Retention(last=1))
+    writer = Writer(tmp_path / "run/checkpoints", keep_last=1)
     writer.write(checkpoint(5))
     writer.wait()
     with monkeypatch.context() as patched:
@@ -129,7 +129,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(
 
 
 def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Retention(last=1))
+    writer = Writer(tmp_path, keep_last=1)
     writer.write(checkpoint(5))
     writer.write(checkpoint(6, model={"weight": torch.tensor([1.0, float("nan")])}))
     with pytest.raises(CheckpointError, match="model/weight"):
@@ -241,12 +241,12 @@ def test_a_checkpoint_is_due_by_time(
 ) -> None:
     now = 50.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    clock = SaveClock(minutes)
+    requests = Requests(Serial(torch.device("cpu")), save_minutes=minutes)
     now += 1000
-    clock.note_saved(seconds=cost)
+    requests.note_saved(seconds=cost)
     for seconds in (1.0, 59.0, 61.0, 119.0, 121.0, 299.0, 301.0, 1e6):
         now = 1050 + seconds
-        assert clock.is_late() == (seconds > due)
+        assert requests.save_is_late() == (seconds > due)
 
 
 def save_by_the_clock_of_worker_0(folder: Path) -> None:
@@ -254,7 +254,7 @@ def save_by_the_clock_of_worker_0(folder: Path) -> None:
     steps: list[int] = []
     save, rank = Saver.save, int(os.environ["RANK"])
 
-    def is_late(_: SaveClock) -> bool:
+    def is_late(_: Requests) -> bool:
         return rank == 1 or (bool(due) and due.pop(0))
 
     def noted(saver: Saver) -> None:
@@ -263,7 +263,7 @@ def save_by_the_clock_of_worker_0(folder: Path) -> None:
 
     due = [step == 2 for step in range(6)]
     with (
-        mock.patch.object(SaveClock, "is_late", is_late),
+        mock.patch.object(Requests, "save_is_late", is_late),
         mock.patch.object(Saver, "save", noted),
     ):
         run(a_recipe(CLEAN), out=folder / "run", report=False)

@@ -85,7 +85,7 @@ def carry_out(study: dict[str, Any], out: Path, data: Path, jobs: int) -> None:
     Its own page is not drawn, which needs SciPy.
     """
     cells = cells_of(validate_tree(Study, study, source="study.yaml"), FOLDER)
-    runs = Runs(cells=cells, store=Store(out), machine=Machine(data=data))
+    runs = Runs(cells=cells, store=Store(out), machine=Machine(data={"": data}))
     print(f"{out}: {len(runs.left)} of {runs.number} runs are left", flush=True)
     if not make(runs, jobs=jobs, report=partial(print, flush=True)):
         sys.exit(INTERRUPTED)

@@ -32,7 +32,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     missing; the message says which are expected.
     """
     from largebatch.data.datasets import arrays, image_folder, parquet
-    from largebatch.data.datasets.packing import write_shards
+    from largebatch.data.datasets.packing import open_packed, write_shards
     from largebatch.errors import shorten
     from largebatch.storage import require_new
 
@@ -41,6 +41,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         **{each: partial(arrays.open_official, name=each) for each in official},
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
+        "webdataset": open_packed,
     }
     require_new(out)
     with openers[name](source, **(options or {})) as data_set:

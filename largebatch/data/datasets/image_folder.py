@@ -7,21 +7,18 @@ classes. Only the path and position of each file stay in memory: there may be a 
 """
 
 import hashlib
-import lzma
 import os
 import posixpath
-import struct
-import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
 
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
-from largebatch.data.index.headers import BadImageError, measure_bytes
+from largebatch.data.index.headers import measure_bytes
 from largebatch.data.index.index import check_same_classes
 from largebatch.data.index.shards import Unusable, has_bytes, members
 from largebatch.errors import DataError, shorten
@@ -31,20 +28,6 @@ _File = TypeVar("_File")
 _MAX_RATIO = 100  # of an archive's unpacked to packed bytes; images hardly compress
 _ALWAYS = 2**28  # unpacked bytes that are allowed whatever the ratio
 
-DAMAGED = (
-    OSError,
-    EOFError,
-    RuntimeError,  # from zipfile, for passwords and unknown methods
-    ValueError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-    lzma.LZMAError,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-)
-"""Exceptions of the archive modules for unreadable or damaged files."""
-
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or uncompressed "
     "tar, or in a folder with train.zip and val.zip (or .tar; for ImageNet: "
@@ -53,21 +36,11 @@ LAYOUT = (
 )
 
 
-class Files(NamedTuple):
-    """The files of one archive or folder, by path."""
-
-    archive: Path
-    names: list[str]
-    read: Callable[[str], bytes]
-
-
 class _Image(NamedTuple):
-    files: Files
+    archive: Path
     path: str  # path in the archive
     name: str  # path within its class
-
-    def __str__(self) -> str:
-        return f"{self.files.archive}: {self.path}"
+    read: Callable[[str], bytes]  # of the archive, which takes a path
 
 
 Classes = dict[str, list[_Image]]  # images of a split by class name
@@ -94,17 +67,20 @@ def open_archives(
         unread: list[str] = []
         for archive, split in _archives(source, names).items():
             try:
-                files = stack.enter_context(_open_files(archive))
-            except DAMAGED as error:
+                paths, read = _open_files(archive, stack)
+            except DataError:
+                raise
+            except Exception as error:  # each of their modules raises many types
                 raise DataError(
                     f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
                 ) from error
-            shown = [name for name in files.names if all(map(visible, name.split("/")))]
-            images = [name for name in shown if is_image(name.rpartition("/")[2])]
-            placed = _placed(files, images, (split,) if split else names)
-            for name, class_name, image in placed:
+            shown = [path for path in paths if all(map(visible, path.split("/")))]
+            images = [path for path in shown if is_image(path.rpartition("/")[2])]
+            placed = _placed(archive, images, (split,) if split else names)
+            for path, (name, class_name, rest) in placed.items():
+                image = _Image(archive, path, rest, read)
                 splits[name].setdefault(class_name, []).append(image)
-            unread += set(shown) - {image.path for _, _, image in placed}
+            unread += set(shown) - placed.keys()
         remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
         for split in names:
             if not splits[split]:
@@ -113,10 +89,7 @@ def open_archives(
         train, val = splits[TRAIN], splits[names[-1]]
         remarks += _without_images(source, train)
         if val_fraction is not None:
-            val = {name: _chosen(name, train[name], val_fraction, seed) for name in train}
-            for name, chosen in val.items():
-                taken = {image.name for image in chosen}
-                train[name] = [image for image in train[name] if image.name not in taken]
+            val = _split_off(train, val_fraction, seed)
             remarks.append(
                 f"val: {val_fraction:.4g} of every class, at least one image: the names with the "
                 f"smallest hashes with seed {seed}; the same names give the same division"
@@ -138,23 +111,26 @@ def open_archives(
         yield DataSet(classes, sizes, samples, remarks)
 
 
-def _chosen(class_name: str, images: list[_Image], fraction: float, seed: int) -> list[_Image]:
-    """Return the validation images of a class, the names of smallest hashes.
+def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
+    """Move the images of every class whose names have the smallest hashes into the result.
 
     Adding images to one class does not change another.
     """
-    number = max(1, round(fraction * len(images)))
-    if number >= len(images):
-        raise DataError(
-            f"class {class_name} has {len(images)} images, of which {number} would be used for "
-            "validation and none for training: add images, or lower --val-fraction"
-        )
+    moved: Classes = {}
+    for name, images in classes.items():
+        number = max(1, round(fraction * len(images)))
+        if number >= len(images):
+            raise DataError(
+                f"class {name} has {len(images)} images, of which {number} would be used for "
+                "validation and none for training: add images, or lower --val-fraction"
+            )
+        ranked = sorted(images, key=partial(_hash, f"{seed}/{name}/"))
+        moved[name], classes[name] = ranked[:number], ranked[number:]
+    return moved
 
-    def key(image: _Image) -> bytes:
-        text = os.fsencode(f"{seed}/{class_name}/{image.name}")
-        return hashlib.blake2b(text, digest_size=16).digest()
 
-    return sorted(images, key=key)[:number]
+def _hash(before: str, image: _Image) -> bytes:
+    return hashlib.blake2b(os.fsencode(before + image.name), digest_size=16).digest()
 
 
 def _without_images(source: Path, classes: Iterable[str]) -> Iterator[str]:
@@ -178,9 +154,12 @@ def _archives(source: Path, names: Sequence[str]) -> dict[Path, str | None]:
 
 
 def _placed(
-    files: Files, paths: Sequence[str], names: Sequence[str]
-) -> list[tuple[str, str, _Image]]:
-    """Return the images of these splits, each with its split and class; all, if none is in one."""
+    archive: Path, paths: Sequence[str], names: Sequence[str]
+) -> dict[str, tuple[str, str, str]]:
+    """Return split, class and path within it for each image of these splits.
+
+    A single split may be missing in all paths.
+    """
     inside: dict[str, tuple[str, list[str]]] = {}  # split and path below it, by path
     around: dict[tuple[str, ...], str] = {}
     for path in paths:
@@ -191,27 +170,22 @@ def _placed(
             around[tuple(parts[:place])] = path
     if len(around) > 1:
         raise DataError(
-            f"{files.archive}: {' and '.join(list(around.values())[:2])} are not in the same "
+            f"{archive}: {' and '.join(list(around.values())[:2])} are not in the same "
             f"folder of splits; {LAYOUT}"
         )
     if not inside and len(names) == 1:
         outer = {path.partition("/")[0] for path in paths}
         is_around = len(outer) == 1 and all(path.count("/") > 1 for path in paths)
-        start = int(is_around and not files.archive.is_dir())
+        start = int(is_around and not archive.is_dir())
         inside = {path: (names[0], path.split("/")[start:]) for path in paths}
-    bare: dict[str, list[str]] = {}
-    for path, (split, below) in inside.items():
-        if len(below) == 1:
-            bare.setdefault(split, []).append(path)
-    classes = {
-        path: class_name
-        for split, without in bare.items()
-        for path, class_name in _listed_classes(files.archive, split, without).items()
-    }
-    return [
-        (split, classes.get(path, below[0]), _Image(files, path, "/".join(below[1:] or below)))
+    classes: dict[str, str] = {}
+    for name in names:
+        bare = [path for path, (split, below) in inside.items() if split == name and not below[1:]]
+        classes |= _listed_classes(archive, name, bare) if bare else {}
+    return {
+        path: (split, classes.get(path, below[0]), "/".join(below[1:] or below))
         for path, (split, below) in inside.items()
-    ]
+    }
 
 
 def _listed_classes(archive: Path, split: str, paths: list[str]) -> dict[str, str]:
@@ -233,38 +207,34 @@ def _listed_classes(archive: Path, split: str, paths: list[str]) -> dict[str, st
 
 def _read(image: _Image, label: int) -> Sample | Unusable:
     try:
-        content = image.files.read(image.path)
+        content = image.read(image.path)
         measure_bytes(content)
-    except (*DAMAGED, BadImageError) as error:
-        return Unusable(str(image), str(error) or type(error).__name__)
+    except Exception as error:  # as above
+        return Unusable(f"{image.archive}: {image.path}", str(error) or type(error).__name__)
     return Sample(content, image.path.rpartition(".")[2], label)
 
 
-@contextmanager
-def _open_files(archive: Path) -> Iterator[Files]:
-    """Yield the files of a folder, a zip or a tar; raise DataError or one of DAMAGED."""
+def _open_files(archive: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], bytes]]:
+    """Return the paths in a folder, a zip or a tar, and what reads one until the stack closes."""
     if archive.is_dir():
-        yield Files(archive, list(_walk(archive)), lambda name: (archive / name).read_bytes())
-        return
-    with archive.open("rb") as file:
-        start = file.read(2)
-        length = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if start == b"PK":
-            with zipfile.ZipFile(file) as opened:
-                files = [info for info in opened.infolist() if not info.is_dir()]
-                infos = _unique((_clean(info.filename), info) for info in files)
-                unpacked = sum(info.file_size for info in infos.values())
-                if unpacked > max(_ALWAYS, _MAX_RATIO * length):
-                    raise DataError(
-                        f"{archive}: {length:,} bytes would unpack to {unpacked:,}, and images "
-                        "hardly compress (a decompression bomb?)"
-                    )
-                yield Files(archive, list(infos), lambda name: opened.read(infos[name]))
-        else:
-            places = _unique(_tar_places(archive, file, end=length))
-            number = file.fileno()
-            yield Files(archive, list(places), lambda name: os.pread(number, *places[name]))
+        return list(_walk(archive)), lambda path: (archive / path).read_bytes()
+    file = stack.enter_context(archive.open("rb"))
+    start = file.read(2)
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if start != b"PK":
+        places = _unique(_tar_places(archive, file, end=length))
+        return list(places), lambda path: os.pread(file.fileno(), *places[path])
+    opened = stack.enter_context(zipfile.ZipFile(file))
+    files = [info for info in opened.infolist() if not info.is_dir()]
+    infos = _unique((_clean(info.filename), info) for info in files)
+    unpacked = sum(info.file_size for info in infos.values())
+    if unpacked > max(_ALWAYS, _MAX_RATIO * length):
+        raise DataError(
+            f"{archive}: {length:,} bytes would unpack to {unpacked:,}, and images hardly compress "
+            "(a decompression bomb?)"
+        )
+    return list(infos), lambda path: opened.read(infos[path])
 
 
 def _unique(files: Iterable[tuple[str, _File]]) -> dict[str, _File]:

@@ -11,7 +11,7 @@ import importlib
 import operator
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,13 +87,20 @@ def import_own(module: str) -> ModuleType:
         ) from None
 
 
-def open_own(name: str) -> tuple[Items, Items]:
-    """Call `module:function` and return its data sets, training first."""
+def own_function(name: str) -> Callable[[], Any]:
+    """Return `module:function`; raise DataError if there is none."""
     module, _, function = name.partition(":")
     call = getattr(import_own(module), function, None) if function else None
     if not callable(call):
-        raise DataError(f"{name}: there is no such function; expected module:function")
-    result = call()
+        raise DataError(
+            f"{name}: there is no such function; expected MODULE:FUNCTION such as {module}:build"
+        )
+    return call  # type: ignore[no-any-return]
+
+
+def open_own(name: str) -> tuple[Items, Items]:
+    """Call `module:function` and return its data sets, training first."""
+    result = own_function(name)()
     needed = ("__len__", "__getitem__")
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(hasattr(split, each) for split in result for each in needed):

@@ -49,14 +49,12 @@ class DataSet:
     remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
 
 
-def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
-    """Copy the images of `root/{train,val}` into new shards, in the same order.
-
-    Images dropped from the indexes are left out.
-    """
-    indexes = {split: load_or_read(root, split) for split in SPLITS}
+@contextmanager
+def open_packed(source: Path) -> Iterator[DataSet]:
+    """Read the images of `source/{train,val}` in the order of its indexes, without dropped ones."""
+    indexes = {split: load_or_read(source, split) for split in SPLITS}
     classes = indexes[TRAIN].classes
-    check_same_classes(root, classes, indexes[VAL].classes)
+    check_same_classes(source, classes, indexes[VAL].classes)
 
     def samples(split: str) -> Iterator[Sample]:
         index = indexes[split]
@@ -67,8 +65,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 
         return in_parts(copy, len(index))
 
-    data_set = DataSet(classes, {split: len(index) for split, index in indexes.items()}, samples)
-    write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
+    yield DataSet(classes, {split: len(index) for split, index in indexes.items()}, samples)
 
 
 def write_shards(

@@ -8,8 +8,8 @@ out, and the resized square is oriented.
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from types import ModuleType
+from contextlib import closing, contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,29 +45,19 @@ _Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
 _UnderWay = tuple[Reading, _Inputs]
 
 
-def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
-    """Return a context with a decoder; raise MissingPackageError immediately.
+@contextmanager
+def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder; raise MissingPackageError without DALI.
 
     A box is cropped, resized, then mirrored if requested. DALI's pipeline is built once, for any
     number of passes, and its threads and memory are released at the end of the block.
     """
     dali, device = require_dali(), resources.device
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _open(dali, index, view, resources._replace(device=device))
-
-
-class _Source:
-    """The inputs of the current pass; dropped after it, as DALI's cyclic graphs live longer."""
-
-    def __init__(self) -> None:
-        self.inputs: Iterator[_Inputs] = iter(())
-
-
-@contextmanager
-def _open(dali: ModuleType, index: Index, view: View, resources: Resources) -> Iterator[Decode]:
-    source, device = _Source(), resources.device
     on_gpu = device.type == "cuda"
+    if on_gpu and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    # The inputs of the current pass; dropped after it, as DALI's cyclic graphs live longer.
+    source = SimpleNamespace(inputs=iter(()))
     pipeline = dali.Pipeline(
         batch_size=resources.batch_size,
         num_threads=resources.threads,
@@ -79,11 +69,8 @@ def _open(dali: ModuleType, index: Index, view: View, resources: Resources) -> I
     transfer = Transfer(device)
 
     def decode(requests: Iterable[Request]) -> Batches:
-        """Yield the outputs as torch tensors, without a copy."""
-        stream, under_way = (
-            torch.cuda.current_stream(device) if on_gpu else None,
-            deque[_UnderWay](),
-        )
+        stream = torch.cuda.current_stream(device) if on_gpu else None
+        under_way = deque[_UnderWay]()
         with closing(_inputs(dali, index, read_ahead(requests, reader), under_way)) as inputs:
             source.inputs = inputs
             try:
@@ -111,7 +98,7 @@ def _open(dali: ModuleType, index: Index, view: View, resources: Resources) -> I
         yield decode
 
 
-def _graph(dali: ModuleType, source: _Source, view: View, *, on_gpu: bool) -> Any:  # noqa: ANN401 -- DALI is optional
+def _graph(dali: ModuleType, source: SimpleNamespace, view: View, *, on_gpu: bool) -> Any:  # noqa: ANN401 -- DALI is optional
     fn, types = dali.fn, dali.types
     encoded, corners, shapes, flips = fn.external_source(
         source=lambda: next(source.inputs),

@@ -134,7 +134,6 @@ class Reader:
         self._free.append(reading.buffer)
 
     def _read(self, reading: Reading, rows: slice) -> float:
-        """Read some images of a batch; return the seconds that took."""
         start = time.monotonic()
         samples = reading.request.samples[rows].tolist()
         for content, sample in zip(reading.contents[rows], samples, strict=True):

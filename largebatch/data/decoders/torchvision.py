@@ -5,7 +5,7 @@ Pillow releases the interpreter lock while it decodes and resizes, so threads ar
 
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -32,17 +32,14 @@ METHODS = {
 AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
 
 
-def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
-    """Return a context with a decoder; raise MissingPackageError immediately.
+@contextmanager
+def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder, whose threads end with the block; MissingPackageError without torchvision.
 
-    A box is cropped, resized, then mirrored if requested. The threads end with the block.
+    A box is cropped, resized, then mirrored if requested.
     """
     require_torchvision()
-    return _open(index, view, resources)
 
-
-@contextmanager
-def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
         samples = reading.request.samples
         rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)

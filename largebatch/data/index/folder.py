@@ -25,24 +25,15 @@ CLASSES = "classes.txt"
 MISPLACED = "images in other places"
 
 
-class ClassFolder(NamedTuple):
-    """The images of one class, sorted bytewise, with their lengths and modification times."""
-
-    mtime: int  # of the folder, in nanoseconds: adding and removing files changes it
-    names: list[str]
-    sizes: list[int]
-    mtimes: list[int]
-
-
-class Shard(NamedTuple):
-    """One tar file: its name, length and modification time."""
+class File(NamedTuple):
+    """A shard or an image: its name, length and modification time in nanoseconds."""
 
     name: str
     size: int
     mtime: int
 
 
-def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
+def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
     """Return the names of the class folders and the shards; one of them is empty."""
     folder = root / split
     expected = f"expected {root}/{split}/<class>/*.jpg or {root}/{split}/*.tar"
@@ -52,7 +43,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
         raise DataError(
             f"{folder}: there is no such folder; {expected}; found {_found(root)}. To divide class "
             f"folders: largebatch data import imagefolder {shlex.quote(str(root))} --val-fraction "
-            f"0.2 --out {shlex.quote(f'{root}-data')} (for a split of another name: --val-name)"
+            f"0.2 --out {shlex.quote(f'{root}-data')}"
         )
     with os.scandir(folder) as scanned:
         entries = sorted(
@@ -60,7 +51,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
         )
     names = tuple(entry.name for entry in entries if entry.is_dir())
     tars = [entry for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
-    shards = tuple(Shard(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in tars)
+    shards = tuple(_facts(entry) for entry in tars)
     if bool(names) == bool(shards):
         raise DataError(
             f"{folder}: {expected}, and only one of them; found {_found(folder)}. For images with "
@@ -69,23 +60,17 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     return names, shards
 
 
-def scan_class(folder: Path, name: str) -> ClassFolder:
-    """List the images of one class."""
+def scan_class(folder: Path, name: str) -> tuple[int, list[File]]:
+    """Return the time of a class folder, which changes with its files, and its images, sorted."""
     mtime = (folder / name).stat().st_mtime_ns  # before listing, so that later files are detected
     with os.scandir(folder / name) as entries:
-        images = [
-            # A broken link has the facts of the link itself.
-            (entry.name, entry.stat(follow_symlinks=entry.is_file()))
-            for entry in entries
-            if is_image(entry.name) and not entry.is_dir()
-        ]
-    images.sort(key=lambda image: os.fsencode(image[0]))
-    return ClassFolder(
-        mtime,
-        [name for name, _ in images],
-        [status.st_size for _, status in images],
-        [status.st_mtime_ns for _, status in images],
-    )
+        images = [_facts(entry) for entry in entries if is_image(entry.name) and not entry.is_dir()]
+    return mtime, sorted(images, key=lambda image: os.fsencode(image.name))
+
+
+def _facts(entry: os.DirEntry[str]) -> File:
+    status = entry.stat(follow_symlinks=entry.is_file())  # of a broken link the link's own
+    return File(entry.name, status.st_size, status.st_mtime_ns)
 
 
 def read_classes(root: Path) -> tuple[str, ...]:
@@ -95,15 +80,11 @@ def read_classes(root: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; shards need this file, with the names of the classes, one "
-            f"per line, in the order of their labels"
+            f"{path}: {error.strerror}; shards need this file, with the name of a class per line"
         ) from None
     names = tuple(text.removesuffix("\n").split("\n"))
     if len(set(names)) < len(names) or not all(map(is_class_name, names)):
-        raise DataError(
-            f"{path}: expected one unique name per line, in the order of the labels; found "
-            f"{shorten(names)}"
-        )
+        raise DataError(f"{path}: expected one unique name per line; found {shorten(names)}")
     return names
 
 
@@ -145,11 +126,7 @@ def list_ignored(root: Path, split: str) -> dict[str, int]:
 
 
 def by_suffix(paths: Iterable[str]) -> dict[str, int]:
-    """Count ignored files by their suffix, the most frequent first.
-
-    >>> by_suffix(["a.GIF", "cat/b.gif", "cat/README"])
-    {'.gif': 2, 'without a suffix': 1}
-    """
+    """Count ignored files by their suffix, the most frequent first."""
     suffixes = (PurePath(path).suffix.lower() or "without a suffix" for path in paths)
     kinds = Counter(MISPLACED if suffix in EXTENSIONS else suffix for suffix in suffixes)
     return dict(kinds.most_common())

@@ -29,7 +29,7 @@ from safetensors.numpy import load, save
 
 from largebatch.data.index.folder import (
     CLASSES,
-    Shard,
+    File,
     layout,
     list_ignored,
     read_classes,
@@ -231,8 +231,7 @@ def open_content(
         reasons.append(f"{changed} (the index is {content.file})")
     if reasons:
         raise DataError(
-            f"{root}: the folder has changed since its index was built: {reasons[0]}. Rebuild the "
-            f"index with: largebatch data index {root}"
+            f"{root}: changed since it was indexed: {reasons[0]}; run: largebatch data index {root}"
         )
     return make(root, split, progress=progress)
 
@@ -241,8 +240,7 @@ def require_stored(root: Path, *, purpose: str) -> None:
     """Raise DataError unless both splits of a folder have a stored index."""
     if root.is_dir() and not all(any(find_stored(root, split)) for split in ("train", "val")):
         raise DataError(
-            f"{purpose}: {root}: no index is stored, and a run would build it before the log's "
-            f"clock starts; build it now with: largebatch data index {root}"
+            f"{purpose}: {root}: the log's clock needs an index; run: largebatch data index {root}"
         )
 
 
@@ -345,12 +343,11 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
         place = f"{split}/{name}"
         if not every_file and (root / place).stat().st_mtime_ns == mtime:
             return None
-        scanned = scan_class(root / split, name)
-        facts = zip(*scanned[1:], strict=True)
-        now = {file: (size, time) for file, size, time in facts if f"{place}/{file}" not in bad}
+        _, images = scan_class(root / split, name)
+        now = {file: facts for file, *facts in images if f"{place}/{file}" not in bad}
         rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
         then = {
-            paths[row].removeprefix(f"{place}/"): (int(sizes[row]), int(mtimes[row]))
+            paths[row].removeprefix(f"{place}/"): [int(sizes[row]), int(mtimes[row])]
             for row in rows
         }
         return _first_change(place, then, now)
@@ -405,9 +402,8 @@ def _read(
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing:
         raise DataError(
-            f"{root / split}: {len(missing)} of {len(names)} classes have no image that can be "
-            f"used: {shorten(missing)}; add images, remove the folders, or import images of "
-            "subfolders: largebatch data import imagefolder"
+            f"{root / split}: {len(missing)} of {len(names)} classes have no usable image: "
+            f"{shorten(missing)}; add images, or run: largebatch data import imagefolder"
         )
     return content
 
@@ -415,19 +411,17 @@ def _read(
 def _measure_folders(
     root: Path, split: str, classes: Sequence[str], progress: Progress
 ) -> tuple[Arrays, list[Bad], list[int]]:
-    folders = [scan_class(root / split, name) for name in classes]
+    folders = {name: scan_class(root / split, name) for name in classes}
+    images = [image for _, found in folders.values() for image in found]
     paths = [
-        f"{split}/{class_name}/{name}"
-        for class_name, folder in zip(classes, folders, strict=True)
-        for name in folder.names
+        f"{split}/{name}/{image.name}" for name, (_, all_) in folders.items() for image in all_
     ]
-    lengths = [size for folder in folders for size in folder.sizes]
     measured = np.zeros((len(paths), len(Size._fields)), dtype=np.int64)  # zeros: a bad image
     reasons: dict[int, str] = {}
 
     def measure(rows: range) -> int:
         for row in rows:
-            read = partial(_measure_file, f"{root}/{paths[row]}", lengths[row])
+            read = partial(_measure_file, f"{root}/{paths[row]}", images[row].size)
             try:
                 try:
                     measured[row] = read()
@@ -442,20 +436,20 @@ def _measure_folders(
         for done in pool.map(measure, parts):
             progress(done, len(paths))
     usable = np.flatnonzero(measured[:, 0])
-    names = np.array([os.fsencode(name) for f in folders for name in f.names] or [b"-"])[usable]
-    counts = [len(folder.names) for folder in folders]
-    mtimes = np.array([time for folder in folders for time in folder.mtimes], dtype=np.int64)
+    names = np.array([os.fsencode(image.name) for image in images] or [b"-"])[usable]
+    counts = [len(found) for _, found in folders.values()]
+    facts = np.array([image[1:] for image in images], dtype=np.int64).reshape(-1, 2)[usable]
     arrays = {
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
         "heights": measured[usable, 0],
         "widths": measured[usable, 1],
         "orientations": measured[usable, 2].astype(np.uint8),
-        "num_bytes": np.array(lengths, dtype=np.int64)[usable],
-        "mtimes": mtimes[usable],
+        "num_bytes": facts[:, 0].copy(),
+        "mtimes": facts[:, 1].copy(),
         "names": names.view(np.uint8).reshape(len(usable), names.itemsize),
     }
     bad = [Bad(paths[row], reasons[row]) for row in sorted(reasons)]
-    return arrays, bad, [folder.mtime for folder in folders]
+    return arrays, bad, [mtime for mtime, _ in folders.values()]
 
 
 def _measure_file(path: str, num_bytes: int) -> Size:
@@ -474,7 +468,7 @@ def _measure_file(path: str, num_bytes: int) -> Size:
 
 
 def _measure_shards(
-    folder: Path, shards: Sequence[Shard], num_classes: int, progress: Progress
+    folder: Path, shards: Sequence[File], num_classes: int, progress: Progress
 ) -> tuple[Arrays, list[Bad]]:
     def measure(number: int) -> tuple[IntArray, list[Bad]]:
         path = folder / shards[number].name

@@ -16,19 +16,18 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.formatting import aligned, duration, plural, signed, three_digits
+from largebatch.formatting import aligned, duration, plural, three_digits
 from largebatch.lab.measure.calibrate import ROUNDS, cluster_of, measure
 from largebatch.lab.measure.estimate import estimate
-from largebatch.lab.measure.lr_range import RangeTest, derived, plan_range, train_in, train_range
+from largebatch.lab.measure.lr_range import derived, plan_range, train_in, train_range
 from largebatch.lab.planner.cluster import Cluster
 from largebatch.lab.planner.prediction import predict, workload
 from largebatch.lab.planner.suggest import EpochLaw
-from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import at_batch
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over, samples
+from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over
 from largebatch.report.run import read_run
 from largebatch.runs.options import Options
 from largebatch.tracking.noise_scale import NoiseScale
@@ -59,8 +58,8 @@ weighs directions by their curvature, the measurement weighs all equally (arXiv:
 SEEDS = 3
 """Seeds of each range test, if the time suffices."""
 
-Edges = tuple[tuple[int, RangeTest], ...]
-"""Range tests by batch."""
+Edges = tuple[tuple[int, float | None], ...]
+"""Upper bounds of range tests by batch; None where one has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,26 +150,21 @@ class Measuring:
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
-        updates, more = plural(noise.updates, "update"), math.ceil(4 * self.question.minutes)
+        more = f"--minutes {math.ceil(4 * self.question.minutes)}"
         if not noise.value > 0:
             found = "the gradient does not exceed its noise, so no batch can be chosen"
             if noise.value == 0 and math.isfinite(noise.high):
                 found = (
                     f"the noise of the gradient is too small to be seen: the noise scale is at "
-                    f"most {samples(noise.high)}; give a smaller batch.global_batch"
+                    f"most {three_digits(noise.high)}; give a smaller batch.global_batch"
                 )
-            raise LargebatchError(f"over {updates} {found}; give --minutes {more}")
-        wide = noise.high / noise.low if noise.low else math.inf
-        if wide > THEORY and noise.updates < planned:
+            raise LargebatchError(f"over {plural(noise.updates, 'update')} {found}; give {more}")
+        is_wide = not noise.low or noise.high > THEORY * noise.low
+        if noise.updates < planned and (is_wide or noise.updates < BOUNDED):
             self.remarks.append(
-                f"the noise scale is wide: {updates} leave a factor of {wide:.2g} between its "
-                f"ends; --minutes {more} make four times the updates, and leave about "
-                f"{math.sqrt(wide):.2g}"
-            )
-        if noise.updates < min(BOUNDED, planned):
-            self.remarks.append(
-                f"{updates} show the very beginning of a run, where the noise scale is lower than "
-                f"later; {BOUNDED} or more are advised"
+                f"the noise scale is of {plural(noise.updates, 'update')}, the beginning of a run, "
+                f"where it is lower than later; {BOUNDED} or more are advised, and {more} make "
+                "four times as many and halve its interval"
             )
         return noise
 
@@ -178,7 +172,7 @@ class Measuring:
         """Run range tests at two batches, seed by seed; none where they take too long."""
         question, recipe = self.question, self.question.recipe
         try:
-            steps = plan_range(recipe).steps
+            steps = len(plan_range(recipe).rates)
         except LargebatchError as error:
             self.remarks.append(f"no edges of the learning rate: {error}")
             return ()
@@ -192,7 +186,7 @@ class Measuring:
                 options = replace(question.options, out=question.options.out / f"range-{size}")
                 test = train_range(rates, options, workers=question.here)
                 assert test is not None
-                tests.append((size, test))
+                tests.append((size, None if test.upper is None else test.upper.value))
             found, needed = tuple(tests), monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(
@@ -214,7 +208,7 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
     ramp = round(min(steps, updates / 4))
     changes = {
         "duration": {"steps": 8 * updates + 2},
-        "data": without_resolution(recipe.data),
+        "data": {**recipe.data.model_dump(), "resolution": ()},
         "schedule": {
             **recipe.schedule.model_dump(),
             "warmup": {"steps": ramp} if ramp else None,
@@ -249,7 +243,7 @@ class Advice:
     rows: tuple[Row, ...]
     chosen: Row
     edges: Edges
-    """Range tests by batch; none where they were left out."""
+    """Empty where range tests had no time."""
 
     remarks: tuple[str, ...] = ()
 
@@ -258,12 +252,6 @@ class Advice:
         """Critical batch, and the ends of its interval: 95 % of the noise scale, times THEORY."""
         low, high = _ends(self.noise)
         return MORE_STEPS * self.noise.value, MORE_STEPS * low, MORE_STEPS * high
-
-    @property
-    def exponent(self) -> float:
-        """Exponent of the rate by batch between the two edges, from 0 to 1 as theory has it."""
-        uppers = [(batch, test.upper) for batch, test in self.edges]
-        return exponent([(batch, upper.value if upper else None) for batch, upper in uppers])
 
     @property
     def keeps(self) -> bool:
@@ -275,7 +263,7 @@ class Advice:
         """Peak learning rate of the chosen batch."""
         own = self.recipe.schedule.peak_lr
         ratio = self.chosen.batch / self.recipe.batch.global_batch
-        return own if self.keeps else float(f"{own * ratio**self.exponent:.3g}")
+        return own if self.keeps else float(f"{own * ratio ** exponent(self.edges):.3g}")
 
     @property
     def advised(self) -> Recipe:
@@ -286,13 +274,13 @@ class Advice:
         return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
 
 
-def exponent(edges: Sequence[tuple[int, float | None]]) -> float:
+def exponent(edges: Edges) -> float:
     """Return the exponent of a power law through two edges; SQUARE_ROOT where one is missing.
 
     The best rate is proportional to 1 / (1 + B_noise / B) (arXiv:1812.06162, equation 2.6), whose
     exponent is between 0 and 1; edges outside of that are noise.
 
-    >>> exponent([(64, 0.1), (256, 0.2)]), exponent([(64, 0.1), (256, None)])
+    >>> exponent(((64, 0.1), (256, 0.2))), exponent(((64, 0.1), (256, None)))
     (0.5, 0.5)
     """
     known = [(batch, rate) for batch, rate in edges if rate]
@@ -408,41 +396,40 @@ def describe(advice: Advice) -> Iterator[str]:
         f"critical batch, for {chosen.epochs:.3g} epochs"
     )
     yield (
-        f"critical batch: {samples(value)} ({samples(low)} to {samples(high)}), which takes "
-        f"{MORE_STEPS:.0%} more epochs than small batches; the interval includes a factor of "
-        f"{THEORY:g} for the theory"
+        f"critical batch: {three_digits(value)} ({three_digits(low)} to {three_digits(high)}), "
+        f"which takes {MORE_STEPS:.0%} more epochs than small batches; the interval includes a "
+        f"factor of {THEORY:g} for the theory"
     )
     yield (
-        f"noise scale: {samples(noise.value)} (95 %: {samples(noise.low)} to "
-        f"{samples(noise.high)}), of {plural(noise.updates, 'update')}"
+        f"noise scale: {three_digits(noise.value)} (95 %: {three_digits(noise.low)} to "
+        f"{three_digits(noise.high)}), of {plural(noise.updates, 'update')}"
     )
     yield from _table(advice).split("\n")
-    edges = [f"{three_digits(t.upper.value)} at {size:,}" for size, t in advice.edges if t.upper]
-    known = f"upper edges of range tests: {', '.join(edges) or 'none'}"
-    rule = "" if advice.keeps or len(edges) > 1 else "; the square-root rule"
+    edges = [f"{three_digits(upper)} at {size:,}" for size, upper in advice.edges if upper]
+    rule = "" if advice.keeps or len(edges) > 1 else ", by the square-root rule"
     if advice.edges or advice.keeps:
-        yield f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}; {known}{rule}"
+        yield (
+            f"learning rate: {advice.rate:.12g}, {_rate_rule(advice)}{rule}; upper edges of range "
+            f"tests: {', '.join(edges) or 'none'}"
+        )
     else:
         yield (
             f"learning rate: not measured, for range tests had no time; the recipe has "
-            f"{_rate_rule(advice)}, by the square-root rule: test it with largebatch lab range"
+            f"{_rate_rule(advice)}{rule}: test it with largebatch lab range"
         )
     yield from advice.remarks
 
 
 def _table(advice: Advice) -> str:
     priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
-    rows = [["batch", "epochs", "interval", "time", *priced, "doubling", "", ""]]
-    for before, row in zip([None, *advice.rows[:-1]], advice.rows, strict=True):
+    rows = [["batch", "epochs", "interval", "time", *priced, ""]]
+    for row in advice.rows:
         cost = [] if row.cost is None else [three_digits(row.cost)]
-        changes = ["", ""]
-        if before is not None:
-            grown = {"epochs": row.epochs / before.epochs, "time": row.seconds / before.seconds}
-            changes = [f"{signed(100 * (x - 1), '.0f')} % {name}" for name, x in grown.items()]
         ends = f"{three_digits(row.low)} to {three_digits(row.high)}"
         mark = "<- recommended" if row == advice.chosen else ""
-        numbers = (f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds))
-        rows.append([*numbers, *cost, *changes, mark])
+        rows.append(
+            [f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds), *cost, mark]
+        )
     return aligned(rows, right=range(len(rows[0]) - 1))
 
 
@@ -451,17 +438,17 @@ def _rate_rule(advice: Advice) -> str:
     if advice.keeps:
         return "the recipe's"
     ratio = f"({advice.chosen.batch} / {batch})"
-    return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{advice.exponent:.2g}"
+    return f"the recipe's {recipe.schedule.peak_lr:g} x {ratio}^{exponent(advice.edges):.2g}"
 
 
 def draft(advice: Advice) -> str:
     """Return the text of the recommended recipe, with the source next to each changed number."""
     recipe, before = advice.advised, advice.recipe
     value, low, high = advice.critical
-    interval = f"{samples(low)} to {samples(high)}"
+    interval = f"{three_digits(low)} to {three_digits(high)}"
     comments = {
-        "duration": f"E (1 + B / {samples(advice.noise.value)}), from that of {before.name}",
-        "batch.global_batch": f"the critical batch is {samples(value)} ({interval})",
+        "duration": f"E (1 + B / {three_digits(advice.noise.value)}), from that of {before.name}",
+        "batch.global_batch": f"the critical batch is {three_digits(value)} ({interval})",
         "schedule.peak_lr": _rate_rule(advice),
     }
     other = "its own batch" if advice.keeps else f"another than {before.batch.global_batch:,}"

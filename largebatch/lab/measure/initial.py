@@ -13,26 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from largebatch import accelerator
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
 from largebatch.data.decoders.pixel_cache import num_bytes, one_size
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
-from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, RecipeError, shorten
-from largebatch.models.of_recipe import build_model, require_accepted
+from largebatch.lab.measure.estimate import estimate
+from largebatch.models.of_recipe import require_accepted
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
-from largebatch.runs.fitting import random_batch
-from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.pretrained import Start
-from largebatch.runs.state import build_criterion
 
 SAMPLE = 512
 """Number of training images whose colours are measured, spread evenly over all."""
@@ -171,9 +167,9 @@ def remarks(train: Index, val: Index) -> Iterator[str]:
 def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, str]:
     """Choose image size and epochs so that a run takes about these minutes on this machine.
 
-    Updates of a few random images are timed at each size of LADDER, the largest first, until
-    enough epochs fit; only at the size of the survey if it is `fixed`. Returns a survey at the
-    size, the epochs, and a description. Raises LargebatchError if not even one epoch fits.
+    Updates are timed at each size of LADDER, the largest first, until enough epochs fit; only at
+    the size of the survey if it is `fixed`. Returns a survey at the size, the epochs, and a
+    description. Raises LargebatchError if not even one epoch fits.
     """
     least, most = _epochs(found)
     smaller = [size for size in LADDER if size < found.image_size and not fixed]
@@ -187,12 +183,13 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
             found = survey(found.train, found.val, found.start, image_size=size)
         recipe = validate_tree(Recipe, _tree(found, "timed", most), source="timed")
         plan = make_plan(recipe)
+        updates = min(
+            estimate(recipe, plan).run_seconds for _ in range(2)
+        )  # others may disturb one
         images = plan.updates * plan.global_batch
-        per_image, update = _timed(recipe)
-        updates = images * per_image + plan.updates * update
-        measured = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
-        seconds = updates + images * found.seconds
-        seconds += measured * (updates / images / 3 + found.seconds)  # without a backward pass
+        passes = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
+        seconds = updates + updates * passes / images / 3  # without a backward pass
+        seconds += (images + passes) * found.seconds
         epochs = int(USED * 60 * minutes * most / seconds)
         if epochs >= least:
             break
@@ -207,28 +204,6 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
         f"{seconds / most:.1f} s at {found.image_size} pixels"
     )
     return found, epochs, text + f"; {least} would be better" * (epochs < least)
-
-
-def _timed(recipe: Recipe) -> tuple[float, float]:
-    """Return seconds of forward and backward for an image, and of an update: the best of three."""
-    backend = Serial()
-    model = build_model(recipe, backend.device)
-    optimizer = build_optimizer(recipe, model, backend)
-    criterion = build_criterion(recipe.loss)
-    number, size = min(recipe.batch.global_batch, LARGEST_SPAN), recipe.data.image_size
-    images, labels = random_batch(number, size, classes=recipe.data.classes, device=backend.device)
-    times = []
-    for _ in range(3):
-        accelerator.synchronize(backend.device)  # sync: this is a measurement
-        begun = time.perf_counter()
-        criterion(model(images), labels).backward()
-        accelerator.synchronize(backend.device)  # sync: as above
-        passed = time.perf_counter()
-        optimizer.step()
-        accelerator.synchronize(backend.device)  # sync: as above
-        times.append(((passed - begun) / number, time.perf_counter() - passed))
-    per_image, update = (min(each) for each in zip(*times, strict=True))
-    return per_image, update
 
 
 def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:

@@ -29,7 +29,6 @@ from pydantic import ValidationError
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.formatting import aligned, plural
-from largebatch.recipe.arithmetic.pieces import without_resolution
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import SGD
@@ -76,106 +75,87 @@ APART = 2.0
 """Ratio between seeds' bounds from which the bound is badly determined."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One range test: the rate and training loss of every update, for one seed."""
+    """One range test: the rate and training loss of every update, for one seed, and its bounds."""
 
     seed: int
     rates: FloatArray
     losses: FloatArray
     """Training losses; NaN from the first loss that is not finite."""
 
-    @property
-    def diverged(self) -> float | None:
-        """Rate at the first loss that is not finite; None if all are finite."""
-        bad = np.flatnonzero(~np.isfinite(self.losses))
-        return float(self.rates[bad[0]]) if bad.size else None
+    smooth: FloatArray
+    """Smoothed loss."""
 
-    @property
-    def _edge(self) -> int:
-        return max(3, round(WINDOW * len(self.rates)))
+    start: float
+    """Smoothed loss before it falls."""
 
-    @cached_property
-    def _cut(self) -> FloatArray:
-        wall = WALL * float(np.nanmedian(self.losses[: self._edge]))
-        return np.minimum(np.where(np.isfinite(self.losses), self.losses, wall), wall)
+    diverged: float | None
+    """Rate at the first loss that is not finite; None if all are finite."""
 
-    @cached_property
-    def smooth(self) -> FloatArray:
-        """Smoothed loss."""
-        losses, reach = self._cut, self._edge
-        away = np.arange(-reach, reach + 1)
-        near = np.arange(len(losses))[:, np.newaxis] + away
-        inside = (near >= 0) & (near < len(losses))
-        weights = _tricube(reach) * inside
-        values = losses[near.clip(0, len(losses) - 1)]
-        w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
-        wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
-        smooth: FloatArray = (wxx * wy - wx * wxy) / (w * wxx - wx**2)
-        return smooth
+    lower: float | None
+    """First rate at which the loss is clearly below its start; None if it never falls."""
 
-    @property
-    def _whole(self) -> slice:
-        """Steps whose line is fitted on both sides; the others are much less certain."""
-        return slice(self._edge, len(self.rates) - self._edge)
+    lowest: float
+    """Rate of the lowest smoothed loss."""
 
-    @cached_property
-    def place(self) -> int:
-        """Step of the lowest smoothed loss."""
-        return self._edge + int(np.argmin(self.smooth[self._whole]))
-
-    @property
-    def start(self) -> float:
-        """Loss before it falls."""
-        return float(self.smooth[self._edge])
-
-    @property
-    def error(self) -> float:
-        """Standard error of the smoothed loss, from the residuals while it falls."""
-        falling = slice(0, max(self.place, 2 * self._edge))
-        weights = _tricube(self._edge)
-        weights /= weights.sum()
-        squares, own = float((weights**2).sum()), float(weights.max())
-        spread = float(np.sqrt(np.mean((self._cut - self.smooth)[falling] ** 2)))
-        return spread * math.sqrt(squares / (1 - 2 * own + squares))
-
-    @property
-    def fall(self) -> float:
-        """Total fall of the smoothed loss."""
-        return self.start - float(self.smooth[self.place])
-
-    @property
-    def falls(self) -> bool:
-        """True if the loss falls by more than noise."""
-        return self.fall > 2 * NOISE * self.error
-
-    @property
-    def clear(self) -> float:
-        """Smallest change of the smoothed loss that counts."""
-        return max(CLEAR * self.fall, NOISE * self.error)
-
-    @property
-    def rises(self) -> bool:
-        """True if the loss rises again, as clearly as it fell."""
-        return bool(self.smooth[self.place :].max() > self.smooth[self.place] + self.clear)
-
-    @property
-    def lower(self) -> float | None:
-        """First rate at which the loss is clearly below its start; None if it never falls."""
-        if not self.falls:
-            return None
-        above = np.flatnonzero(self.smooth[: self.place + 1] > self.start - self.clear)
-        return float(self.rates[above[-1] + 1 if above.size else 0])
+    rises: bool
+    """True if the loss rises again, as clearly as it fell."""
 
     @property
     def turn(self) -> float | None:
         """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
-        return float(self.rates[self.place]) if self.falls and self.rises else None
+        return self.lowest if self.lower is not None and self.rises else None
 
 
-def _tricube(reach: int) -> FloatArray:
-    away = np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
-    return np.asarray((1 - away**3) ** 3, dtype=np.float64)
+def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
+    """Return the curve of losses by rates, which rise by one factor in every update.
+
+    The lowest smoothed loss is that of a step whose line is fitted on both sides; near the ends
+    lines are much less certain.
+    """
+    edge = max(3, round(WINDOW * len(rates)))
+    wall = WALL * float(np.nanmedian(losses[:edge]))
+    cut = np.minimum(np.where(np.isfinite(losses), losses, wall), wall)
+    weights = (1 - (np.abs(np.arange(-edge, edge + 1)) / (edge + 1)) ** 3) ** 3
+    smooth = _smoothed(cut, weights)
+    place = edge + int(np.argmin(smooth[edge : len(rates) - edge]))
+    start = float(smooth[edge])
+    fall = start - float(smooth[place])
+    # The standard error of the smoothed loss, from the residuals while it falls.
+    weights /= weights.sum()
+    squares, own = float((weights**2).sum()), float(weights.max())
+    falling = slice(0, max(place, 2 * edge))
+    spread = float(np.sqrt(np.mean((cut - smooth)[falling] ** 2)))
+    error = spread * math.sqrt(squares / (1 - 2 * own + squares))
+    clear = max(CLEAR * fall, NOISE * error)
+    above = np.flatnonzero(smooth[: place + 1] > start - clear)
+    below = float(rates[above[-1] + 1 if above.size else 0]) if fall > 2 * NOISE * error else None
+    bad = np.flatnonzero(~np.isfinite(losses))
+    return Curve(
+        seed=seed,
+        rates=rates,
+        losses=losses,
+        smooth=smooth,
+        start=start,
+        diverged=float(rates[bad[0]]) if bad.size else None,
+        lower=below,
+        lowest=float(rates[place]),
+        rises=bool(smooth[place:].max() > smooth[place] + clear),
+    )
+
+
+def _smoothed(losses: FloatArray, tricube: FloatArray) -> FloatArray:
+    """Return the value at each step of the straight line fitted around it."""
+    reach = len(tricube) // 2
+    away = np.arange(-reach, reach + 1)
+    near = np.arange(len(losses))[:, np.newaxis] + away
+    weights = tricube * ((near >= 0) & (near < len(losses)))
+    values = losses[near.clip(0, len(losses) - 1)]
+    w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
+    wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
+    smooth: FloatArray = (wxx * wy - wx * wxy) / (w * wxx - wx**2)
+    return smooth
 
 
 def momentum_of(optimizer: Section) -> float:
@@ -214,11 +194,6 @@ class Bound:
     low: float
     high: float
 
-    @property
-    def certain(self) -> bool:
-        """True if the seeds agree."""
-        return self.high <= APART * self.low
-
 
 def bound(rates: Sequence[float | None]) -> Bound | None:
     """Combine the rates of several seeds; None if one of them has none.
@@ -245,16 +220,6 @@ class RangeTest:
         optimizer = self.recipe.optimizer
         nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
         return overshoot(momentum_of(optimizer), nesterov=nesterov)
-
-    @property
-    def low(self) -> float:
-        """First rate."""
-        return float(self.curves[0].rates[0])
-
-    @property
-    def high(self) -> float:
-        """Last rate."""
-        return float(self.curves[0].rates[-1])
 
     @property
     def lower(self) -> Bound | None:
@@ -290,10 +255,8 @@ class Range:
     """The runs of a range test of one recipe."""
 
     recipe: Recipe
-    low: float
-    high: float
-    steps: int
-    """Number of updates in which the rate rises from `low` to `high`."""
+    rates: FloatArray
+    """The rate of each update, which rise by one factor."""
 
     runs: tuple[Recipe, ...]
     """One for each seed, with its own weights and order: the recipe's and those after it."""
@@ -337,7 +300,7 @@ def plan_range(
     changes = {
         "duration": {"steps": steps},
         "batch": {**recipe.batch.model_dump(), "schedule": ()},
-        "data": without_resolution(recipe.data),
+        "data": {**recipe.data.model_dump(), "resolution": ()},
         "schedule": {
             "peak_lr": high,
             "warmup": None,
@@ -351,7 +314,7 @@ def plan_range(
         derived(recipe, {**changes, "seed": seed}, purpose="has no range test")
         for seed in range(recipe.seed, recipe.seed + seeds)
     )
-    return Range(recipe=recipe, low=low, high=high, steps=steps, runs=runs)
+    return Range(recipe=recipe, rates=np.geomspace(low, high, steps), runs=runs)
 
 
 def derived(recipe: Recipe, changes: Mapping[str, object], *, purpose: str) -> Recipe:
@@ -381,30 +344,23 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
     for run in rates.runs:
         folder, expected = options.out / f"seed-{run.seed}", run.mathematics.model_dump()
         begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
-        if not begun or not _is_done(_read(folder, expected), rates.steps):
+        found = _read(folder, expected) if begun else None
+        if found is None or not (found.diverged or len(found.steps) == len(rates.rates)):
             with suppress(DivergedError):  # which the record has
                 train_in(folder, run, options, workers=workers)
         if own_rank() == 0:
-            curves.append(_curve(_read(folder, expected), run.seed, rates))
+            record, losses = _read(folder, expected), np.full(len(rates.rates), math.nan)
+            for step in record.steps:
+                losses[step.step] = step.loss
+            if not math.isfinite(losses[0]):
+                raise LargebatchError(f"{record.path}: the first loss is not a number")
+            curves.append(curve_of(run.seed, rates.rates, losses))
     if own_rank():
         return None
     test = RangeTest(rates.recipe, tuple(curves))
     write_json(options.out / RESULT, content(test))
-    write_range(options.out / CHART, test)
+    save_png(options.out / CHART, partial(draw, test=test), size=(800, 400), pixels=1200)
     return test
-
-
-def _is_done(record: Run, steps: int) -> bool:
-    return record.diverged or len(record.steps) == steps
-
-
-def _curve(record: Run, seed: int, rates: Range) -> Curve:
-    losses = np.full(rates.steps, math.nan)
-    for step in record.steps:
-        losses[step.step] = step.loss
-    if not math.isfinite(losses[0]):
-        raise LargebatchError(f"{record.path}: the first loss is not a number")
-    return Curve(seed, np.geomspace(rates.low, rates.high, rates.steps), losses)
 
 
 def _read(folder: Path, expected: Mapping[str, object]) -> Run:
@@ -431,51 +387,40 @@ def train_in(
         raise InterruptedStudyError(f"saved in {options.out}")
 
 
-def describe(test: RangeTest) -> list[str]:
-    """Return a table of the bounds, and remarks on what is uncertain and on the optimizer."""
+def describe(test: RangeTest) -> Iterator[str]:
+    """Yield the lines of a table of the bounds, and remarks on what is uncertain."""
     meanings = {
         "lower": "the loss begins to fall",
         "turn": "it turns",
         "upper": f"mean of turn and turn / {test.overshoot:.2g}, by the momentum",
     }
+    bounds: dict[str, Bound | None] = {name: getattr(test, name) for name in meanings}
+    known = {name: found for name, found in bounds.items() if found is not None}
     table = [("bound", "rate", "seeds", "meaning")]
-    for name, meaning in meanings.items():
-        found: Bound | None = getattr(test, name)
-        if found is not None:
-            seeds = f"{rate(found.low)} to {rate(found.high)}"
-            table.append((name, rate(found.value), seeds, meaning))
-    rows = aligned(table, right=[1]).split("\n") if len(table) > 1 else []
-    return [*rows, *_remarks(test)]
-
-
-def _remarks(test: RangeTest) -> Iterator[str]:
-    curves, upper = test.curves, test.upper
-    still = [curve for curve in curves if not curve.falls]
+    for name, found in known.items():
+        seeds = f"{rate(found.low)} to {rate(found.high)}"
+        table.append((name, rate(found.value), seeds, meanings[name]))
+    if known:
+        yield from aligned(table, right=[1]).split("\n")
+    curves, number = test.curves, plural(len(test.curves), "seed")
+    low, high = (rate(curves[0].rates[end]) for end in (0, -1))
+    still = [curve for curve in curves if curve.lower is None]
     flat = sum(not curve.rises for curve in curves)
     if still:
         only_rises = all(curve.rises or curve.diverged is not None for curve in still)
         give = "lower --low" if only_rises else "higher --high"
         yield (
-            f"{len(still)} of {plural(len(curves), 'seed')}: no fall beyond the noise between "
-            f"{rate(test.low)} and {rate(test.high)}; give a {give}, or more --steps"
+            f"{len(still)} of {number}: no fall beyond the noise between {low} and {high}; give a "
+            f"{give}, or more --steps"
         )
     elif flat:
-        yield (
-            f"{flat} of {plural(len(curves), 'seed')}: no rise up to {rate(test.high)}, so no "
-            "upper bound; give a higher --high"
-        )
-    for name, limit in {"lower": test.lower, "upper": upper}.items():
-        if limit is not None and not limit.certain:
-            yield f"{name}: seeds differ by a factor of {limit.high / limit.low:.1f}; more --steps"
+        yield f"{flat} of {number}: no rise up to {high}, so no upper bound; give a higher --high"
+    for name, found in known.items():
+        if name != "turn" and found.high > APART * found.low:
+            yield f"{name}: seeds differ by a factor of {found.high / found.low:.1f}; more --steps"
     if test.peak_is is not None:
         peak = rate(test.recipe.schedule.peak_lr)
         yield f"peak_lr {peak} of the recipe is {test.peak_is} the bounds"
-    optimizer = test.recipe.optimizer
-    if optimizer.kind == "lars" and upper is not None:
-        yield (
-            f"LARS: rate x eta is the length of a step relative to the weights, "
-            f"{upper.value * optimizer.eta:.2g} at the upper bound"
-        )
 
 
 def rate(value: float) -> str:
@@ -497,40 +442,28 @@ def content(test: RangeTest) -> dict[str, Any]:
         "peak_lr": test.recipe.schedule.peak_lr,
         "peak_is": test.peak_is,
         "curves": [
-            {
-                "seed": curve.seed,
-                "diverged": curve.diverged,
-                "rates": curve.rates.tolist(),
-                "losses": curve.losses.tolist(),
-                "smooth": curve.smooth.tolist(),
-            }
+            {name: getattr(curve, name) for name in ("seed", "diverged")}
+            | {name: getattr(curve, name).tolist() for name in ("rates", "losses", "smooth")}
             for curve in test.curves
         ],
     }
 
 
-def write_range(path: Path, test: RangeTest) -> None:
-    """Write the chart of a range test to a PNG file.
-
-    Raises OSError if it cannot be written, MissingPackageError without matplotlib.
-    """
-    save_png(path, partial(_draw, test=test), size=(800, 400), pixels=1200)
-
-
-def _draw(figure: "Figure", test: RangeTest) -> None:
+def draw(figure: "Figure", test: RangeTest) -> None:
+    """Draw the losses of a range test, its bounds, and the recipe's rate."""
     write_title(figure, test.recipe.name)
     axes = figure.subplots()
     axes.set_xscale("log")
     colour, shade = COLOURS["train"], COLOURS["statistics"]
-    starts = [curve.start for curve in test.curves]
-    lows = [float(np.nanmin(curve.losses)) for curve in test.curves]
+    start = max(curve.start for curve in test.curves)
+    low = min(float(np.nanmin(curve.losses)) for curve in test.curves)
     for curve in test.curves:
         axes.plot(curve.rates, curve.losses, color=colour, lw=0.8, alpha=0.3)
-        shown = curve.smooth < WALL * max(starts)
+        shown = curve.smooth < WALL * start
         axes.plot(curve.rates[shown], curve.smooth[shown], color=colour)
-    span = max(starts) - min(lows)
-    axes.set_ylim(min(lows) - 0.2 * span, max(starts) + 0.35 * span)
-    axes.set_xlim(test.low, test.high)
+    axes.set_ylim(low - 0.2 * (start - low), start + 0.35 * (start - low))
+    first, last = test.curves[0].rates[[0, -1]]
+    axes.set_xlim(first, last)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:g}")
     title = name_axes(axes, y="Training loss", x="Learning rate")
@@ -541,6 +474,6 @@ def _draw(figure: "Figure", test: RangeTest) -> None:
         bounds = f"between the bounds: {rate(lower.value)} to {rate(upper.value)}"
         title = name_line(axes, bounds, shade, after=title)
     peak = test.recipe.schedule.peak_lr
-    if test.low <= peak <= test.high:
+    if first <= peak <= last:
         axes.axvline(peak, color=INK, lw=0.8, ls=(0, (5, 4)))
         name_line(axes, f"dashed: peak_lr {rate(peak)}", INK, after=title)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from pydantic import JsonValue
@@ -14,13 +14,12 @@ from largebatch.lab.planner.model import (
     GRADIENTS,
     SPREAD,
     Load,
-    Machine,
     evaluation_seconds,
     machine,
     step_seconds,
 )
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.execution import Groups, GroupsByBytes
+from largebatch.recipe.execution import GroupsByBytes
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -48,9 +47,6 @@ CACHED_BYTES = 2**34
 
 COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
 """Arguments of ResNet-50 that change no shape, in timm and in torchvision."""
-
-TENSORS = 161
-"""Gradients of ResNet-50."""
 
 PUBLISHED: dict[Generation, tuple[int, int, int]] = {
     "volta": (3072, 28, 208),
@@ -93,12 +89,11 @@ class Workload:
     forward: tuple[tuple[int, int], ...]
     """Samples, and how often they pass forward alone: evaluations and statistics."""
 
-    evaluations: int
     gradient_bytes: float
     """Bytes that a worker sends of ResNet-50's gradients in an update."""
 
-    at_once: bool
-    """True if one group holds all gradients of ResNet-50, which backward cannot hide."""
+    overlap: bool
+    """False if one group holds all gradients of ResNet-50, which backward cannot hide."""
 
     averages: bool
     """True if there is an average of the weights, which is another copy."""
@@ -149,7 +144,8 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
     if "generalization_gap" in recipe.monitor:
         forward.append((recipe.train_samples, views * stages))
     settings = {key: attrgetter(key)(recipe) for key in SETTINGS}
-    settings |= {"execution.groups": recipe.execution.groups.model_dump(mode="json")}
+    groups = recipe.execution.groups
+    settings |= {"execution.groups": groups.model_dump(mode="json")}
     numbers = GRADIENTS + (data.classes - CLASSES) * HEAD_INPUTS
     return Workload(
         name=recipe.name,
@@ -157,16 +153,11 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         settings=settings,
         sizes=tuple(sizes),
         forward=tuple(forward),
-        evaluations=evaluations,
         gradient_bytes=numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0),
-        at_once=_is_one_group(recipe.execution.groups),
+        overlap=not isinstance(groups, GroupsByBytes) or groups.megabytes * 1e6 < 4 * GRADIENTS,
         averages=bool(polish.ema or polish.swa),
         cached_bytes=cached if cache == "device" else 0,
     )
-
-
-def _is_one_group(groups: Groups) -> bool:
-    return isinstance(groups, GroupsByBytes) and groups.megabytes * 1e6 >= 4 * GRADIENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +195,6 @@ class Prediction:
     read_bytes_per_second: float
     """Bytes that all workers read, if images are decoded each time and reading is not the limit."""
 
-    cores_per_worker: float
-    """CPU cores that decoding needs."""
-
-    cores_available: float
     memory_bytes: float | None
     memory_available: float | None
     cost: float | None
@@ -225,14 +212,17 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     plan, workers = work.plan, work.plan.workers
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
-    require_known(work, cluster)
-    on = machine_for(work, cluster)
-    parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
+    _require_known(work, cluster)
+    on = machine(cluster)
+    if cluster.gpu is not None and work.decodes and work.settings["execution.decoder"] != "dali":
+        on = replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
+    first = step_seconds(on, _load(work, cluster, plan.accumulation))
+    parts = dict.fromkeys(first, 0.0)
     for part, size in work.sizes:
         for steps, _, accumulation in plan.within(part):
             step = step_seconds(on, _load(work, cluster, accumulation, size=size))
             for name in parts:
-                parts[name] += len(steps) * getattr(step, name)
+                parts[name] += len(steps) * step[name]
     usual = _pixels(work, cluster, work.sizes[-1][1])
     parts["evaluation"] = sum(
         times * evaluation_seconds(on, workers=workers, samples=samples, pixels=usual)
@@ -240,15 +230,14 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     )
     parts["start"] = on.start
     seconds = sum(parts.values())
-    if cluster.gpu is not None:
-        spread = SPREAD[cluster.gpu.generation]
-    else:
-        assert cluster.measured is not None
-        spread = 1 + cluster.measured.error
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
     wanted = samples / (seconds - parts["input"])
     memory, available = None, None
-    if cluster.gpu is not None:
+    if cluster.measured is not None:
+        spread = 1 + cluster.measured.error
+    else:
+        assert cluster.gpu is not None
+        spread = SPREAD[cluster.gpu.generation]
         available = cluster.gpu.memory_gigabytes * 1e9
         memory = (3 + work.averages) * 4 * GRADIENTS + work.cached_bytes + FIXED_BYTES
         memory += plan.device_batch * KEPT_BYTES * usual
@@ -266,7 +255,7 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
         steps=plan.updates,
-        step=asdict(step_seconds(on, _load(work, cluster, plan.accumulation))),
+        step=first,
         parts=parts,
         seconds=seconds,
         low=seconds / spread,
@@ -276,21 +265,11 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
         limit=limit,
         help=remedy,
         read_bytes_per_second=wanted * JPEG_BYTES if work.decodes else 0.0,
-        cores_per_worker=wanted / workers / IMAGES_PER_CORE if work.decodes else 0.0,
-        cores_available=cluster.cpu_cores / cluster.gpus_per_node,
         memory_bytes=memory,
         memory_available=available,
         cost=price and price * nodes * cluster.gpus_per_node * seconds / 3600,
         extrapolates=tuple(_beyond(work, cluster)),
     )
-
-
-def machine_for(work: Workload, cluster: Cluster) -> Machine:
-    """Describe a cluster for a recipe, whose decoder decides the rate of images."""
-    on = machine(cluster)
-    if cluster.gpu is None or not work.decodes or work.settings["execution.decoder"] == "dali":
-        return on
-    return replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
 
 
 def _load(work: Workload, cluster: Cluster, accumulation: int, *, size: int | None = None) -> Load:
@@ -300,7 +279,7 @@ def _load(work: Workload, cluster: Cluster, accumulation: int, *, size: int | No
         device_batch=work.plan.device_batch,
         accumulation=accumulation,
         gradient_bytes=measured.gradient_bytes if measured else work.gradient_bytes,
-        overlap=not work.at_once,
+        overlap=work.overlap,
         sync_workers=work.plan.sync_workers,
         pixels=_pixels(work, cluster, size or work.sizes[-1][1]),
     )
@@ -333,7 +312,7 @@ def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
         yield f"the additional time of an update of {kind} is unknown"
 
 
-def require_known(work: Workload, cluster: Cluster) -> None:
+def _require_known(work: Workload, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the model on this cluster are unknown."""
     found, own = cluster.measured, work.settings
     if found is not None:
@@ -373,24 +352,17 @@ def describe(prediction: Prediction) -> dict[str, str]:
         "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
         f"{_shares(prediction.step, step)}",
         "the run": _shares(prediction.parts, prediction.seconds),
-        "not included": "the job's own start (a minute or two), queues, checkpoints, the report, "
-        "slower software",
+        "not included": "the job's own start, queues, checkpoints, the report, slower software",
         "throughput": f"{prediction.images_per_second:,.0f} images/s, "
         f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
         f"{prediction.efficiency:.0%}",
-        "input": "no image files are decoded on the way",
     }
     if prediction.read_bytes_per_second:
-        rows["input"] = (
-            f"{three_digits(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; "
-            f"decoding on CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
-            f"{prediction.cores_available:g}"
-        )
+        read = three_digits(prediction.read_bytes_per_second / 1e9)
+        rows["input"] = f"{read} GB/s of JPEG files in all"
     if prediction.memory_bytes is not None and prediction.memory_available is not None:
-        rows["memory"] = (
-            f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
-            "GB a GPU"
-        )
+        used, available = prediction.memory_bytes / 1e9, prediction.memory_available / 1e9
+        rows["memory"] = f"{used:.0f} of {available:.0f} GB a GPU"
     if prediction.cost is not None:
         rows["cost"] = f"{prediction.cost:,.2f}"
     unfit = ": a device batch does not fit, so there is no such run"

@@ -1,9 +1,8 @@
 """A recipe for a batch between those that MLPerf's reference convergence points give.
 
 The points are the recipes `resnet50_<batch>_mlperf`: ten ways to 75.9 % top-1 with LARS. Between
-two neighbours every setting follows a power law of the batch; its error is estimated by leaving out
-each point that has two neighbours. The length of the training follows from all points: epochs(B) =
-shortest (1 + B / critical), the form of arXiv:1812.06162.
+two neighbours every setting follows a power law of the batch. The length of the training follows
+from all points: epochs(B) = shortest (1 + B / critical), the form of arXiv:1812.06162.
 
 Another data set is compared with ImageNet by the updates in an epoch. With as many of them, a run
 makes the same number of updates, so the settings that act in an update are the same: the learning
@@ -13,21 +12,18 @@ rate (the trust ratio makes it a relative step), momentum, weight decay, and the
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from largebatch.errors import RecipeError
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.loading import parse_recipe, validate_tree
-from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
-from largebatch.rules import Numbers, Rule, find
 
 IMAGES, VALIDATION = 1_281_167, 50_000
 """Images of ImageNet."""
@@ -38,12 +34,17 @@ LARGEST = 86_016
 SPANS = range(32, 513)
 """Sizes of BatchNorm spans; the points have 64 to 424."""
 
+ETA = 1e-3
+"""Trust coefficient of MLPerf's reference points."""
+
+KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
+"""Sections that a suggestion keeps: what a batch does not decide."""
+
 _POINT = re.compile(r"resnet50_\d+_mlperf")
 _MEAN = re.compile(r"after ([\d.]+) epochs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """A reference point."""
 
     name: str
@@ -78,33 +79,19 @@ def reference_points() -> tuple[Point, ...]:
 
 
 def _point(name: str, text: str) -> Point:
-    recipe = parse_recipe(text, source=name)
-    mean = _MEAN.search(" ".join(text.replace("#", " ").split()))
-    epochs, warmup, span = recipe.duration.epochs, recipe.schedule.warmup, recipe.batch.bn_span
-    assert isinstance(recipe.optimizer, LARS)
-    assert mean is not None
-    assert epochs is not None
-    assert warmup is not None
-    assert warmup.epochs is not None
-    assert span is not None
+    recipe: Any = parse_recipe(text, source=name)  # with LARS, spans, and lengths in epochs
+    (mean,) = _MEAN.findall(" ".join(text.replace("#", " ").split()))
     return Point(
         name=name,
         batch=recipe.batch.global_batch,
         peak_lr=recipe.schedule.peak_lr,
-        warmup=warmup.epochs / epochs,
+        warmup=recipe.schedule.warmup.epochs / recipe.duration.epochs,
         momentum=recipe.optimizer.momentum,
         weight_decay=recipe.optimizer.weight_decay,
-        bn_span=span,
-        schedule_epochs=epochs,
-        mean_epochs=float(mean[1]),
+        bn_span=recipe.batch.bn_span,
+        schedule_epochs=recipe.duration.epochs,
+        mean_epochs=float(mean),
     )
-
-
-def neighbours(batch: float, points: Sequence[Point]) -> tuple[Point, Point]:
-    """Return the points around a batch; the same one twice outside of all points."""
-    below = [point for point in points if point.batch <= batch]
-    above = [point for point in points if point.batch >= batch]
-    return (below or above)[-1 if below else 0], (above or below)[0 if above else -1]
 
 
 def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], float]) -> float:
@@ -114,8 +101,7 @@ def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], 
     return math.exp(np.interp(math.log(batch), batches, values))
 
 
-@dataclass(frozen=True, slots=True)
-class EpochLaw:
+class EpochLaw(NamedTuple):
     """epochs(B) = shortest (1 + B / critical)."""
 
     shortest: float
@@ -136,125 +122,113 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
     return EpochLaw(shortest, shortest / slope)
 
 
-def epoch_errors(points: Sequence[Point]) -> list[float]:
-    """Return the relative error of each point, from a fit to the nine others."""
-    return [
-        fit_epochs([one for one in points if one is not point])(point.batch) / point.mean_epochs - 1
-        for point in points
-    ]
+class Suggestion(NamedTuple):
+    """A recipe for a batch, and the sources of its numbers."""
 
-
-def margin(points: Sequence[Point]) -> float:
-    """Return the length of the points' schedules over their epochs to 75.9 %."""
-    return median(point.schedule_epochs / point.mean_epochs for point in points)
-
-
-ETA = 1e-3
-"""Trust coefficient of MLPerf's reference points."""
-
-FEW = 0.5
-"""Share of the fewest updates of a reference point below which a run is warned of."""
-
-LONGER = 1.5
-"""Factor to the length of a step of the recipe that is kept from which one is warned of."""
-
-KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
-"""Sections that a suggestion keeps: what a batch does not decide."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
-    """Settings for a batch, and their sources."""
-
-    batch: int
-    base: Recipe
-    """The recipe whose images and network are kept: the point below, if none is given."""
-
-    equivalent: float
-    """The batch with as many updates in an epoch of ImageNet; `batch` itself on ImageNet."""
-
-    lower: Point
-    upper: Point
-    peak_lr: float
-    momentum: float
-    weight_decay: float
-    bn_span: int | None
-    """None if the recipe has no BatchNorm."""
-
-    law_epochs: float
-    """Epochs until 75.9 %, by the law at `equivalent`."""
-
-    epochs: float
-    """Epochs of the schedule."""
-
-    warmup_epochs: float
-    clean_epochs: float
-    is_given: bool
-    """True if the recipe is given, and is not a point."""
+    recipe: Recipe
+    source: str
+    comments: Mapping[str, str]
 
     @property
-    def samples(self) -> int:
-        """Number of training images."""
-        return self.base.data.train_split
-
-    @property
-    def name(self) -> str:
-        """Name of the suggested recipe, and of its file."""
-        kept = self.base.name if self.is_given else self.base.model.name
-        return f"{kept[:60]}-{self.batch}-suggested"
+    def text(self) -> str:
+        """The recipe as YAML, with the rule of each number."""
+        header = (
+            f"{self.recipe.name}: written by `largebatch lab suggest`.",
+            f"After: {self.source}.",
+            "Where to begin, not a result. Measured here: not yet.",
+        )
+        return dump_commented(self.recipe, self.comments, header=header)
 
 
 def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = None) -> Suggestion:
     """Choose settings for a batch, with the images and the network of a recipe or of ImageNet.
+
+    `epochs` is the length of the run; None: by the law, and the points' schedules over it.
 
     Raises RecipeError where no published run has such a batch, and where it cannot be divided into
     BatchNorm spans.
     """
     points = reference_points()
     samples = IMAGES if base is None else base.data.train_split
-    equivalent = batch * IMAGES / samples
-    _require_in_range(batch, equivalent, smallest=points[0].batch, share=samples / IMAGES)
-    lower, upper = neighbours(equivalent, points)
-    alone = lower is upper
+    equivalent = batch * IMAGES / samples  # with as many updates in an epoch of ImageNet
+    if not points[0].batch <= equivalent <= LARGEST:
+        least, most = (math.ceil(points[0].batch * samples / IMAGES), LARGEST * samples // IMAGES)
+        raise RecipeError(
+            f"--batch {batch:,}: runs with LARS are known from {least:,} to {most:,} (by updates "
+            f"in an epoch {points[0].batch:,} to {LARGEST:,} of ImageNet); below, keep SGD, with a "
+            "learning rate of 0.1 for every 256 images (arXiv:1706.02677)"
+        )
+    lower = [point for point in points if point.batch <= equivalent][-1]
+    is_point = lower.batch == equivalent
+    is_alone = is_point or lower is points[-1]
     values = {name: interpolate(equivalent, points, value) for name, value in SETTINGS.items()}
     law_epochs = fit_epochs(points)(equivalent)
     if epochs is None:
-        by_law = math.ceil(law_epochs * margin(points))
-        epochs = lower.schedule_epochs if lower.batch == equivalent else by_law
-    has_spans = base is None or base.batch.bn_span is not None
-    return Suggestion(
-        batch=batch,
-        base=base or parse_recipe(read_installed(lower.name)),
-        equivalent=equivalent,
-        lower=lower,
-        upper=upper,
-        peak_lr=lower.peak_lr if alone else _digits(values["learning rate"], 4),
-        momentum=lower.momentum if alone else round(1 - values["1 - momentum"], 4),
-        weight_decay=lower.weight_decay if alone else _digits(values["weight decay"], 3),
-        bn_span=_span(batch, values["BatchNorm span"]) if has_spans else None,
-        law_epochs=law_epochs,
-        epochs=epochs,
-        warmup_epochs=_digits(values["warm-up, share of the run"] * epochs, 3),
-        clean_epochs=_digits(clean_share() * epochs, 3),
-        is_given=base is not None,
-    )
-
-
-def _require_in_range(batch: int, equivalent: float, *, smallest: int, share: float) -> None:
-    if smallest <= equivalent <= LARGEST:
-        return
-    least, most = math.ceil(smallest * share), math.floor(LARGEST * share)
-    if equivalent < smallest:
-        raise RecipeError(
-            f"--batch {batch:,}: suggestions are made from {least:,} to {most:,}, where runs with "
-            f"LARS are known. A batch below {least:,} does without LARS: keep SGD, with a learning "
-            f"rate of 0.1 for every 256 images (arXiv:1706.02677), here {0.1 * batch / 256:.2g}"
+        longer = median(point.schedule_epochs / point.mean_epochs for point in points)
+        epochs = lower.schedule_epochs if is_point else math.ceil(law_epochs * longer)
+    if is_point:
+        source = f"it is a reference point: {lower.name}"
+    elif is_alone:
+        source = (
+            f"extrapolates: {equivalent:,.0f} is {equivalent / lower.batch:.2f} times the "
+            f"largest point, {lower.name}, whose settings it keeps"
         )
-    advice = f"give at most {most:,}" if most >= SPANS[0] else "these images are too few for any"
-    raise RecipeError(
-        f"--batch {batch:,}: {equivalent:,.0f} on ImageNet by updates in an epoch; the largest "
-        f"batch with a run to 75.9 % is {LARGEST:,} (Fujitsu's, MLPerf v0.6); {advice}"
-    )
+    else:
+        upper = points[points.index(lower) + 1]
+        source = f"settings between {lower.name} and {upper.name}, as power laws of the batch"
+    kept = base or parse_recipe(read_installed(lower.name))
+    name = f"{(kept.model.name if base is None else kept.name)[:60]}-{batch}-suggested"
+    warmup = _digits(values["warm-up, share of the run"] * epochs, 3)
+    has_spans = kept.batch.bn_span is not None
+    own = kept.model_dump(mode="json", exclude_unset=True)
+    sections = {key: own[key] for key in KEPT if key in own}
+    sections.get("execution", {}).pop("device_batch", None)
+    tree: dict[str, Any] = {
+        "name": name,
+        "duration": {"epochs": epochs},
+        **sections,
+        "batch": {
+            "global_batch": batch,
+            "bn_span": _span(batch, values["BatchNorm span"]) if has_spans else None,
+        },
+        "optimizer": {
+            "kind": "lars",
+            "convention": "reference",
+            "momentum": lower.momentum if is_alone else round(1 - values["1 - momentum"], 4),
+            "weight_decay": _digits(values["weight decay"], 3),
+            "eta": ETA,
+            "eps": 0.0,
+        },
+        "schedule": {
+            "peak_lr": lower.peak_lr if is_alone else _digits(values["learning rate"], 4),
+            "warmup": {"epochs": warmup},
+            "decay": {"kind": "polynomial", "power": 2.0, "end_lr": 1e-4},
+            "first_step": 1,
+        },
+        "polish": None,
+    }
+    comments = {
+        "duration": f"{law_epochs:.1f} to 75.9 % on ImageNet, by the law",
+        "data": f"as in {kept.name}, with network, loss and execution",
+        "optimizer.momentum": "for LARS",
+        "optimizer.weight_decay": "for LARS",
+        "optimizer.eta": "MLPerf's, as eps, power and end_lr",
+        "schedule.peak_lr": "for LARS",
+        "schedule.warmup": f"for LARS; {warmup / epochs:.0%} of the run",
+    }
+    if has_spans:
+        fujitsu: Any = parse_recipe(read_installed("resnet50_86016_fujitsu"))
+        clean = epochs * fujitsu.polish.clean.steps / fujitsu.duration.steps
+        tree["polish"] = {
+            "clean": {"epochs": _digits(clean, 3)},
+            "statistics": {"samples": min(VALIDATION, samples)},
+        }
+        comments |= {
+            "batch.bn_span": "the nearest divisor",
+            "polish": "no reference point has it",
+            "polish.clean": "the share of Fujitsu's entry",
+        }
+    return Suggestion(validate_tree(Recipe, tree, source=name), source, comments)
 
 
 def _span(batch: int, wanted: float) -> int:
@@ -274,17 +248,6 @@ def _spans(batch: int) -> list[int]:
     return [span for span in SPANS if batch % span == 0]
 
 
-@cache
-def clean_share() -> float:
-    """Return the share of its run that Fujitsu's entry trained on clean images."""
-    recipe = parse_recipe(read_installed("resnet50_86016_fujitsu"))
-    clean, total = recipe.polish.clean if recipe.polish else None, recipe.duration.steps
-    assert clean is not None
-    assert clean.steps is not None
-    assert total is not None
-    return clean.steps / total
-
-
 def _digits(value: float, number: int) -> float:
     """Round to this number of significant digits; more would claim a precision that is not there.
 
@@ -292,126 +255,3 @@ def _digits(value: float, number: int) -> float:
     (13.17, 0.000123)
     """
     return float(f"{value:.{number}g}")
-
-
-def words(found: Suggestion) -> list[str]:
-    """Return the sources of a suggestion, and what no point covers, line by line."""
-    return [each.figure for each in find(RULES, found)]
-
-
-def _few_updates(it: Suggestion) -> Numbers | None:
-    updates = it.epochs * it.samples / it.batch
-    fewest = min(point.schedule_epochs * IMAGES / point.batch for point in reference_points())
-    if updates >= FEW * fewest:
-        return None
-    return {
-        "updates": updates, "fewest": fewest, "batch": it.batch * updates / (FEW * fewest),
-        "epochs": FEW * fewest * it.batch / it.samples,
-    }  # fmt: skip
-
-
-def _longer_steps(it: Suggestion) -> Numbers | None:
-    optimizer = it.base.optimizer
-    if not it.is_given or optimizer.kind != "lars":
-        return None
-    own = it.base.schedule.peak_lr * optimizer.eta / (1 - optimizer.momentum)
-    factor = it.peak_lr * ETA / (1 - it.momentum) / own
-    return {"factor": factor, "base": it.base.name} if factor > LONGER else None
-
-
-def _source(it: Suggestion) -> Numbers:
-    lower, upper = it.lower.name, it.upper.name
-    text = f"settings between {lower} and {upper}, as power laws of the batch"
-    if it.lower.batch == it.equivalent:
-        text = f"it is a reference point: {lower}"
-    elif it.equivalent > it.upper.batch:
-        text = (
-            f"extrapolates: {it.equivalent:,.0f} is {it.equivalent / it.upper.batch:.2f} times the "
-            f"largest point, {upper}, whose settings it keeps"
-        )
-    return {"source": text}
-
-
-def _law(it: Suggestion) -> Numbers:
-    points = reference_points()
-    worst = max(map(abs, epoch_errors(points)))
-    return {
-        "epochs": it.law_epochs, "low": it.law_epochs * (1 - worst),
-        "high": it.law_epochs * (1 + worst), "law": fit_epochs(points),
-        "schedule": it.epochs, "ratio": it.epochs / it.law_epochs, "points": margin(points),
-    }  # fmt: skip
-
-
-# fmt: off
-RULES: tuple[Rule[Suggestion], ...] = (
-    Rule(kind="warning", holds=_few_updates,
-         text="warning: {updates:,.0f} updates in all, and the reference points make {fewest:,.0f} "
-         "or more: expect the network not to be trained to its end; with these epochs a batch of "
-         "{batch:,.0f} makes half as many as they do, with this batch {epochs:,.0f} epochs"),
-    Rule(kind="warning", holds=_longer_steps,
-         text="warning: rate x eta / (1 - momentum) is {factor:.2g} times that of {base}, and "
-         "training may diverge: look for the edge with `largebatch lab range` first"),
-    Rule(kind="batch", holds=lambda it: {"it": it} if it.is_given else None,
-         text="{it.samples:,} images in batches of {it.batch:,} make as many updates an epoch as "
-         "ImageNet in batches of {it.equivalent:,.0f}, which is looked up; learning rate, momentum "
-         "and weight decay are from there, and for LARS on ResNet-50"),
-    Rule(kind="points", holds=_source, text="{source}"),
-    Rule(kind="epochs", holds=_law,
-         text="epochs to 75.9 % top-1 on ImageNet: {epochs:.1f} ({low:.1f} to {high:.1f}), from "
-         "epochs(B) = {law.shortest:.1f} (1 + B / {law.critical:,.0f}), fitted to the ten points; "
-         "the schedule has {schedule:g}, {ratio:.2f} times as many (theirs {points:.2f})"),
-)
-"""The sources of a suggestion, in the order in which they are printed."""
-# fmt: on
-
-
-def draft(found: Suggestion) -> str:
-    """Return the text of the suggested recipe, with the rule of each number."""
-    own = found.base.model_dump(mode="json", exclude_unset=True)
-    kept = {key: own[key] for key in KEPT if key in own}
-    if "execution" in kept:
-        kept["execution"] = {k: v for k, v in kept["execution"].items() if k != "device_batch"}
-    statistics = {"samples": min(VALIDATION, found.samples)}
-    polish = {"clean": {"epochs": found.clean_epochs}, "statistics": statistics}
-    tree: dict[str, Any] = {
-        "name": found.name,
-        "duration": {"epochs": found.epochs},
-        **kept,
-        "batch": {"global_batch": found.batch, "bn_span": found.bn_span},
-        "optimizer": {
-            "kind": "lars",
-            "convention": "reference",
-            "momentum": found.momentum,
-            "weight_decay": found.weight_decay,
-            "eta": ETA,
-            "eps": 0.0,
-        },
-        "schedule": {
-            "peak_lr": found.peak_lr,
-            "warmup": {"epochs": found.warmup_epochs},
-            "decay": {"kind": "polynomial", "power": 2.0, "end_lr": 1e-4},
-            "first_step": 1,
-        },
-        "polish": None if found.bn_span is None else polish,
-    }
-    share = found.warmup_epochs / found.epochs
-    comments = {
-        "duration": f"{found.law_epochs:.1f} to 75.9 % on ImageNet, by the law",
-        "data": f"as in {found.base.name}, with network, loss and execution",
-        "batch.bn_span": "the nearest divisor",
-        "optimizer.momentum": "for LARS",
-        "optimizer.weight_decay": "for LARS",
-        "optimizer.eta": "MLPerf's, as eps, power and end_lr",
-        "schedule.peak_lr": "for LARS",
-        "schedule.warmup": f"for LARS; {share:.0%} of the run",
-        "polish": "no reference point has it",
-        "polish.clean": "the share of Fujitsu's entry",
-    }
-    if found.bn_span is None:
-        comments = {key: comments[key] for key in comments if key[:6] not in {"batch.", "polish"}}
-    header = (
-        f"{found.name}: written by `largebatch lab suggest`.",
-        f"After: {_source(found)['source']}.",
-        "Where to begin, not a result. Measured here: not yet.",
-    )
-    return dump_commented(validate_tree(Recipe, tree, source=found.name), comments, header=header)

@@ -8,8 +8,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,77 +16,39 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
-from largebatch.lab.protocols.links import Link, open_links
+from largebatch.errors import PeerLostError
+from largebatch.lab.protocols.links import Link, QueueLink, open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM, Applied, Arrival, ParameterServer, divide
-from largebatch.lab.protocols.service import (
-    Endpoint,
-    Gradient,
-    LocalServer,
-    RemoteServer,
-    Service,
-    Shard,
-    learn,
-)
-from largebatch.recipe.protocols import Protocol
+from largebatch.lab.protocols.server import MOMENTUM, Arrival, ParameterServer, divide
+from largebatch.lab.protocols.service import Gradient, Service, Shard, learn
 from largebatch.schedules.functions import Schedule
-
-
-class Layout(NamedTuple):
-    """The roles of the workers; learners come first."""
-
-    learners: int
-    servers: tuple[int, ...]
-    """Ranks of the servers."""
-
-    @classmethod
-    def of(cls, protocol: Protocol) -> "Layout":
-        """Return the layout of a protocol."""
-        first = protocol.learners if protocol.dedicated else 0
-        return cls(protocol.learners, tuple(range(first, first + protocol.num_servers)))
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Pairs of a learner and the rank of a server in another process."""
-        return [
-            (learner, server)
-            for learner in range(self.learners)
-            for server in self.servers
-            if learner != server
-        ]
 
 
 class Record(NamedTuple):
     """The record of some updates, the same on every worker."""
 
-    end: int
-    """Number of updates made in all; fewer than requested if a learner was asked to stop."""
-
-    updates: list[tuple[Applied, float]]
-    """Updates of the first server, each with its seconds."""
+    updates: list[tuple[int, float, float]]
+    """Number, learning rate and seconds of the updates of the first server; fewer than requested if
+    a learner was asked to stop."""
 
     arrivals: list[list[Arrival]]
     """Gradients by server, in order of arrival."""
 
 
-@dataclass(frozen=True)
 class Exchange:
-    """The learners and servers of a run, and the links between them."""
+    """The learners and servers of a run, and the links between them.
 
-    backend: Backend
-    layout: Layout
-    links: Mapping[tuple[int, int], Link] = field(repr=False)
+    Learners are the first workers; `servers` are the ascending ranks of the servers.
+    """
 
-    @classmethod
-    def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
-        """Connect every learner to every server."""
-        layout = Layout.of(protocol)
-        return cls(backend, layout, open_links(backend, layout.pairs))
-
-    @property
-    def is_learner(self) -> bool:
-        """True if this worker computes gradients."""
-        return self.backend.rank < self.layout.learners
+    def __init__(self, backend: Backend, *, learners: int, servers: Sequence[int]) -> None:
+        self.backend, self.learners, self._servers = backend, learners, servers
+        rank = backend.rank
+        pairs = [(learner, server) for learner in range(learners) for server in servers]
+        others = [(learner, server) for learner, server in pairs if learner != server]
+        self._links = open_links(backend, others)
+        self._place = servers.index(rank) if rank in servers else None
+        """Number of this worker's server."""
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
         self,
@@ -111,58 +71,36 @@ class Exchange:
         Raises PeerLostError if a worker is lost.
         """
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
-        worker = self.backend.rank
-        parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
-        services = {
-            server: Service(
-                ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
-                mini_batches if number == 0 else None,
+        rank, place = self.backend.rank, self._place
+        parts = divide([weight.nbytes for weight in weights], len(self._servers))
+        own, numbers = None, list[int]()
+        if place is not None:
+            numbers = parts[place]
+            server = ParameterServer(
+                *_copied(weights, optimizer, numbers), schedule, rule, clock=clock
             )
-            for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
-            if server == worker
-        }
-        with self._serving(services):
-            if self.is_learner:
+            own = Service(server, mini_batches if place == 0 else None)
+        learner, near = QueueLink.ends(rank)
+        served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
+        if rank < self.learners:
+            served[rank] = near
+        with _serving(own, served):
+            if rank < self.learners:
                 shards = [
-                    Shard(self._endpoint(server, services), part)
-                    for server, part in zip(self.layout.servers, parts, strict=True)
+                    Shard(self._links.get((rank, server), learner), weights, part)
+                    for server, part in zip(self._servers, parts, strict=True)
                 ]
-                learn(shards, weights, gradient, asks=asks)
-        own = services.get(worker)
-        part = dict(zip(self.layout.servers, parts, strict=True)).get(worker, [])
-        self._share(weights, optimizer, part, own.server if own else None)
-        return self._collect(own, mini_batches)
-
-    def _endpoint(self, server: int, services: Mapping[int, Service]) -> Endpoint:
-        if server in services:
-            return LocalServer(services[server], self.backend.rank)
-        return RemoteServer(self.links[self.backend.rank, server])
-
-    @contextmanager
-    def _serving(self, services: Mapping[int, Service]) -> Iterator[None]:
-        """Serve the learners of other processes in threads until each of them has left."""
-        threads = [
-            threading.Thread(target=partial(service.serve, learner, link), daemon=True)
-            for service in services.values()
-            for (learner, server), link in self.links.items()
-            if server == self.backend.rank
-        ]
-        for thread in threads:
-            thread.start()
-        yield
-        for thread in threads:
-            thread.join()
-        for service in services.values():
-            if service.failure is not None:
-                raise service.failure
+                learn(shards, gradient, asks=asks)
+        self._share(weights, optimizer, numbers, own)
+        return self._collect(own)
 
     @torch.no_grad()
     def _share(
         self,
         weights: Sequence[Tensor],
         optimizer: Optimizer,
-        part: Sequence[int],
-        server: ParameterServer | None,
+        numbers: Sequence[int],
+        own: Service | None,
     ) -> None:
         """Copy the weights and momentum of all servers to every worker.
 
@@ -171,13 +109,13 @@ class Exchange:
         held = [torch.zeros_like(weight) for weight in weights]
         momentum = [torch.zeros_like(weight) for weight in weights]
         flags = weights[0].new_zeros(len(weights))
-        for number, own in zip(part, server.weights if server else (), strict=True):
-            held[number].copy_(own)
-            assert server is not None
-            kept = server.optimizer.state.get(own, {}).get(MOMENTUM)
-            if kept is not None:
-                momentum[number].copy_(kept)
-                flags[number] = 1
+        if own is not None:
+            for number, values in zip(numbers, own.server.weights, strict=True):
+                held[number].copy_(values)
+                kept = own.server.optimizer.state.get(values, {}).get(MOMENTUM)
+                if kept is not None:
+                    momentum[number].copy_(kept)
+                    flags[number] = 1
         flat = torch.cat([*(each.flatten() for each in (*held, *momentum)), flags])
         self.backend.all_reduce(flat).wait()
         sizes = [weight.numel() for weight in weights]
@@ -189,28 +127,35 @@ class Exchange:
                 kept = values[len(weights) + number].view_as(weight)
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
-    def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
-        own_values: dict[str, Any] = {}
+    def _collect(self, own: Service | None) -> Record:
+        values = None
         if own is not None:
-            own_values = {
-                "server": self.layout.servers.index(self.backend.rank),
-                "arrivals": own.server.arrivals,
-                "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
-                "end": mini_batches.end,
-            }
-        found = sorted(
-            (each for each in gather_values(own_values, self.backend, self.backend.device) if each),
-            key=lambda one: one["server"],
-        )
+            values = {"arrivals": own.server.arrivals, "updates": own.updates}
+        gathered = gather_values(values, self.backend, self.backend.device)
+        found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
-        first, by_update = found[0], dict[int, list[Arrival]]()
-        for arrival in arrivals[0]:
-            by_update.setdefault(arrival.update, []).append(arrival)
-        updates = [
-            (Applied(update, lr, tuple(by_update[update])), seconds)
-            for update, lr, seconds in first["updates"]
-        ]
-        return Record(first["end"], updates, arrivals)
+        return Record([tuple(one) for one in found[0]["updates"]], arrivals)
+
+
+@contextmanager
+def _serving(service: Service | None, links: Mapping[int, Link]) -> Iterator[None]:
+    """Serve these learners in threads until each of them has left."""
+    if service is None:
+        yield
+        return
+    threads = [
+        threading.Thread(target=service.serve, args=pair, daemon=True) for pair in links.items()
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    except PeerLostError as error:
+        raise service.failure or error from None
+    for thread in threads:
+        thread.join()
+    if service.failure is not None:
+        raise service.failure
 
 
 def _copied(
@@ -218,8 +163,5 @@ def _copied(
 ) -> tuple[list[Tensor], Optimizer]:
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(optimizer, memo)
-    own = [memo[id(weights[number])] for number in part]
-    for group in copied.param_groups:
-        for weight in group["params"]:
-            weight.grad = None
-    return own, copied
+    copied.zero_grad()
+    return [memo[id(weights[number])] for number in part], copied

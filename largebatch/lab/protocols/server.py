@@ -5,9 +5,9 @@ order of calls: a run's services call it in the order in which gradients arrive,
 order of its record.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -179,9 +179,8 @@ ARRIVALS = "arrivals.jsonl"
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """One row for each gradient that one server received, in order of arrival."""
+class Arrivals(NamedTuple):
+    """Columns with a row for each gradient that one server received, in order of arrival."""
 
     learner: IntArray
     mini_batch: IntArray
@@ -193,35 +192,57 @@ class Arrivals:
     update: IntArray
     """Numbers of the updates that the gradients are part of, counted from 0."""
 
-    @classmethod
-    def of(cls, arrivals: Iterable[Arrival]) -> Self:
-        """Return the record of a parameter server."""
-        rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
-        learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
-
-    @classmethod
-    def joined(cls, records: Sequence[Self]) -> Self:
-        """Return the concatenated records."""
-        columns = {
-            name: np.concatenate([getattr(one, name) for one in records])
-            for name in ("learner", "mini_batch", "clock_read", "update")
-        }
-        return cls(**columns)
-
-    def later(self, updates: int, *, gradients: int) -> Self:
-        """Return the record shifted by a number of updates, each of `gradients` gradients."""
-        return replace(
-            self,
-            mini_batch=self.mini_batch + updates * gradients,
-            clock_read=self.clock_read + updates,
-            update=self.update + updates,
-        )
-
-    def __len__(self) -> int:
-        return len(self.learner)
-
     @property
     def staleness(self) -> IntArray:
         """Number of the server's updates between the weights of a gradient and its own update."""
         return self.update - self.clock_read
+
+
+Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
+"""Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,
+and its mean loss. The next call may overwrite the tensors."""
+
+
+def replay(
+    server: ParameterServer, arrivals: Arrivals, weights: Sequence[Tensor], gradient: Gradient
+) -> Iterator[Applied]:
+    """Make the updates of a record of one server, in its order; yield each.
+
+    A learner's weights are those of its server at the clock that it read. So a replay of thousands
+    of learners needs no copies of their weights: it stores only the versions from which later
+    gradients are computed, about as many as the staleness.
+
+    Before each call of `gradient`, `weights` are set to the ones that the learner read. The
+    server's optimizer must not hold them.
+
+    Raises ValueError for a record that no run can write: a gradient is in the wrong update, was
+    computed from weights that did not exist yet, or comes twice.
+    """
+    rows = list(zip(*(column.tolist() for column in arrivals), strict=True))
+    if len({mini_batch for _, mini_batch, _, _ in rows}) < len(rows):
+        raise ValueError("a mini-batch comes twice in the record")
+    left = Counter(clock_read for _, _, clock_read, _ in rows)  # gradients of each version
+    versions: dict[int, list[Tensor]] = {}
+    for number, (learner, mini_batch, clock_read, update) in enumerate(rows, start=1):
+        clock, held = server.pull()
+        if clock != update:
+            raise ValueError(
+                f"mini-batch {mini_batch} is recorded in update {update}; by the rule it is in "
+                f"{clock}"
+            )
+        if clock_read > clock:
+            raise ValueError(f"mini-batch {mini_batch} was computed from weights that came later")
+        with torch.no_grad():
+            read = held if clock_read == clock else versions[clock_read]
+            for weight, values in zip(weights, read, strict=True):
+                weight.copy_(values)
+        left[clock_read] -= 1
+        if not left[clock_read]:
+            versions.pop(clock_read, None)
+        tensors, loss = gradient(learner, mini_batch)
+        if number % server.rule.gradients == 0 and left[clock]:  # this completes an update
+            versions[clock] = [weight.clone() for weight in held]
+        own = [tensor.detach().clone() for tensor in tensors]
+        applied = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
+        if applied is not None:
+            yield applied

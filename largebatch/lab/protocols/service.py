@@ -1,14 +1,14 @@
-"""A parameter server for learners: of its own process by calls, of others over links.
+"""A parameter server and its learners, which exchange messages over links.
 
-A thread serves each learner, so that a slow or stopped learner does not delay the others. A lock
-makes their operations on the server atomic; its order is the order of arrival.
+A thread of the server's process serves each learner, so that a slow or stopped learner does not
+delay the others. A lock makes their operations on the server atomic; its order is the order of
+arrival.
 """
 
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.links import Link
 from largebatch.lab.protocols.rule import MiniBatches
-from largebatch.lab.protocols.server import Applied, ParameterServer
+from largebatch.lab.protocols.server import ParameterServer
 
 _PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
 _NONE, _LOST = -1.0, -2.0
@@ -24,99 +24,32 @@ _NONE, _LOST = -1.0, -2.0
 a clock)."""
 
 
-class Pulled(NamedTuple):
-    """The answer of one server to a pull, without the weights."""
-
-    clock: int
-    """Number of updates in the weights."""
-
-    mini_batch: int | None
-    """Number of the next mini-batch; None if none is left, and from all servers but the first."""
-
-
-class Pushed(NamedTuple):
-    """The values that a learner sends with the gradient."""
-
-    clock: int
-    """Clock of the weights that the gradient was computed from."""
-
-    mini_batch: int
-    loss: float
-    stop: bool
-    """True if this learner is asked to stop or to save."""
-
-
 class Service:
     """A server of this process, for all learners; `mini_batches` only of the first server."""
 
     def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
         self.server = server
-        self.updates: list[tuple[Applied, float]] = []
-        """Updates made, each with the seconds since the previous one."""
+        self.updates: list[tuple[int, float, float]] = []
+        """Numbers, learning rates, and seconds since the previous update, of the updates made."""
 
+        self.failure: Exception | None = None
         self._mini_batches = mini_batches
         self._sizes = [weight.numel() for weight in server.weights]
         self._changed = threading.Condition()
-        self.failure: Exception | None = None
-        self._pending: dict[int, int] = {}
         self._begun = time.perf_counter()
 
-    def pull(self, learner: int, into: Tensor) -> Pulled:
-        """Copy the weights after the last update into a flat tensor."""
-        with self._changed:
-            self._require_whole()
-            batches = self._mini_batches
-            found = None if batches is None else batches.next(learner)
-            clock, weights = self.server.pull()
-            torch.cat([weight.flatten() for weight in weights], out=into)
-        return Pulled(clock, found)
-
-    def push(self, learner: int, pushed: Pushed, gradient: Tensor) -> None:
-        """Add the gradient, which must not change any more, and make the update it completes."""
-        parts = [
-            part.view_as(weight)
-            for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
-        ]
-        with self._changed:
-            self._require_whole()
-            if self._mini_batches and (pushed.stop or not math.isfinite(pushed.loss)):
-                self._mini_batches.stop_early()
-            self._pending[learner] = self.server.clock
-            applied = self.server.push(
-                learner, pushed.clock, parts, mini_batch=pushed.mini_batch, loss=pushed.loss
-            )
-            if applied is not None:
-                seconds = time.perf_counter() - self._begun
-                self._begun += seconds
-                self.updates.append((applied, seconds))
-                self._changed.notify_all()
-
-    def wait(self, learner: int) -> None:
-        """Wait for the update if the rule requires it; raise PeerLostError if it cannot be made."""
-        if not self.server.rule.waits:
-            return
-        with self._changed:
-            update = self._pending[learner]
-            self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
-            if self.server.clock <= update:
-                self._require_whole()
-
     def serve(self, learner: int, link: Link) -> None:
-        """Answer a learner of another process until it leaves or fails."""
+        """Answer a learner until it leaves or fails."""
         try:
             self._answer(learner, link)
-        except Exception as error:  # it ends all that wait, in whatever thread
-            self.fail(error)
+        except Exception as error:
+            self._fail(error)
 
-    def fail(self, error: Exception) -> None:
-        """End all learners with the error, so that none waits for an update that is never made."""
+    def _fail(self, error: Exception) -> None:
+        """End all learners, so that none waits for an update that is never made."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
-
-    def _require_whole(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
     def _answer(self, learner: int, link: Link) -> None:
         asked = torch.empty(5, dtype=torch.float64)
@@ -130,72 +63,89 @@ class Service:
             if kind == _PUSH:
                 link.receive(gradient)
             try:
-                if kind == _PUSH:
-                    pushed = Pushed(int(clock), int(mini_batch), loss, bool(stop))
-                    self.push(learner, pushed, gradient)
-                    self.wait(learner)
-                    answer = [0.0, _NONE]
-                else:
-                    found = self.pull(learner, weights)
-                    number = _NONE if found.mini_batch is None else float(found.mini_batch)
-                    answer = [float(found.clock), number]
+                with self._changed:
+                    self._require_whole()
+                    if kind == _PUSH:
+                        if self._mini_batches and (stop or not math.isfinite(loss)):
+                            self._mini_batches.stop_early()
+                        self._push(learner, int(clock), gradient, int(mini_batch), loss)
+                        answer = [0.0, _NONE]
+                    else:
+                        answer = self._pull(learner, weights)
             except Exception as error:
-                self.fail(error)
+                self._fail(error)
                 link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
                 raise
             link.send(torch.tensor(answer, dtype=torch.float64))
             if kind == _PULL:
                 link.send(weights)
 
+    def _pull(self, learner: int, into: Tensor) -> list[float]:
+        number = None if self._mini_batches is None else self._mini_batches.next(learner)
+        clock, weights = self.server.pull()
+        torch.cat([weight.flatten() for weight in weights], out=into)
+        return [float(clock), _NONE if number is None else float(number)]
 
-class LocalServer:
-    """A server of this process as a learner uses it; the methods are those of RemoteServer."""
+    def _push(
+        self, learner: int, clock: int, gradient: Tensor, mini_batch: int, loss: float
+    ) -> None:
+        """Add the gradient, and wait for its update if the rule requires it."""
+        parts = [
+            part.view_as(weight)
+            for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
+        ]
+        update = self.server.clock
+        applied = self.server.push(learner, clock, parts, mini_batch=mini_batch, loss=loss)
+        if applied is not None:
+            seconds = time.perf_counter() - self._begun
+            self._begun += seconds
+            self.updates.append((applied.update, applied.lr, seconds))
+            self._changed.notify_all()
+        elif self.server.rule.waits:
+            self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
+            if self.server.clock <= update:
+                self._require_whole()
 
-    def __init__(self, service: Service, learner: int) -> None:
-        self._service, self._learner = service, learner
-
-    def begin_pull(self) -> None:
-        """Do nothing: the weights are here."""
-
-    def finish_pull(self, into: Tensor) -> Pulled:
-        """Copy the weights."""
-        return self._service.pull(self._learner, into)
-
-    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Pass a gradient to the server."""
-        self._service.push(self._learner, pushed, gradient)
-
-    def finish_push(self) -> None:
-        """Wait for the update if the rule requires it."""
-        self._service.wait(self._learner)
-
-    def leave(self) -> None:
-        """Do nothing: no thread serves this learner."""
+    def _require_whole(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
-class RemoteServer:
-    """A server of another process as a learner uses it, over a link.
+class Shard:
+    """One server over a link, and its part of a learner's weights, by their numbers.
 
     `begin_*` sends, `finish_*` waits for the answer.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, weights: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        self._link, self._numbers = link, numbers
+        self._weights = [weights[number] for number in numbers]
+        self._sizes = [weight.numel() for weight in self._weights]
+        self._flat = weights[0].new_empty(sum(self._sizes))
+        self._clock = 0.0
 
     def begin_pull(self) -> None:
         """Request the weights."""
-        self._ask([_PULL, 0, 0, 0, 0])
+        self._ask(_PULL)
 
-    def finish_pull(self, into: Tensor) -> Pulled:
-        """Write the weights of the server's tensors, one after the other, into a flat tensor."""
-        clock, number = self._answer()
-        self._link.receive(into)
-        return Pulled(int(clock), None if number == _NONE else int(number))
+    @torch.no_grad()
+    def finish_pull(self) -> int | None:
+        """Copy the server's weights to the learner's; return the number of the next mini-batch.
 
-    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
-        """Send a gradient, in the layout of the weights."""
-        self._ask([_PUSH, *map(float, pushed)])
-        self._link.send(gradient)
+        It is None if none is left, and from all servers but the first.
+        """
+        self._clock, number = self._answer()
+        self._link.receive(self._flat)
+        for part, weight in zip(self._flat.split(self._sizes), self._weights, strict=True):
+            weight.copy_(part.view_as(weight))
+        return None if number == _NONE else int(number)
+
+    def begin_push(
+        self, gradient: Sequence[Tensor], *, mini_batch: int, loss: float, stop: bool
+    ) -> None:
+        """Send the server's part of a gradient; `stop` is True to stop or to save."""
+        self._ask(_PUSH, self._clock, mini_batch, loss, stop)
+        self._link.send(torch.cat([gradient[number].flatten() for number in self._numbers]))
 
     def finish_push(self) -> None:
         """Wait until it was received or, if learners wait by the rule, for its update."""
@@ -203,10 +153,12 @@ class RemoteServer:
 
     def leave(self) -> None:
         """Announce that this learner sends nothing more; the server's thread for it ends."""
-        self._ask([_LEAVE, 0, 0, 0, 0])
+        self._ask(_LEAVE)
 
-    def _ask(self, numbers: Sequence[float]) -> None:
-        self._link.send(torch.tensor(numbers, dtype=torch.float64))
+    def _ask(
+        self, kind: float, clock: float = 0, mini_batch: float = 0, loss: float = 0, stop: float = 0
+    ) -> None:
+        self._link.send(torch.tensor([kind, clock, mini_batch, loss, stop], dtype=torch.float64))
 
     def _answer(self) -> list[float]:
         answer = torch.empty(2, dtype=torch.float64)
@@ -219,68 +171,33 @@ class RemoteServer:
         return numbers
 
 
-Endpoint = LocalServer | RemoteServer
-
-
 Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
 """Maps a mini-batch to its mean gradient, one tensor for each weight, and its mean loss."""
 
 
-class Shard(NamedTuple):
-    """One server, and the numbers of its weights."""
-
-    server: Endpoint
-    numbers: Sequence[int]
-
-
 def learn(
-    shards: Sequence[Shard],
-    weights: Sequence[Tensor],
-    gradient: Gradient,
-    *,
-    asks: Callable[[], bool] = lambda: False,
+    shards: Sequence[Shard], gradient: Gradient, *, asks: Callable[[], bool] = lambda: False
 ) -> None:
     """Run a learner until the first server has no mini-batch left.
 
-    `weights` hold the values read last; `asks` returns True if this worker is asked to stop. Raises
-    PeerLostError if a server, or a learner that an update waits for, is lost.
+    `asks` returns True if this worker is asked to stop. Raises PeerLostError if a server, or a
+    learner that an update waits for, is lost.
     """
-    flat = [
-        weights[shard.numbers[0]].new_empty(sum(weights[n].numel() for n in shard.numbers))
-        for shard in shards
-    ]
+    first, *others = shards
     while True:
-        clocks, number = _pull(shards, flat)
+        first.begin_pull()
+        number = first.finish_pull()
         if number is None:
             break
-        for shard, values in zip(shards, flat, strict=True):
-            _unpack(values, [weights[n] for n in shard.numbers])
+        for shard in others:
+            shard.begin_pull()
+        for shard in others:
+            shard.finish_pull()
         found, loss = gradient(number)
         stop = asks()
-        for shard, clock in zip(shards, clocks, strict=True):
-            packed = torch.cat([found[n].flatten() for n in shard.numbers])
-            shard.server.begin_push(Pushed(clock, number, loss, stop), packed)
         for shard in shards:
-            shard.server.finish_push()
+            shard.begin_push(found, mini_batch=number, loss=loss, stop=stop)
+        for shard in shards:
+            shard.finish_push()
     for shard in shards:
-        shard.server.leave()
-
-
-def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], int | None]:
-    """Read from all servers, first from the one that hands out mini-batches."""
-    shards[0].server.begin_pull()
-    first = shards[0].server.finish_pull(flat[0])
-    clocks = [first.clock]
-    if first.mini_batch is None:
-        return clocks, None
-    for shard in shards[1:]:
-        shard.server.begin_pull()
-    for shard, values in zip(shards[1:], flat[1:], strict=True):
-        clocks.append(shard.server.finish_pull(values).clock)
-    return clocks, first.mini_batch
-
-
-@torch.no_grad()
-def _unpack(values: Tensor, weights: Sequence[Tensor]) -> None:
-    for part, weight in zip(values.split([w.numel() for w in weights]), weights, strict=True):
-        weight.copy_(part.view_as(weight))
+        shard.leave()

@@ -8,13 +8,11 @@ the same number of updates.
 import copy
 import json
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from itertools import islice
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
@@ -22,51 +20,46 @@ from largebatch.errors import CheckpointError, DivergedError, RecipeError
 from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.gradients import Gradients, average_statistics
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import ARRIVALS, MOMENTUM
+from largebatch.lab.protocols.server import ARRIVALS
 from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Step
+from largebatch.training.session import Part, Training, Updates
 from largebatch.training.state import TrainState
-from largebatch.training.updates import Part, Training, Updates
 
 
-@dataclass(frozen=True)
-class ProtocolUpdates:
-    """Makes the updates of a stage, and yields whenever learners rest."""
+def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+    """Return the function that makes the updates of a stage, and yields whenever learners rest.
 
-    recipe: Recipe
-    exchange: Exchange
+    Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
+    """
+    section = recipe.protocol
+    assert section is not None
+    affine = recipe.polish is not None and recipe.polish.affine is not None
+    require_tensors(state.model, servers=section.num_servers, affine=affine)
+    first = section.learners if section.dedicated else 0
+    servers = range(first, first + section.num_servers)
+    exchange = Exchange(backend, learners=section.learners, servers=servers)
 
-    def __call__(self, training: Training, part: Part) -> Generator[None, None, None]:
-        """Make these updates of a stage."""
-        segment = _Segment(training, part, self)
+    def updates(training: Training, part: Part) -> Generator[None, None, None]:
+        segment = _Segment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
         while training.state.progress.step < part.end and not training.requests.stopped:
             segment.run()
             yield
 
-
-def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
-    """Return what makes the updates of a stage.
-
-    Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
-    """
-    assert recipe.protocol is not None
-    affine = recipe.polish is not None and recipe.polish.affine is not None
-    require_tensors(state.model, servers=recipe.protocol.num_servers, affine=affine)
-    return ProtocolUpdates(recipe, Exchange.open(backend, recipe.protocol))
+    return updates
 
 
 class _Segment:
     """The updates between two rests."""
 
-    def __init__(self, training: Training, part: Part, updates: ProtocolUpdates) -> None:
-        self._training, self._part, recipe = training, part, updates.recipe
+    def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
+        self._training, self._part, self._exchange = training, part, exchange
         section = recipe.protocol
         assert section is not None
-        self._exchange = updates.exchange
         self._every = recipe.execution.checkpoints.every_steps
         self._path = training.log.folder / ARRIVALS
         self._size = section.mini_batch(recipe.batch.global_batch)
@@ -101,10 +94,11 @@ class _Segment:
                 MiniBatches(rule, updates),
                 clock=updates.start,
                 gradient=self._gradients.of,
-                asks=training.requests.is_pending,
+                asks=lambda: any(training.requests.own()),
             )
-            learners = self._exchange.layout.learners
-            average_statistics(training.state.model, training.backend, learners=learners)
+            average_statistics(
+                training.state.model, training.backend, learners=self._exchange.learners
+            )
             if training.backend.rank == 0:
                 self._write(record)
             training.requests.share()
@@ -120,30 +114,35 @@ class _Segment:
         different clocks, gradients that were pushed but not applied are lost with the servers, and
         the step of a checkpoint is that of the record.
         """
-        state, weights = self._training.state, self._gradients.weights
-        model = state.model
+        state = self._training.state
         progress = copy.deepcopy(state.progress)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        momentum = _momentum(self._optimizer, weights).clone()
-        had = bool(self._optimizer.state)
+        before = copy.deepcopy(state.model.state_dict())
+        optimizer = copy.deepcopy(self._optimizer.state_dict())
         try:
             yield
         except BaseException:
-            model.load_state_dict(before)
+            state.model.load_state_dict(before)
             state.progress = progress
-            if had:
-                _load_momentum(self._optimizer, weights, momentum)
-            else:
-                self._optimizer.state.clear()
+            self._optimizer.load_state_dict(optimizer)
             raise
 
     def _add(self, record: Record) -> DivergedError | None:
+        """Add each update to the log and the state, as the core does."""
+        state, plan, takes = self._training.state, self._training.plan, self._rule.gradients
+        losses = iter([arrival.loss for arrival in record.arrivals[0]])
         try:
-            state, plan = self._training.state, self._training.plan
-            for step in self._steps(record):
-                images = plan.batch_at(step.step)
-                state.count(step.step, images=images, seconds=step.step_seconds)
-                state.follow(step.step, None)
+            for update, lr, seconds in record.updates:
+                step = Step(
+                    stage=self._part.stage,
+                    step=update,
+                    epoch=plan.epoch(update + 1),
+                    loss=sum(islice(losses, takes)) / takes,
+                    lr=lr,
+                    step_seconds=seconds,
+                    images_per_second=plan.global_batch / seconds,
+                )
+                state.move_average(None)
+                state.count(update, images=plan.batch_at(update), seconds=seconds)
                 self._training.step_log.add_record(step)
         except DivergedError as error:
             return error
@@ -154,21 +153,6 @@ class _Segment:
         clean = self._part.clean
         with closing(self._training.pipeline.at([positions], clean=clean)) as batches:
             return next(batches)
-
-    def _steps(self, record: Record) -> Iterator[Step]:
-        """Yield the record of each update, as the core does."""
-        plan = self._training.plan
-        for applied, seconds in record.updates:
-            losses = [arrival.loss for arrival in applied.arrivals]
-            yield Step(
-                stage=self._part.stage,
-                step=applied.update,
-                epoch=plan.epoch(applied.update + 1),
-                loss=sum(losses) / len(losses),
-                lr=applied.lr,
-                step_seconds=seconds,
-                images_per_second=plan.global_batch / seconds,
-            )
 
     def forget(self, begun: int) -> None:
         """Remove the records of updates that are made again from the file; worker 0 only."""
@@ -196,24 +180,6 @@ class _Segment:
                 file.writelines(f"{line}\n" for line in lines)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
-
-
-def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
-    """Return the momentum of these weights as one flat tensor; zeros without momentum."""
-    none: dict[str, Tensor] = {}
-    kept = [optimizer.state.get(weight, none).get(MOMENTUM) for weight in weights]
-    return torch.cat(
-        [
-            torch.zeros_like(weight).flatten() if found is None else found.flatten()
-            for weight, found in zip(weights, kept, strict=True)
-        ]
-    ).detach()
-
-
-def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
-    parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
-    for weight, part in zip(weights, parts, strict=True):
-        optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))
 
 
 def require_tensors(model: nn.Module, *, servers: int, affine: bool) -> None:

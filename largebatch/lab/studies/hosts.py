@@ -1,4 +1,4 @@
-"""Starts of workers on hosts: how they are started, what is measured, and its rows.
+"""Starts of workers on hosts: how they are started, what is measured, and its page.
 
     python -m largebatch.lab.studies.hosts JOB FOLDER
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.environment import LOST
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
-from largebatch.lab.studies.metrics import Interval, interval, ratio
+from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
@@ -30,7 +30,15 @@ from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.pages import Column, columns_over
+from largebatch.report.pages import (
+    Chart,
+    Line,
+    Panel,
+    Series,
+    Table,
+    columns_over,
+    line_chart,
+)
 from largebatch.runs.build import open_session
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
@@ -40,6 +48,9 @@ from largebatch.training.stages import STAGES
 
 USER = 2
 """Exit code of an error that the user can fix."""
+
+IDEAL = "ideal"
+"""Name of the line of as many times one worker, for charts that show it."""
 
 _PORT = 29_500
 _SHOWN_LINES = 20
@@ -118,6 +129,8 @@ class HostsCell(Cell):
     """Rate of each host's link in each direction, in Mbit/s."""
 
     on_hosts: OnHosts
+    look: str
+    """Name of its layout or place, which have one colour each on the page."""
 
     @property
     def definition(self) -> Json:
@@ -174,7 +187,7 @@ def recipe_on_hosts(
 
 @dataclass(slots=True)
 class StepTimes:
-    """A tracker that records the time of each update."""
+    """A tracker that records the seconds of each update."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -188,18 +201,17 @@ def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
     on_hosts = job.on_hosts
     with open_session(job.recipe, job.options, {"command": "study"}) as opened:
-        session, paced, training = opened, None, opened.training
-        rank = training.backend.rank
+        session, paced, rank = opened, None, opened.backend.rank
         if on_hosts.compute is not None:
             times = on_hosts.compute.times(job.samples, seed=job.recipe.seed, worker=rank)
-            paced = PacedCriterion(training.criterion, training.state.model, times)
-            session = replace(opened, training=replace(training, criterion=paced))
+            paced = PacedCriterion(opened.criterion, opened.state.model, times)
+            session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
         until = on_hosts.warm_up + on_hosts.updates
-        STAGES[0].run(session, range(training.plan.train_steps), until)
+        STAGES[0].run(session, range(session.plan.train_steps), until)
         session.saver.finish()
-        training.backend.barrier()  # nobody leaves while others need its server
+        session.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
             "seconds": steps.seconds[-on_hosts.updates :],
@@ -270,21 +282,17 @@ def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
     }
 
 
-def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
-    """Return the starts of a cell by seed."""
-    found = records.get(cell.name, {}).values()
-    return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostsRow:
-    """A cell with its starts by seed, and those of one worker alone; work is counted in samples."""
+    """A cell with its starts by seed; work is counted in samples."""
 
     cell: HostsCell
     starts: Mapping[int, Start]
-    alone: Mapping[int, Start]
-    samples_alone: int
-    """Samples of an update on one worker alone."""
+    alone: Mapping[int, float]
+    """Samples per second of one worker alone, by seed; empty without one."""
+
+    scaling: str | None = None
+    """weak or strong; None in a study of servers."""
 
     @property
     def seconds(self) -> Interval:
@@ -294,23 +302,12 @@ class HostsRow:
     @property
     def throughputs(self) -> dict[int, float]:
         """Samples per second of all workers, by seed."""
-        samples = self.cell.workers * self.cell.samples
-        return {seed: samples / fmean(one.seconds) for seed, one in self.starts.items()}
-
-    @property
-    def throughputs_alone(self) -> dict[int, float]:
-        """Samples per second of one worker alone, by seed."""
-        return {seed: self.samples_alone / fmean(one.seconds) for seed, one in self.alone.items()}
-
-    @property
-    def throughput(self) -> Interval:
-        """Mean samples per second."""
-        return interval(self.throughputs.values())
+        return throughputs(self.cell, self.starts)
 
     @property
     def speed_up(self) -> Interval | None:
         """Throughput over that of one worker alone, by pairs of a seed; None without one."""
-        return ratio(self.throughputs, self.throughputs_alone)
+        return ratio(self.throughputs, self.alone)
 
     @property
     def efficiency(self) -> Interval | None:
@@ -319,17 +316,32 @@ class HostsRow:
         return found and found.scaled(100 / self.cell.workers)
 
 
-def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
-    """Return the columns of a table that show how fast each row is."""
+def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
+    """Return the starts of a cell by seed."""
+    found = records.get(cell.name, {}).values()
+    return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
+
+
+def throughputs(cell: HostsCell, starts: Mapping[int, Start]) -> dict[int, float]:
+    """Return the samples per second of all workers of a cell, by seed."""
+    samples = cell.workers * cell.samples
+    return {seed: samples / fmean(one.seconds) for seed, one in starts.items()}
+
+
+def table_of(name: str, rows: Sequence[HostsRow], looks: Mapping[str, Series]) -> Table:
+    """Return the table that shows how fast each row is."""
     column = columns_over(rows)
 
     def late(row: HostsRow) -> float:
         return 100 * fmean(one.late for one in row.starts.values())
 
-    return [
+    columns = [
+        column("Cell", lambda row: row.cell.name, None),
+        column("Scaling", lambda row: row.scaling, None),
+        column("Hosts", lambda row: len(row.cell.workers_per_host), "d"),
         column("Workers", lambda row: row.cell.workers, "d"),
         column("Samples each", lambda row: row.cell.samples, "d"),
-        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
+        column("Samples/s", lambda row: fmean(row.throughputs.values()), ",.1f"),
         column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
         column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
         column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
@@ -337,6 +349,34 @@ def speed_columns(rows: Sequence[HostsRow]) -> list[Column]:
         column("Late gradients, %", late, ".1f"),
         column("Starts", lambda row: len(row.starts), "d"),
     ]
+    return Table(name=name, columns=columns, series=[looks[row.cell.look] for row in rows])
+
+
+def chart_of(
+    title: str,
+    rows: Sequence[HostsRow],
+    looks: Mapping[str, Series],
+    *,
+    simulated: Sequence[HostsRow] = (),
+) -> Chart:
+    """Return a chart of the speed-up of each layout or place: points measured, lines simulated."""
+    lines = []
+    for look, shown in looks.items():
+        for some in (simulated, rows):
+            line = [row for row in some if row.cell.look == look or row.cell.workers == 1]
+            means = {row.cell.workers: row.speed_up for row in line if row.speed_up}
+            x = sorted(means)
+            if some is rows:
+                line_too = not simulated
+                lines.append(interval_line(shown, x, [means[n] for n in x], line=line_too))
+            else:
+                y = [means[n].mean for n in x]
+                lines.append(Line(series=shown, x=x, y=y, points=False))
+    if IDEAL in looks:
+        x = sorted({row.cell.workers for row in rows})
+        lines.append(Line(series=looks[IDEAL], x=x, y=x, points=False))
+    panel = Panel(lines=lines, x="Workers", y="Speed-up", from_zero=True)
+    return line_chart(f"speed-up-{title.replace(', ', '-')}", panel, title=f"Speed-up: {title}")
 
 
 def main(job: str, folder: str) -> int:

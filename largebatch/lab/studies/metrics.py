@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
-from largebatch.report.pages import Line, Series
+from largebatch.report.pages import Chart, Line, Panel, Series, line_chart
 from largebatch.report.run import Run
 from largebatch.tracking.events import Measured
 
@@ -174,3 +174,15 @@ def interval_line(
         high=[high for _, high in ends],
         line=line,
     )
+
+
+def trade_off(
+    name: str, cost: str, points: Iterable[tuple[Series, float, Interval]], title: str = ""
+) -> Chart:
+    """Return a chart of top-1 accuracies in percent over a cost, for known costs."""
+    lines = [
+        interval_line(look, [value], [top1], line=False)
+        for look, value, top1 in points
+        if math.isfinite(value)
+    ]
+    return line_chart(name, Panel(lines=lines, x=cost, y="Top-1, %", log="x"), title=title)

@@ -6,21 +6,21 @@ it; the cost of the others is only known to be higher than what was run.
 """
 
 import math
-import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
 
 from largebatch.formatting import plural
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
     Interval,
     Measurement,
+    cost,
     difference,
-    interval_line,
     ratio,
+    trade_off,
 )
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Slot, Study
@@ -30,14 +30,12 @@ from largebatch.report.pages import (
     Chart,
     Code,
     Column,
-    Line,
     Page,
-    Panel,
+    Part,
     Section,
     Series,
     Table,
     columns_over,
-    line_chart,
     series,
 )
 
@@ -45,18 +43,12 @@ __all__ = ["cells_of", "make_page"]
 
 _NOTE = (
     "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
-    "the same seeds. Of many policies the best one is best by luck, too. A run that diverged "
-    "counts as chance."
+    "the same seeds. A run that diverged counts as chance."
 )
 _TABLE = (
-    "peak_lr is that which the search chose by held-out images; all else is of the validation "
-    "images. A cost is that at the first evaluation at or above the target, of the seeds that "
-    "reached it; seconds are those of updates and evaluations."
+    "A cost is that of updates and evaluations up to the first evaluation at the target, of the "
+    "seeds that reached it. Held-out images chose peak_lr."
 )
-
-
-Criterion = Literal["cost", "accuracy"]
-"""cost: updates to the target. accuracy: top-1 at the rate found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +56,8 @@ class Ranked:
     """One policy, and how it compares with the first one."""
 
     results: CellResults
-    scores: Mapping[int, float | None]
-    """By seed, of the criterion; None: the target was not reached."""
+    scores: Mapping[int, float]
+    """By seed, updates to the target, without seeds that did not reach it; else top-1."""
 
     against: Interval | None = None
     """Its cost over that of the first policy, or the accuracy of that one minus its own."""
@@ -78,45 +70,29 @@ class Ranked:
         """Its name."""
         return self.results.cell.variant
 
-    @property
-    def known(self) -> dict[int, float]:
-        """Its scores."""
-        return {seed: score for seed, score in self.scores.items() if score is not None}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
     """The policies of one recipe of a study, the best first; those without a score last."""
 
-    by: Criterion
     target: float | None
+    """The accuracy whose cost ranks them; None: they are ranked by their accuracy."""
+
     ranked: tuple[Ranked, ...]
 
     @property
-    def first(self) -> Ranked | None:
-        """The best policy; None if none has a score, or none reached the target."""
-        return self.ranked[0] if self.ranked[0].known else None
-
-    @property
-    def level(self) -> tuple[Ranked, ...]:
-        """The others within its noise."""
-        return tuple(one for one in self.ranked[1:] if one.is_level)
-
-    @property
     def doubts(self) -> list[str]:
-        """What is missing, and what speaks against the best policy."""
-        cells, first, found = [one.results for one in self.ranked], self.first, []
-        unfinished = [cell.cell.variant for cell in cells if not cell.finished]
+        """What is missing, and what speaks against the best policy; none recommend it."""
+        first, found = self.ranked[0], []
+        unfinished = [one.policy for one in self.ranked if not one.results.finished]
         if unfinished:
             found.append(f"not finished: {', '.join(unfinished)}")
-        if len(cells) == 1:
-            found.append("only one policy was measured")
-        if first is None:
-            what = f"reached {self.target:.2%}" if self.by == "cost" else f"has {self.by}"
+        if not first.scores:
+            what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
             return [*found, f"no policy {what}"]
-        if len(first.known) < ENOUGH_SEEDS:
+        if len(first.scores) < ENOUGH_SEEDS:
             found.append(
-                f"{plural(len(first.known), 'seed')}: the noise of seeds is hardly known; "
+                f"{plural(len(first.scores), 'seed')}: the noise of seeds is hardly known; "
                 f"{ENOUGH_SEEDS} or more are needed"
             )
         cell = first.results
@@ -127,86 +103,71 @@ class Ranking:
                 f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
                 "be beyond"
             )
-        if self.level:
-            names = ", ".join(one.policy for one in (first, *self.level))
+        level = [one.policy for one in self.ranked if one.is_level]
+        if level:
+            names = ", ".join([first.policy, *level])
             found.append(f"within the noise of each other, so in no order: {names}")
         return found
 
     @property
-    def recommended(self) -> Ranked | None:
-        """The best policy, if nothing speaks against it."""
-        return None if self.doubts else self.first
+    def finding(self) -> str:
+        """The best policy with its rate, and what is missing."""
+        first, doubts = self.ranked[0], self.doubts
+        parts = [f"insufficient data: {missing}" for missing in doubts]
+        if first.scores:
+            head = "tentative" if doubts else "recommended"
+            by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
+            rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
+            parts = [f"{head} by {by}: {first.policy}{rate}", *parts]
+        return "; ".join(parts)
 
 
-def rank(cells: Sequence[CellResults], *, by: Criterion, target: float | None = None) -> Ranking:
-    """Rank the policies of one recipe; `target` is a fraction, whose cost may be the criterion.
+def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Ranking:
+    """Rank the policies of one recipe by the cost of a target, a fraction, else by accuracy.
 
     The order is by divergence, then by the number of seeds that reached the target, then by the
-    mean. Raises ValueError for the cost without a target.
+    mean. A policy without a score, or that alone diverged, is worse than the first; another is
+    level with it unless the interval of their difference, over the seeds of both, excludes
+    equality. These intervals hold jointly (Bonferroni).
     """
 
-    def scored(cell: CellResults) -> Ranked:
-        scores: Mapping[int, float | None]
-        if by == "cost":
-            if target is None:
-                raise ValueError("the cost is that of a target: give one")
-            reached = {one.seed: one.cost(target) for one in cell.seeds}
-            scores = {seed: one.step if one else None for seed, one in reached.items()}
-        else:
-            scores = {one.seed: one.top1 for one in cell.seeds}
-        return Ranked(results=cell, scores=scores)
+    def score(run: Result) -> float | None:
+        if target is None:
+            return run.top1
+        reached = reached_at(run, target)
+        return None if reached is None else reached.step
 
     def order(one: Ranked) -> tuple[bool, bool, float, float]:
-        known = one.known.values()
-        mean = statistics.fmean(known) if known else 0.0
-        share = len(known) / len(one.scores) if known else 0.0
-        return not known, one.results.diverged > 0, -share, mean if by == "cost" else -mean
+        known = one.scores.values()
+        mean = fmean(known) if known else 0.0
+        share = len(known) / len(one.results.seeds) if known else 0.0
+        return not known, one.results.diverged > 0, -share, -mean if target is None else mean
 
-    first, *others = sorted(map(scored, cells), key=order)
-    compared = [_compared(one, first, by=by, together=len(others)) for one in others]
-    return Ranking(by=by, target=target, ranked=(first, *compared))
+    scored = []
+    for cell in cells:
+        scores = {run.seed: score(run) for run in cell.seeds}
+        known = {seed: value for seed, value in scores.items() if value is not None}
+        scored.append(Ranked(results=cell, scores=known))
+    first, *others = sorted(scored, key=order)
+    compared = []
+    for one in others:
+        if target is None:
+            against, equal = difference(first.scores, one.scores, together=len(others)), 0.0
+        else:
+            against, equal = ratio(one.scores, first.scores, together=len(others)), 1.0
+        is_sure = against is not None and against.low > equal
+        only_it_diverged = one.results.diverged > 0 and not first.results.diverged
+        is_level = bool(one.scores) and not only_it_diverged and not is_sure
+        compared.append(replace(one, against=against, is_level=is_level))
+    return Ranking(target=target, ranked=(first, *compared))
 
 
-def _compared(one: Ranked, first: Ranked, *, by: Criterion, together: int) -> Ranked:
-    """Compare a policy with the first one, over the seeds in which both have a score.
+def reached_at(run: Result, target: float) -> Measurement | None:
+    """Return the cost of a run up to a top-1 accuracy (a fraction).
 
-    It is one of `together` comparisons, whose intervals hold jointly (Bonferroni). Without a score,
-    or if only it diverged, it is worse; else it is level unless the interval excludes equality.
+    None if the run did not reach it, or diverged and so did not keep it.
     """
-    if by == "cost":
-        against, equal = ratio(one.known, first.known, together=together), 1.0
-    else:
-        against, equal = difference(first.known, one.known, together=together), 0.0
-    is_sure = against is not None and against.low > equal
-    only_it_diverged = one.results.diverged > 0 and not first.results.diverged
-    is_level = bool(one.known) and not only_it_diverged and not is_sure
-    return replace(one, against=against, is_level=is_level)
-
-
-def sentences(found: Ranking) -> Iterator[str]:
-    """Yield the best policy with its rate, and what is missing."""
-    first = found.first
-    if first is not None:
-        head = "recommended" if found.recommended else "tentative"
-        to = "" if found.target is None or found.by != "cost" else f" to {found.target:.2%}"
-        rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
-        yield f"{head} by {found.by}{to}: {first.policy}{rate}"
-    yield from (f"insufficient data: {missing}" for missing in found.doubts)
-
-
-def spent(cell: CellResults, target: float | None, value: Callable[[Measurement], float]) -> float:
-    """Return the mean cost over the seeds that reached a target, or of whole runs without one.
-
-    NaN if there is none.
-    """
-    reached = [
-        (run.evaluations[-1] if run.evaluations and not run.diverged else None)
-        if target is None
-        else run.cost(target)
-        for run in cell.seeds
-    ]
-    known = [value(one) for one in reached if one is not None]
-    return statistics.fmean(known) if known else math.nan
+    return None if run.diverged else cost(run.evaluations, target)
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -221,52 +182,45 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
 
 def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = ()) -> Page:
     """Return the page of the cells; `targets` are fractions."""
-    names = list(dict.fromkeys(cell.cell.configuration for cell in cells))
     variants = list(dict.fromkeys(cell.cell.variant for cell in cells))
     looks = {variant: series(place, variant) for place, variant in enumerate(variants)}
-    inside = [[cell for cell in cells if cell.cell.configuration == each] for each in names]
-    ranked = [one for some in inside for one in rank(some, by="accuracy").ranked]
+    inside: dict[str, list[CellResults]] = {}
+    for cell in cells:
+        inside.setdefault(cell.cell.configuration, []).append(cell)
+    findings, ranked, sections = [], list[Ranked](), []
+    for recipe, some in inside.items():
+        rankings = [rank(some), *(rank(some, target=target) for target in targets)]
+        findings += [f"{recipe}: {one.finding}." for one in rankings]
+        ranked += rankings[0].ranked
+        highest = max(rankings, key=lambda one: one.target or 0.0)
+        parts: list[Part] = [_schedule(highest.ranked[0].results)]
+        if highest.target is not None:
+            parts.insert(0, _chart(some, highest.target, looks))
+        sections.append(Section(title=recipe, parts=parts))
+    table = _table(ranked, targets, looks)
     return Page(
         title=name,
-        subtitle=", ".join(names),
-        findings=[text for some in inside for text in _findings(some, targets)],
+        subtitle=", ".join(inside),
+        findings=findings,
         is_sound=all(cell.finished and len(cell.seeds) >= ENOUGH_SEEDS for cell in cells),
         note=_NOTE,
         legend=("Policies", list(looks.values())),
-        sections=[
-            Section(
-                title="Policies",
-                parts=[_table(ranked, targets, looks)],
-                notes=[_TABLE],
-            ),
-            *(
-                Section(
-                    title=some[0].cell.configuration,
-                    parts=[_chart(some, targets, looks), _schedule(some, targets)],
-                )
-                for some in inside
-            ),
-        ],
+        sections=[Section(title="Policies", parts=[table], notes=[_TABLE]), *sections],
         source="the records of a study",
     )
 
 
-def _findings(cells: Sequence[CellResults], targets: Sequence[float]) -> Iterator[str]:
-    """Yield the rankings of one recipe by accuracy and cost."""
-    name = cells[0].cell.configuration
-    rankings = [rank(cells, by="accuracy")]
-    rankings += [rank(cells, by="cost", target=target) for target in targets]
-    for ranking in rankings:
-        yield f"{name}: {'; '.join(sentences(ranking))}."
-
-
-def _schedule(cells: Sequence[CellResults], targets: Sequence[float]) -> Code:
-    """Return the schedule of the best policy as a section of a recipe."""
-    by: Criterion = "cost" if targets else "accuracy"
-    best = rank(cells, by=by, target=max(targets, default=None)).ranked[0]
-    recipe = best.results.cell.recipe_of(Slot(name="seed-1", seed=1), best.results.rate)
+def _schedule(best: CellResults) -> Code:
+    """Return the schedule of a policy at its rate, as a section of a recipe."""
+    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
     text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
-    return Code(name=f"schedule of {best.policy}", text=text)
+    return Code(name=f"schedule of {best.cell.variant}", text=text)
+
+
+def _spent(cell: CellResults, target: float) -> list[Measurement]:
+    """Return the costs of the seeds that reached a target."""
+    found = (reached_at(run, target) for run in cell.seeds)
+    return [one for one in found if one is not None]
 
 
 def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, Series]) -> Table:
@@ -276,19 +230,14 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
     def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
         return column(title, lambda cell: (it := cell.mean(value)) and it.mean, form)
 
-    def costs(target: float | None) -> Iterator[Column]:
-        of = "of the run" if target is None else f"to {100 * target:g} %"
-        yield column(f"Updates {of}", lambda cell: spent(cell, target, lambda e: e.step), ",.0f")
-        yield column(f"Seconds {of}", lambda cell: spent(cell, target, lambda e: e.seconds), ",.1f")
-        if target is not None:
-            yield column(
-                f"reached {100 * target:g} %",
-                lambda cell: (
-                    f"{sum(run.cost(target) is not None for run in cell.seeds)} of "
-                    f"{len(cell.seeds)}"
-                ),
-                None,
-            )
+    def costs(target: float) -> Iterator[Column]:
+        of, spent = f"{100 * target:g} %", [_spent(cell, target) for cell in cells]
+        steps = [fmean([one.step for one in some]) if some else math.nan for some in spent]
+        seconds = [fmean([one.seconds for one in some]) if some else math.nan for some in spent]
+        yield Column(f"Updates to {of}", steps, ",.0f")
+        yield Column(f"Seconds to {of}", seconds, ",.1f")
+        numbers = zip(spent, cells, strict=True)
+        yield Column(f"reached {of}", [f"{len(one)} of {len(cell.seeds)}" for one, cell in numbers])
 
     below = [one.against and one.against.scaled(100).with_ends(".2f") for one in ranked]
     columns = [
@@ -298,7 +247,7 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
         column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
         Column("Points below the best", below),
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
-        *(one for target in (*targets, None) for one in costs(target)),
+        *(one for target in targets for one in costs(target)),
         mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
@@ -308,17 +257,12 @@ def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, 
     return Table(name="policies", columns=columns, series=rows, printed=printed)
 
 
-def _chart(
-    cells: Sequence[CellResults], targets: Sequence[float], looks: dict[str, Series]
-) -> Chart:
-    """Return accuracy against cost of one recipe."""
-    name, target = cells[0].cell.configuration, max(targets, default=None)
-    of = "of the run" if target is None else f"to {100 * target:g} %"
-    costs = list[Line]()
-    for cell in cells:
-        updates = spent(cell, target, lambda one: one.step)
-        if cell.top1 and math.isfinite(updates):
-            costs.append(
-                interval_line(looks[cell.cell.variant], [updates], [cell.top1.scaled(100)])
-            )
-    return line_chart(f"cost-{name}", Panel(lines=costs, x=f"Updates {of}", y="Top-1, %"))
+def _chart(cells: Sequence[CellResults], target: float, looks: dict[str, Series]) -> Chart:
+    """Return accuracy against the cost of a target, of one recipe."""
+    points = [
+        (looks[cell.cell.variant], fmean([one.step for one in some]), cell.top1.scaled(100))
+        for cell in cells
+        if (some := _spent(cell, target)) and cell.top1
+    ]
+    cost_of = f"Updates to {100 * target:g} %"
+    return trade_off(f"cost-{cells[0].cell.configuration}", cost_of, points)

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
 
 from largebatch.distributed.environment import available_cores, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
 from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, Task, load_study
-from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 
 POLL_SECONDS = 1.0
@@ -72,36 +72,20 @@ class Runs:
         searching = {cell.name for cell, slot in left if slot.trial}
         for cell, slot in left:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
-                return self._task(cell, slot)
+                found = [self.store.read(cell, each) for each in cell.slots if each.trial]
+                trials = [record for record in found if record is not None]
+                rate = self.store.rate(cell, slot, partial(cell.rate, trials, slot))
+                folder = self.store.path(cell, slot).with_suffix("")
+                return Task(cell=cell, slot=slot, rate=rate, folder=folder, machine=self.machine)
         return None
 
-    def _task(self, cell: Cell, slot: Slot) -> Task:
-        found = [self.store.read(cell, each) for each in cell.slots if each.trial]
-        trials = [record for record in found if record is not None]
-        return Task(
-            cell=cell,
-            slot=slot,
-            rate=self.store.rate(cell, slot, lambda: cell.rate(trials, slot)),
-            folder=self.store.path(cell, slot).with_suffix(""),
-            machine=self.machine,
-        )
 
+def kind_of(study: Study) -> ModuleType:
+    """Return the module of the kind of a study.
 
-class Kind(Protocol):
-    """The module of a kind of study."""
-
-    def cells_of(self, study: Study, folder: Path) -> Sequence[Cell]:
-        """Return the cells of a study whose file is in `folder`, checked.
-
-        Raises LargebatchError naming the cell whose recipe and variant do not fit each other.
-        """
-
-    def make_page(self, study: Study, folder: Path, records: Records) -> Page:
-        """Return the page; raise StudyError if a record is damaged."""
-
-
-def kind_of(study: Study) -> Kind:
-    """Return the module of the kind of a study."""
+    Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
+    `make_page(study, folder, records)` returns the page.
+    """
     from largebatch.lab.studies import policies, scaling, servers, settings, staleness
 
     match study.kind:

@@ -7,128 +7,94 @@ have together; so the two meet there, in one cell.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Literal, get_args
 
 from largebatch.lab.studies.hosts import (
+    IDEAL,
     HostsCell,
     HostsRow,
+    chart_of,
     recipe_on_hosts,
-    speed_columns,
     starts_of,
+    table_of,
+    throughputs,
 )
-from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Study, naming, recipe_of
-from largebatch.report.pages import (
-    Line,
-    Page,
-    Panel,
-    Section,
-    Table,
-    columns_over,
-    line_chart,
-    series,
-)
+from largebatch.report.pages import Page, Section, series
 
-Place = Literal["one-host", "hosts"]
-PLACES: tuple[Place, ...] = get_args(Place)
-Kind = Literal["weak", "strong"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+INSIDE, HOSTS = "one-host", "hosts"
 
 _NOTE = (
-    "Workers in one host, or each on its own host, which is a network namespace of one machine "
-    "with a shaped link. Gradients take a time that is set and slept. Means over starts with "
-    "Student's interval of 95 %."
+    "Workers in one host, or each on its own host, which is a network namespace with a shaped "
+    "link. Means over starts with Student's interval of 95 %."
 )
 _TABLE = (
-    "The ideal is one worker times the number of workers; in weak scaling each has the same "
-    "mini-batch, in strong scaling all share one batch. Late gradients took longer than their set "
-    "time."
+    "The ideal, an efficiency of 100 %, is one worker times the number of workers; in weak scaling "
+    "each has the same mini-batch, in strong scaling all share one batch. Late gradients took "
+    "longer than their set time."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingCell(HostsCell):
-    """A number of workers with a number of samples each, in one host or on hosts."""
-
-    place: Place
-    most: int
-    """The most workers of the study."""
-
-    def samples_of(self, kind: Kind, workers: int) -> int:
-        """Return the samples of each worker in weak or strong scaling."""
-        mini_batch = self.on_hosts.mini_batch
-        return mini_batch if kind == "weak" else mini_batch * self.most // workers
+def _samples(study: Study, recipe: str, workers: int) -> dict[str, int]:
+    """Return the samples of each worker in weak and in strong scaling."""
+    on_hosts, scaling = study.recipes[recipe].on_hosts, study.scaling
+    assert on_hosts is not None
+    assert scaling is not None
+    weak = on_hosts.mini_batch
+    return {"weak": weak, "strong": weak * max(scaling.workers) // workers}
 
 
-def cells_of(study: Study, folder: Path) -> list[ScalingCell]:
+def cells_of(study: Study, folder: Path) -> list[HostsCell]:
     """Return the cells of a study whose file is in `folder`, each checked and each once.
 
     Raises RecipeError naming the cell that cannot be started.
     """
     assert study.scaling is not None
-    cells: dict[str, ScalingCell] = {}
-    most = max(study.scaling.workers)
+    cells: dict[str, HostsCell] = {}
     for name, entry in study.recipes.items():
-        on_hosts = entry.on_hosts
-        assert on_hosts is not None
         with naming(name):
             base = recipe_of(entry, folder)
-        weak = on_hosts.mini_batch
-        points = [(workers, weak) for workers in (1, *study.scaling.workers)]
-        points += [(workers, weak * most // workers) for workers in (1, *study.scaling.workers)]
-        for workers, samples in points:
-            with naming(f"{name}/{workers}x{samples}"):
-                recipe = recipe_on_hosts(base, on_hosts, workers=workers, samples=samples)
-            for place in PLACES[:1] if workers == 1 else PLACES:
-                cell = ScalingCell(
-                    configuration=name, variant=f"{workers}x{samples}-{place}", recipe=recipe,
-                    seeds=study.seeds, workers=workers, samples=samples,
-                    workers_per_host=(workers,) if place == "one-host" else (1,) * workers,
-                    megabits=study.scaling.megabits, on_hosts=on_hosts, place=place, most=most,
-                )  # fmt: skip
-                cells[cell.name] = cell
+        for kind in ("weak", "strong"):
+            for workers in (1, *study.scaling.workers):
+                samples = _samples(study, name, workers)[kind]
+                assert entry.on_hosts is not None
+                with naming(f"{name}/{workers}x{samples}"):
+                    recipe = recipe_on_hosts(base, entry.on_hosts, workers=workers, samples=samples)
+                for place in (INSIDE,) if workers == 1 else (INSIDE, HOSTS):
+                    cell = HostsCell(
+                        configuration=name, variant=f"{workers}x{samples}-{place}", recipe=recipe,
+                        seeds=study.seeds, workers=workers, samples=samples,
+                        workers_per_host=(workers,) if place == INSIDE else (1,) * workers,
+                        megabits=study.scaling.megabits, on_hosts=entry.on_hosts, look=place,
+                    )  # fmt: skip
+                    cells[cell.name] = cell
     return list(cells.values())
 
 
-@dataclass(frozen=True)
-class ScalingRow(HostsRow):
-    """A cell as a case of weak or of strong scaling."""
-
-    cell: ScalingCell
-    kind: Kind
-
-    @property
-    def ideal(self) -> float | None:
-        """Samples per second of one worker times the number of workers; None without one."""
-        return self.cell.workers * fmean(self.throughputs_alone.values()) if self.alone else None
-
-
-def rows_of(cells: Sequence[ScalingCell], records: Records) -> list[ScalingRow]:
+def rows_of(study: Study, folder: Path, records: Records) -> list[HostsRow]:
     """Return the cells that have records, weak scaling first, by recipe and workers."""
-    starts = {cell.name: starts_of(cell, records) for cell in cells}
+    cells = {cell.name: cell for cell in cells_of(study, folder)}
     rows = []
-    for kind in KINDS:
-        for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):
-            if cell.samples == cell.samples_of(kind, cell.workers) and starts[cell.name]:
-                one = cell.samples_of(kind, 1)
-                alone = starts.get(f"{cell.configuration}/1x{one}-one-host", {})
-                rows.append(ScalingRow(cell, starts[cell.name], alone, one, kind))
+    for kind in ("weak", "strong"):
+        for cell in sorted(cells.values(), key=lambda cell: (cell.configuration, cell.workers)):
+            name, starts = cell.configuration, starts_of(cell, records)
+            if cell.samples == _samples(study, name, cell.workers)[kind] and starts:
+                one = cells[f"{name}/1x{_samples(study, name, 1)[kind]}-{INSIDE}"]
+                alone = throughputs(one, starts_of(one, records))
+                rows.append(HostsRow(cell=cell, starts=starts, alone=alone, scaling=kind))
     return rows
 
 
-def findings(rows: Sequence[ScalingRow]) -> Iterator[str]:
+def findings(rows: Sequence[HostsRow]) -> Iterator[str]:
     """Yield how hosts compare with one host."""
     places = {
-        (row.kind, row.cell.configuration, row.cell.workers, row.cell.place): row.efficiency
+        (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row.efficiency
         for row in rows
     }
     for (kind, recipe, workers, place), efficiency in places.items():
-        inside = places.get((kind, recipe, workers, "one-host"))
-        if place == "hosts" and inside and efficiency:
+        inside = places.get((kind, recipe, workers, INSIDE))
+        if place == HOSTS and inside and efficiency:
             yield (
                 f"{recipe}, {kind}, {workers} workers: {inside.mean:.0f}% of the ideal in one "
                 f"host, {efficiency.mean:.0f}% on hosts."
@@ -137,44 +103,19 @@ def findings(rows: Sequence[ScalingRow]) -> Iterator[str]:
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = rows_of(cells_of(study, folder), records)
-    looks = {place: series(number, place) for number, place in enumerate((*PLACES, "ideal"))}
-    recipes = list(dict.fromkeys(row.cell.configuration for row in rows))
-    charts = []
-    for kind in KINDS:
-        for recipe in recipes:
-            own = [
-                row for row in rows
-                if (row.kind, row.cell.configuration) == (kind, recipe) and row.alone
-            ]  # fmt: skip
-            x, y = [row.cell.workers for row in own], [row.ideal or 0.0 for row in own]
-            lines = [Line(series=looks["ideal"], x=x, y=y, points=False)]
-            for place in PLACES:
-                some = [row for row in own if row.cell.place == place]
-                x, means = [row.cell.workers for row in some], [row.throughput for row in some]
-                lines.append(interval_line(looks[place], x, means))
-            panel = Panel(lines=lines, x="Workers", y="Samples/s", from_zero=True)
-            charts.append(line_chart(f"{kind}-{recipe}", panel, title=f"{kind}, {recipe}"))
-    column = columns_over(rows)
-    columns = [
-        column("Cell", lambda row: row.cell.name, None),
-        column("Scaling", lambda row: row.kind, None),
-        column("Ideal samples/s", lambda row: row.ideal, ",.1f"),
-        *speed_columns(rows),
-    ]
-    shown = [looks[row.cell.place] for row in rows]
+    rows = rows_of(study, folder, records)
+    looks = {place: series(number, place) for number, place in enumerate((INSIDE, HOSTS, IDEAL))}
+    groups: dict[tuple[str | None, str], list[HostsRow]] = {}
+    for row in rows:
+        groups.setdefault((row.scaling, row.cell.configuration), []).append(row)
+    charts = [chart_of(f"{kind}, {recipe}", own, looks) for (kind, recipe), own in groups.items()]
+    table = table_of("cells", rows, looks)
     return Page(
         title=study.name,
-        subtitle=", ".join(recipes),
+        subtitle=", ".join(study.recipes),
         findings=list(findings(rows)),
         note=_NOTE,
         legend=("Places", list(looks.values())),
-        sections=[
-            Section(
-                title="Against the ideal",
-                parts=[Table(name="cells", columns=columns, series=shown), *charts],
-                notes=[_TABLE],
-            )
-        ],
+        sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],
         source="the records of a study",
     )

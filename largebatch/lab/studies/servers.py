@@ -12,13 +12,12 @@ tensors: if one tensor is most of the model, so is the part of its server.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from largebatch.lab.protocols.cluster import Cluster, Link, compute_times
+from largebatch.lab.protocols.cluster import Cluster, Link, compute_times, expectation
 from largebatch.lab.protocols.rule import Rule
 from largebatch.lab.protocols.server import server_bytes
 from largebatch.lab.protocols.simulator import simulate
@@ -26,63 +25,40 @@ from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
     Start,
+    chart_of,
     recipe_on_hosts,
-    speed_columns,
     starts_of,
+    table_of,
+    throughputs,
 )
-from largebatch.lab.studies.metrics import interval_line, ratio
+from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import ALONE, Study, naming, recipe_of
 from largebatch.models import param_groups
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.protocols import Centralised
-from largebatch.report.pages import (
-    Line,
-    Page,
-    Panel,
-    Section,
-    Series,
-    Table,
-    columns_over,
-    line_chart,
-    series,
-)
+from largebatch.report.pages import Page, Section, series
 
 UPDATES, REPEATS = 20, 5
 """Updates of a simulation, and simulations of each point with other times of gradients."""
 
 _NOTE = (
     "Every layout makes the same update of the same mini-batches; only where the weights are "
-    "differs. Hosts are network namespaces of one machine with a shaped link each. Means over "
-    "starts with Student's interval of 95 %."
+    "differs. Hosts are network namespaces with a shaped link each. Means over starts with "
+    "Student's interval of 95 %."
 )
 _TABLE = (
-    "Speed-up is against one worker alone, and efficiency is that over the workers: servers on "
-    "their own hosts are not counted. Late gradients took longer than their set time: with many of "
-    "them the machine was too busy to judge by it."
+    "Efficiency is the speed-up against one worker over the workers, without servers on their own "
+    "hosts. With many late gradients the machine was too busy to judge by it."
 )
 _SIMULATED = (
-    "Simulated from the bytes of messages, the times of gradients, and what an update of one "
-    "worker alone takes besides its gradient; messages share links at fair rates. Servers update "
-    "in no time."
+    "Simulated from bytes, times of gradients, and what an update of one worker alone takes besides"
+    " its gradient; messages share links at fair rates. Servers update in no time."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServersCell(HostsCell):
-    """One recipe with one layout on a number of workers."""
-
-    layout: str
-    """Name of the layout in the study."""
-
-    @property
-    def servers(self) -> int | None:
-        """Number of servers with hosts of their own; 0 beside the workers, None without servers."""
-        return None if self.recipe.protocol is None else self.recipe.protocol.dedicated
-
-
-def cells_of(study: Study, folder: Path) -> list[ServersCell]:
+def cells_of(study: Study, folder: Path) -> list[HostsCell]:
     """Return the cells of a study whose file is in `folder`, each checked.
 
     Raises RecipeError naming the cell that cannot be started.
@@ -92,7 +68,7 @@ def cells_of(study: Study, folder: Path) -> list[ServersCell]:
 
 def _cells(
     study: Study, folder: Path, name: str, numbers: Sequence[int] | None = None
-) -> list[ServersCell]:
+) -> list[HostsCell]:
     """Return one worker alone, and every layout on these numbers of workers or on its own."""
     entry, servers = study.recipes[name], study.servers
     on_hosts = entry.on_hosts
@@ -112,48 +88,44 @@ def _cells(
         if where != "torch":
             holders = where.model_dump() if isinstance(where, Centralised) else where
             protocol = {"kind": "hardsync", "learners": workers, "servers": holders}
-        with naming(f"{name}/{layout}-{workers}"):
+        variant, samples = f"{layout}-{workers}", on_hosts.mini_batch
+        with naming(f"{name}/{variant}"):
             recipe = recipe_on_hosts(
-                base, on_hosts, workers=workers, samples=on_hosts.mini_batch, protocol=protocol
-            )  # fmt: skip
+                base, on_hosts, workers=workers, samples=samples, protocol=protocol
+            )
         hosts = workers + (recipe.protocol.dedicated if recipe.protocol else 0)
         cells.append(
-            ServersCell(
-                configuration=name,
-                variant=f"{layout}-{workers}",
-                recipe=recipe,
-                seeds=study.seeds,
-                workers=workers,
-                samples=on_hosts.mini_batch,
-                on_hosts=on_hosts,
-                layout=layout,
-                workers_per_host=(1,) * hosts,
-                megabits=servers.megabits,
+            HostsCell(
+                configuration=name, variant=variant, recipe=recipe, seeds=study.seeds,
+                workers=workers, samples=samples, workers_per_host=(1,) * hosts,
+                megabits=servers.megabits, on_hosts=on_hosts, look=layout,
             )
-        )
+        )  # fmt: skip
     return cells
 
 
-@dataclass(frozen=True)
-class ServersRow(HostsRow):
-    """A cell with its starts."""
-
-    cell: ServersCell
+def servers_of(cell: HostsCell) -> int | None:
+    """Return the number of servers with their own hosts; 0 beside workers, None without servers."""
+    return None if cell.recipe.protocol is None else cell.recipe.protocol.dedicated
 
 
-def rows_of(cells: Sequence[ServersCell], records: Records) -> list[ServersRow]:
-    """Return the cells that have records, given by cell and run."""
-    starts = {cell.name: starts_of(cell, records) for cell in cells}
+def rows_of(
+    cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, Start]]
+) -> list[HostsRow]:
+    """Return the cells that have starts, given by the names of cells and by seed."""
+    alone = {
+        cell.configuration: throughputs(cell, starts[cell.name])
+        for cell in cells
+        if cell.look == ALONE
+    }
     return [
-        ServersRow(
-            cell, starts[cell.name], starts.get(f"{cell.configuration}/{ALONE}-1", {}), cell.samples
-        )
+        HostsRow(cell=cell, starts=starts[cell.name], alone=alone[cell.configuration])
         for cell in cells
         if starts[cell.name]
     ]
 
 
-def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> list[ServersRow]:
+def simulations(study: Study, folder: Path, measured: Sequence[HostsRow]) -> list[HostsRow]:
     """Return the simulated rows of a study whose file is in `folder`.
 
     A ring's workers wait for the slowest gradient, and then for the bytes of a ring on each link.
@@ -173,18 +145,17 @@ def simulations(study: Study, folder: Path, measured: Sequence[ServersRow]) -> l
             compute = row.cell.on_hosts.compute
             if row.cell.name == cells[0].name and compute is not None:
                 gradient = compute.overhead + compute.sample * row.cell.samples
-                overhead = max(0.0, row.seconds.mean - gradient * compute.factor.expectation)
-        alone: dict[int, Start] = {}
+                overhead = max(0.0, row.seconds.mean - gradient * expectation(compute.factor))
+        starts = {}
         for cell in cells:
             protocol = cell.recipe.protocol
             shares = server_bytes(weights, protocol.num_servers if protocol else 1)
-            own = _simulate(cell, shares, overhead)
-            alone = alone or own  # one worker comes first
-            rows.append(ServersRow(cell, own, alone, cell.samples))
+            starts[cell.name] = _simulate(cell, shares, overhead)
+        rows += rows_of(cells, starts)
     return rows
 
 
-def _simulate(cell: ServersCell, shares: Sequence[int], overhead: float) -> dict[int, Start]:
+def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, Start]:
     """Return the simulations of a cell by their seeds; `shares` are bytes on each server."""
     compute = cell.on_hosts.compute
     assert compute is not None
@@ -200,7 +171,8 @@ def _simulate(cell: ServersCell, shares: Sequence[int], overhead: float) -> dict
     )
     found = {}
     for seed in range(1, REPEATS + 1):
-        if cell.servers is None:
+        servers = servers_of(cell)
+        if servers is None:
             draws = [
                 compute_times(compute.factor, seed=seed, learner=n, factor=gradient)
                 for n in range(cell.workers)
@@ -209,90 +181,61 @@ def _simulate(cell: ServersCell, shares: Sequence[int], overhead: float) -> dict
             every = islice(zip(*draws, strict=True), UPDATES)
             seconds = [max(each) + sent for each in every]
         else:
-            rule, servers = Rule.hardsync(cell.workers), cell.servers or None
-            ends = simulate(rule, cluster, servers=servers, updates=UPDATES, seed=seed).ends
+            rule = Rule.hardsync(cell.workers)
+            ends = simulate(rule, cluster, servers=servers or None, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
         found[seed] = Start(seconds=seconds)
     return found
 
 
-def findings(rows: Sequence[ServersRow], how: str) -> Iterator[str]:
-    """Yield how servers beside the workers compare with a central one, and what does not pay."""
+def findings(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
+    """Yield how servers beside the workers compare with a central one."""
     for row in rows:
         for other in rows:
             case = row.cell.configuration, row.cell.workers
-            pair = other.cell.servers == 0 and row.cell.servers == 1
+            pair = servers_of(other.cell) == 0 and servers_of(row.cell) == 1
             times = ratio(other.throughputs, row.throughputs)
             if pair and times and case == (other.cell.configuration, other.cell.workers):
                 yield (
-                    f"{case[0]} on {case[1]} workers, {how}: {other.cell.layout} is "
-                    f"{times.with_ends('.2f', ' times')} as fast as {row.cell.layout}."
+                    f"{case[0]} on {case[1]} workers, {how}: {other.cell.look} is "
+                    f"{times.with_ends('.2f', ' times')} as fast as {row.cell.look}."
                 )
-    slow = [
-        f"{row.cell.name} ({row.speed_up.mean:.2f})"
-        for row in rows
-        if row.cell.workers > 1 and row.speed_up and round(row.speed_up.mean, 2) < 1
-    ]
-    if slow:
-        yield f"SLOWER THAN ONE WORKER, {how}: {', '.join(slow)}."
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = rows_of(cells_of(study, folder), records)
+    cells = cells_of(study, folder)
+    rows = rows_of(cells, {cell.name: starts_of(cell, records) for cell in cells})
     return draw(study.name, rows, simulations(study, folder, rows))
 
 
-def draw(name: str, rows: Sequence[ServersRow], simulated: Sequence[ServersRow]) -> Page:
+def draw(name: str, rows: Sequence[HostsRow], simulated: Sequence[HostsRow]) -> Page:
     """Return the page of measured and of simulated rows."""
     both = [*rows, *simulated]
-    layouts = dict.fromkeys(row.cell.layout for row in both)
+    layouts = dict.fromkeys(row.cell.look for row in both)
     looks = {layout: series(place, layout) for place, layout in enumerate(layouts)}
     recipes = list(dict.fromkeys(row.cell.configuration for row in both))
-    charts = []
-    for recipe in recipes:
-        lines = []
-        for some, is_simulated in ((simulated, True), (rows, False)):
-            own = [row for row in some if row.cell.configuration == recipe and row.speed_up]
-            for layout in layouts:
-                line = [row for row in own if row.cell.layout in {layout, ALONE}]
-                line.sort(key=lambda row: row.cell.workers)
-                means = [row.speed_up for row in line if row.speed_up]
-                x = [row.cell.workers for row in line]
-                if is_simulated:
-                    y = [mean.mean for mean in means]
-                    lines.append(Line(series=looks[layout], x=x, y=y, points=False))
-                else:
-                    lines.append(interval_line(looks[layout], x, means, line=not simulated))
-        panel = Panel(lines=lines, x="Workers", y="Speed-up", from_zero=True)
-        caption = "Points are measured, lines simulated." if simulated else ""
-        charts.append(
-            line_chart(f"speed-up-{recipe}", panel, title=f"Speed-up: {recipe}", caption=caption)
-        )
     tables = [("Layouts", "cells", rows, _TABLE), ("Simulated", "simulated", simulated, _SIMULATED)]
+    sections = [
+        Section(title=title, parts=[table_of(key, some, looks)], notes=[note])
+        for title, key, some, note in tables
+        if some
+    ]
+    charts = [
+        chart_of(
+            recipe,
+            [row for row in rows if row.cell.configuration == recipe],
+            looks,
+            simulated=[row for row in simulated if row.cell.configuration == recipe],
+        )
+        for recipe in recipes
+    ]
     return Page(
         title=name,
         subtitle=", ".join(recipes),
         findings=[*findings(rows, "measured"), *findings(simulated, "simulated")],
         note=_NOTE,
         legend=("Layouts", list(looks.values())),
-        sections=[
-            *(
-                Section(title=title, parts=[_table(key, some, looks)], notes=[note])
-                for title, key, some, note in tables
-                if some
-            ),
-            Section(title="Speed-up", parts=charts),
-        ],
+        sections=[*sections, Section(title="Speed-up", parts=charts)],
         source="the records of a study",
     )
-
-
-def _table(name: str, rows: Sequence[ServersRow], looks: Mapping[str, Series]) -> Table:
-    column = columns_over(rows)
-    columns = [
-        column("Cell", lambda row: row.cell.name, None),
-        column("Hosts", lambda row: len(row.cell.workers_per_host), "d"),
-        *speed_columns(rows),
-    ]
-    return Table(name=name, columns=columns, series=[looks[row.cell.layout] for row in rows])

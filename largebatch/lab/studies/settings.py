@@ -6,7 +6,6 @@ to others, and looks at processor and memory use along with hyper-parameters.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +15,8 @@ from largebatch.lab.studies.metrics import (
     Interval,
     difference,
     interval,
-    interval_line,
     ratio,
+    trade_off,
 )
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Study
@@ -25,12 +24,10 @@ from largebatch.lab.studies.trained import CellResults, Result, cells_of, result
 from largebatch.report.pages import (
     Column,
     Page,
-    Panel,
     Section,
     Series,
     Table,
     columns_over,
-    line_chart,
     series,
 )
 
@@ -38,13 +35,11 @@ __all__ = ["cells_of", "make_page"]
 
 _NOTE = (
     "Means over seeds with Student's interval of 95 %; two settings compare by pairs of the same "
-    "seeds. Of many settings the best one is best by luck, too. The accuracy of a run that "
-    "diverged is that of chance, and its costs do not count."
+    "seeds. A run that diverged has the accuracy of chance, and its costs do not count."
 )
 _TABLE = (
-    "Training is the time of the updates. Processor "
-    "time, cores and memory are those of all workers, from their set-up to the last update. Memory "
-    "that workers share is counted in each of them. Times need a quiet machine."
+    "Training is the time of the updates. The rest is of all workers, from their set-up to the last"
+    " update; memory that they share is counted in each. Times need a quiet machine."
 )
 _TRANSFER = (
     "Below each value is its distance from the own best setting of the recipe of the column, over "
@@ -53,8 +48,7 @@ _TRANSFER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(NamedTuple):
     """A metric that chooses the best setting of a recipe."""
 
     title: str
@@ -66,25 +60,20 @@ class Measure:
     best: str
     """What the best setting is called: `the highest top-1`."""
 
-    value: Callable[[Result], float]
-    is_cost: bool = True
+    usage: str | None
+    """Its name in the usage of a run; None: top-1, of which the highest is best."""
+
+    def of(self, run: Result) -> float:
+        """Return the value of a run; NaN where it was not measured."""
+        return run.top1 if self.usage is None else run.used(self.usage)
 
 
 MEASURES = (
-    Measure("Top-1", "%", 100, ".2f", "the highest top-1", lambda run: run.top1, is_cost=False),
-    Measure(
-        "Training time", "s", 1, ",.1f", "the shortest training",
-        lambda run: run.used("train_seconds"),
-    ),
-    Measure(
-        "Processor time", "s", 1, ",.1f", "the least processor time",
-        lambda run: run.used("cpu_seconds"),
-    ),
-    Measure(
-        "Peak memory", "MB", 1e-6, ",.0f", "the least memory",
-        lambda run: run.used("peak_memory_bytes"),
-    ),
-)  # fmt: skip
+    Measure("Top-1", "%", 100, ".2f", "the highest top-1", None),
+    Measure("Training time", "s", 1, ",.1f", "the shortest training", "train_seconds"),
+    Measure("Processor time", "s", 1, ",.1f", "the least processor time", "cpu_seconds"),
+    Measure("Peak memory", "MB", 1e-6, ",.0f", "the least memory", "peak_memory_bytes"),
+)
 
 
 class Transfer(NamedTuple):
@@ -109,7 +98,7 @@ class Transfer(NamedTuple):
             return "its own best"
         if self.gap is None:
             return "not measured with every seed"
-        if measure.is_cost:
+        if measure.usage:
             return f"× {self.gap.with_ends('.2f')}"
         return self.gap.scaled(measure.factor).with_ends("+.2f").replace("-", "−")
 
@@ -179,9 +168,9 @@ def _matrix_of(cells: Sequence[CellResults], measure: Measure) -> list[list[Tran
         values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
             run.seed: value
             for run in cell.seeds
-            if run.seed in common and math.isfinite(value := measure.value(run))
+            if run.seed in common and math.isfinite(value := measure.of(run))
         }
-    return transfer_matrix(values, higher=not measure.is_cost)
+    return transfer_matrix(values, higher=not measure.usage)
 
 
 def findings(cells: Sequence[CellResults]) -> Iterator[str]:
@@ -195,7 +184,7 @@ def findings(cells: Sequence[CellResults]) -> Iterator[str]:
         ]
         parts += [
             f"on {one.used_on} that of {one.best_of} is {one.describe(measure)}"
-            for one in lost(matrix, higher=not measure.is_cost)
+            for one in lost(matrix, higher=not measure.usage)
         ]
         if parts:
             yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
@@ -214,14 +203,13 @@ def draw(name: str, cells: Sequence[CellResults]) -> Page:
     looks = {setting: series(place, setting) for place, setting in enumerate(settings)}
     charts = []
     for recipe in recipes:
-        lines = [
-            interval_line(looks[one.cell.variant], [time.mean], [one.top1.scaled(100)])
+        points = [
+            (looks[one.cell.variant], time.mean, one.top1.scaled(100))
             for one in cells
             if one.cell.configuration == recipe and one.top1
-            and (time := one.mean(MEASURES[1].value)) is not None
+            and (time := one.mean(MEASURES[1].of)) is not None
         ]  # fmt: skip
-        panel = Panel(lines=lines, x="Training time, s", y="Top-1, %", log="x")
-        charts.append(line_chart(f"cost-{recipe}", panel, title=recipe))
+        charts.append(trade_off(f"cost-{recipe}", "Training time, s", points, recipe))
     several = len(recipes) > 1 and len(settings) > 1
     return Page(
         title=name,
@@ -245,25 +233,23 @@ def draw(name: str, cells: Sequence[CellResults]) -> Page:
 def _table(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
     column = columns_over(cells)
 
-    def mean(
-        title: str, value: Callable[[Result], float | None], form: str, factor: float = 1.0
-    ) -> Column:
-        return column(title, lambda one: (it := one.mean(value)) and factor * it.mean, form)
+    def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
+        return column(title, lambda one: (it := one.mean(value)) and it.mean, form)
+
+    def used(title: str, name: str, form: str, factor: float = 1.0) -> Column:
+        return mean(title, lambda run: factor * run.used(name), form)
 
     def reach(title: str, measure: Measure) -> Column:
         def value(one: CellResults) -> float | None:
-            found = one.mean(measure.value)
+            found = one.mean(measure.of)
             return found and found.scaled(measure.factor).reach
 
         return column(title, value, measure.form)
 
-    def used(title: str, name: str, form: str, factor: float = 1.0) -> Column:
-        return mean(title, lambda run: run.used(name), form, factor)
-
     columns = [
         column("Setting", lambda one: one.cell.variant, None),
         column("Recipe", lambda one: one.cell.configuration, None),
-        mean("Top-1, %", lambda run: run.top1, ".2f", 100),
+        mean("Top-1, %", lambda run: 100 * run.top1, ".2f"),
         reach("±", MEASURES[0]),
         used("Training, s", "train_seconds", ",.1f"),
         reach("± s", MEASURES[1]),

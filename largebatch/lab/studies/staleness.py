@@ -9,14 +9,12 @@ trains any number of learners.
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import cast
 
 import numpy as np
 from pydantic_core import to_json
@@ -27,11 +25,10 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer
+from largebatch.lab.protocols.server import ParameterServer, replay
 from largebatch.lab.protocols.simulator import Simulation, simulate
-from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line
+from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, Study, Task, naming, recipe_of
@@ -40,24 +37,22 @@ from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
-from largebatch.recipe.protocols import Hardsync, Softsync
+from largebatch.recipe.protocols import Softsync
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.pages import Page, Panel, Section, Table, columns_over, line_chart, series
+from largebatch.report.pages import Page, Section, Table, columns_over, series
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.updates import Training
+from largebatch.training.session import Training
 
 _NOTE = (
-    "The gradients are real, the learners and their times are simulated. Means over seeds with "
-    "Student's interval of 95 %. Of many cells the best one is best by luck, too. A run that "
-    "diverged counts as chance."
+    "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
+    "95 %. Of many cells the best one is best by luck, too. A run that diverged counts as chance."
 )
 _TABLE = (
     "sigma is the staleness that a protocol aims at (0: hardsync), mu the samples of a gradient, "
-    "lambda the learners. tau is how many updates late a gradient was. Seconds are "
-    "those of the simulated cluster, for a whole run without its evaluations."
+    "lambda the learners, tau how many updates late a gradient was. Evaluations take no time."
 )
 
 
@@ -82,15 +77,10 @@ class StalenessCell(Cell):
         """The kind of protocol, and how the rate follows staleness."""
         if not self.sigma:
             return "hardsync"
-        kind = "asynchronous" if self.sigma == self.learners else f"{self.sigma}-softsync"
-        return f"{kind}, modulation {self.modulation}"
-
-    @property
-    def modulation(self) -> str:
-        """Modulation of the learning rate."""
         protocol = self.recipe.protocol
-        assert isinstance(protocol, Hardsync | Softsync)  # the grids have no other
-        return protocol.modulation
+        assert isinstance(protocol, Softsync)
+        kind = "asynchronous" if self.sigma == self.learners else f"{self.sigma}-softsync"
+        return f"{kind}, modulation {protocol.modulation}"
 
     @property
     def rule(self) -> Rule:
@@ -103,7 +93,7 @@ class StalenessCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe and cluster."""
-        cluster = json.loads(self.cluster.model_dump_json())  # keys become strings
+        cluster = json.loads(to_json(self.cluster))  # keys become strings
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
     def carry_out(self, task: Task) -> Json:
@@ -163,14 +153,15 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
-        plan, evaluator = session.training.plan, session.evaluator
-        alone = Serial(session.training.backend.device)
+    was_asked_to_stop = noting_requests()
+    with open_session(recipe, options, {}) as session:
+        plan, evaluator = session.plan, session.evaluator
+        alone = Serial(session.backend.device)
         model = build_model(session.saver.recipe, alone.device)
         learners = _Learners(
             cell=cell,
             seed=seed,
-            training=session.training,
+            training=session,
             was_asked_to_stop=was_asked_to_stop,
             model=model,
             reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
@@ -201,8 +192,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = Arrivals.joined([found.arrivals[0] for found in simulations]).staleness
-    record = {
+    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
+    return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
         "loss": last.get("loss"),
@@ -213,7 +204,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "tau": np.bincount(tau).tolist(),
         **circumstances(),
     }
-    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 class _DivergedError(Exception):
@@ -244,14 +234,13 @@ class _Learners:
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
         weights = list(self.model.parameters())
         held = list(state.model.parameters())
-        cluster = self.cell.cluster.model_copy(
-            update={"model_bytes": float(sum(weight.nbytes for weight in weights))}
-        )
+        model_bytes = float(sum(weight.nbytes for weight in weights))
+        cluster = replace(self.cell.cluster, model_bytes=model_bytes)
         # A stage has draws of its own.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
-        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed)
+        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start)
         self.simulations.append(found)
-        arrivals = found.arrivals[0].later(steps.start, gradients=rule.gradients)
+        arrivals = found.arrivals[0]
         server = ParameterServer(
             held, state.updater.optimizer, state.updater.schedule, rule, clock=steps.start
         )
@@ -307,14 +296,14 @@ class StalenessRow:
     records: tuple[Json, ...]
 
     @property
-    def top1(self) -> Interval:
-        """Top-1 accuracy, over the seeds."""
-        return interval(one["top1"] for one in self.records)
+    def by_seed(self) -> dict[int, float]:
+        """Top-1 accuracy in percent, by seed."""
+        return {one["seed"]: 100 * one["top1"] for one in self.records}
 
     @property
-    def by_seed(self) -> dict[int, float]:
-        """Top-1 accuracy, by seed."""
-        return {one["seed"]: one["top1"] for one in self.records}
+    def top1(self) -> Interval:
+        """Top-1 accuracy in percent, over the seeds."""
+        return interval(self.by_seed.values())
 
     @property
     def seconds(self) -> float:
@@ -333,47 +322,34 @@ class StalenessRow:
         """Number of runs that diverged."""
         return sum(one["diverged"] is not None for one in self.records)
 
-
-def panels(rows: Sequence[StalenessRow]) -> dict[str, list[StalenessRow]]:
-    """Return the cells by recipe and times: only cells of one panel are compared."""
-    found: dict[str, list[StalenessRow]] = defaultdict(list)
-    for row in rows:
-        found[f"{row.cell.configuration}, {row.cell.times}"].append(row)
-    return found
+    @property
+    def words(self) -> str:
+        """Its point, for a sentence."""
+        return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.learners})"
 
 
-def findings(rows: Sequence[StalenessRow]) -> Iterator[str]:
-    """Yield which cells of each panel are the best and the fastest.
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
+    """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
-    for name, inside in panels(rows).items():
-        best = max(inside, key=lambda row: row.top1.mean)
-        yield (
-            f"{name}: the highest top-1 is {_top1(best)}, of {_where(best)}, in "
-            f"{best.seconds:,.4g} s of the simulated cluster."
-        )
-        fastest = min(inside, key=lambda row: row.seconds)
-        point = fastest.cell.mu, fastest.cell.learners
-        waiting = [row for row in inside if (row.cell.mu, row.cell.learners) == point
-                   and not row.cell.sigma and row is not fastest]  # fmt: skip
-        for row in waiting:
+    best = max(rows, key=lambda row: row.top1.mean)
+    yield (
+        f"{name}: the highest top-1 is {best.top1.text('.2f', '%')}, of {best.words}, in "
+        f"{best.seconds:,.4g} s of the simulated cluster."
+    )
+    fastest = min(rows, key=lambda row: row.seconds)
+    point = fastest.cell.mu, fastest.cell.learners
+    for row in rows:
+        waits = not row.cell.sigma and (row.cell.mu, row.cell.learners) == point
+        if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            gap = points.scaled(100).with_ends("+.2f", " points") if points else "unknown"
+            gap = points.with_ends("+.2f", " points") if points else "unknown"
             yield (
-                f"The fastest, {_where(fastest)}, takes {fastest.seconds / row.seconds:.2f} times "
-                f"as long as hardsync. Its top-1 is {_top1(fastest)}; minus hardsync's, {gap}."
+                f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
+                f"long as hardsync. Its top-1 is {fastest.top1.text('.2f', '%')}; minus "
+                f"hardsync's, {gap}."
             )
-        if diverged := [row for row in inside if row.diverged]:
-            yield f"Runs diverged, which counts as chance, of {'; '.join(map(_where, diverged))}."
-
-
-def _where(row: StalenessRow) -> str:
-    return f"{row.cell.protocol} (mu {row.cell.mu}, lambda {row.cell.learners})"
-
-
-def _top1(row: StalenessRow) -> str:
-    return row.top1.scaled(100).text(".2f", "%")
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -385,40 +361,36 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     ]
     protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
     looks = {protocol: series(place, protocol) for place, protocol in enumerate(protocols)}
+    panels: dict[str, list[StalenessRow]] = {}  # only cells of one are compared
+    for row in rows:
+        panels.setdefault(f"{row.cell.configuration}, {row.cell.times}", []).append(row)
     charts = []
-    for place, (panel, inside) in enumerate(panels(rows).items()):
-        lines = [
-            interval_line(
-                looks[row.cell.protocol], [row.seconds], [row.top1.scaled(100)], line=False
-            )
-            for row in inside
-        ]
-        axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
-        charts.append(line_chart(f"trade-off-{place}", axes, title=f"Top-1 by time: {panel}"))
+    for place, (panel, inside) in enumerate(panels.items()):
+        points = [(looks[row.cell.protocol], row.seconds, row.top1) for row in inside]
+        title = f"Top-1 by time: {panel}"
+        charts.append(trade_off(f"trade-off-{place}", "Simulated seconds of a run", points, title))
     column = columns_over(rows)
     columns = [
-        column("Protocol", lambda row: row.cell.protocol.partition(",")[0], None),
-        column("Modulation", lambda row: row.cell.modulation, None),
+        column("Protocol", lambda row: row.cell.protocol, None),
         column("Recipe", lambda row: row.cell.configuration, None),
         column("Times", lambda row: row.cell.times, None),
         column("sigma", lambda row: row.cell.sigma, "d"),
         column("mu", lambda row: row.cell.mu, ",d"),
         column("lambda", lambda row: row.cell.learners, ",d"),
         column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
-        column("Top-1, %", lambda row: 100 * row.top1.mean, ".2f"),
-        column("±", lambda row: row.top1.scaled(100).reach, ".2f"),
+        column("Top-1, %", lambda row: row.top1.mean, ".2f"),
+        column("±", lambda row: row.top1.reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
         column("Updates", lambda row: row.records[0]["updates"], ",d"),
         column("Seeds", lambda row: len(row.records), "d"),
         column("Diverged", lambda row: row.diverged, "d"),
     ]
-    shown = [looks[row.cell.protocol] for row in rows]
-    table = Table(name="cells", columns=columns, series=shown)
+    table = Table(name="cells", columns=columns, series=[looks[row.cell.protocol] for row in rows])
     return Page(
         title=study.name,
-        subtitle="; ".join(panels(rows)),
-        findings=list(findings(rows)),
+        subtitle="; ".join(panels),
+        findings=[text for name, inside in panels.items() for text in findings(name, inside)],
         is_sound=not any(row.diverged for row in rows),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),

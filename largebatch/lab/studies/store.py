@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic_core import to_json
+
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.lab.studies.study import Cell, Slot
 from largebatch.recipe.loading import differences
@@ -66,7 +68,7 @@ class Store:
         """Record a run, unless another process has, and release its claim."""
         path = self.path(cell, slot)
         if not path.exists():
-            write_whole(path, json.dumps(record, indent=1).encode())
+            write_whole(path, to_json(record, indent=1, inf_nan_mode="null"))  # JSON has no NaN
         path.with_suffix(CLAIM).unlink(missing_ok=True)
         self.release(cell, slot)
 

@@ -7,7 +7,7 @@ only says which variants there are, and which columns and findings the table has
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -29,9 +29,6 @@ from largebatch.recipe.section import (
     Section,
     Updates,
 )
-
-RATE = "schedule.peak_lr"
-"""Key of the base rate: all rates of a schedule scale with it."""
 
 PAGE = "study.html"
 """Name of the page in the folder of a study."""
@@ -230,13 +227,6 @@ class Scaling(Section):
         return self
 
 
-_BELONG: dict[str, tuple[Kind, ...]] = {
-    "search": ("policies", "settings"),
-    "targets": ("policies",),
-}
-"""The kinds of studies that a key is for."""
-
-
 class Study(Section):
     """Recipes x variants x seeds. What varies is one of policies to scaling."""
 
@@ -278,33 +268,32 @@ class Study(Section):
         if len(given) != 1:
             kinds = ", ".join(get_args(Kind))
             raise ValueError(f"expected one of {kinds}; found {', '.join(given) or 'none'}")
-        for key, owners in _BELONG.items():
-            if key in self.model_fields_set and self.kind not in owners:
-                raise ValueError(f"{key}: is for studies of {' and '.join(owners)}")
+        if self.search is not None and self.kind not in {"policies", "settings"}:
+            raise ValueError("search: is for studies of policies and settings")
+        if self.targets and self.kind != "policies":
+            raise ValueError("targets: is for studies of policies")
         return self
 
     @model_validator(mode="after")
     def _require_fitting_parts(self) -> Self:
         if self.kind == "policies" and self.search is None:
             raise ValueError("search: missing; each policy is compared at its own best rate")
-        if self.kind in {"servers", "scaling"}:
-            for name, recipe in self.recipes.items():
-                if recipe.on_hosts is None:
-                    raise ValueError(f"recipes.{name}.on_hosts: missing; this study starts workers")
-                if recipe.on_hosts.compute is None and self.servers and self.servers.simulated:
-                    raise ValueError(
-                        f"recipes.{name}.on_hosts.compute: missing; simulations need the time of a "
-                        "gradient"
-                    )
+        for name, recipe in self.recipes.items() if self.servers or self.scaling else ():
+            if recipe.on_hosts is None:
+                raise ValueError(f"recipes.{name}.on_hosts: missing; this study starts workers")
+            if recipe.on_hosts.compute is None and self.servers and self.servers.simulated:
+                raise ValueError(
+                    f"recipes.{name}.on_hosts.compute: missing; simulations need the time of a "
+                    "gradient"
+                )
         if self.servers is not None and ALONE in self.servers.layouts:
             raise ValueError(f"servers.layouts.{ALONE}: one worker has this name; rename it")
         return self
 
     @model_validator(mode="after")
     def _require_known_names(self) -> Self:
-        if self.staleness is None:
-            return self
-        for place, grid in enumerate(self.staleness.grids):
+        for place, grid in enumerate(self.staleness.grids if self.staleness else ()):
+            assert self.staleness is not None
             for key, known in (("recipes", self.recipes), ("times", self.staleness.times)):
                 unknown = [name for name in getattr(grid, key) if name not in known]
                 if unknown:
@@ -323,9 +312,8 @@ ALONE = "alone"
 class Machine:
     """Machine options of the runs of a study, as `run` takes them."""
 
-    data: Path | None = None
-    data_of: Mapping[str, Path] | None = None
-    """Data folders of recipes, by their names in the study."""
+    data: Mapping[str, Path] = field(default_factory=dict)
+    """Data folders of recipes, by their names in the study; that of "" is for all others."""
 
     dataset: str | None = None
     imports: tuple[str, ...] = ()
@@ -334,20 +322,19 @@ class Machine:
 
     def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
-        own = self.data_of or {}
         reading = {cell.configuration for cell in cells if cell.recipe.data.source == "folder"}
-        given = self.data or self.dataset
-        unread = [f"--data {name}=..." for name in own if name not in reading]
-        if given and not reading:
-            unread.append(str(given))
+        unread = [f"--data {name}=..." for name in self.data if name and name not in reading]
+        every = self.data.get("") or self.dataset
+        if every and not reading:
+            unread.append(str(every))
         if unread:
             raise DataError(
                 f"{unread[0]} would not be read; recipes that read a folder: "
                 f"{', '.join(sorted(reading)) or 'none'}"
             )
-        needed = {one.configuration for one in left if one.configuration in reading}
-        if given is None and needed - own.keys():
-            options = " ".join(f"--data {name}=DIR" for name in sorted(needed - own.keys()))
+        lacking = reading.intersection(one.configuration for one in left) - self.data.keys()
+        if not every and lacking:
+            options = " ".join(f"--data {name}=DIR" for name in sorted(lacking))
             raise DataError(f"these recipes read images from folders; pass {options}")
 
 
@@ -373,7 +360,7 @@ class Cell:
     variant: str
     recipe: Recipe
     seeds: int
-    own_process = False
+    own_process: bool = False
     """True if each run needs its own process, also if one runs at a time."""
 
     @property
@@ -424,7 +411,7 @@ class Task:
     def options(self) -> dict[str, Any]:
         """Machine options of the run; only recipes of image folders get a data folder."""
         machine, reads = self.machine, self.cell.recipe.data.source == "folder"
-        given = (machine.data_of or {}).get(self.cell.configuration, machine.data)
+        given = machine.data.get(self.cell.configuration, machine.data.get(""))
         return {
             "data": given if reads else None,
             "dataset": machine.dataset if reads else None,

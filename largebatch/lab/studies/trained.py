@@ -6,7 +6,6 @@ run holds everything that a reader needs, because the run folder may be on anoth
 deleted.
 """
 
-import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +13,17 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from largebatch import accelerator
-from largebatch.distributed.environment import BackendName
 from largebatch.errors import DivergedError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
-    cost,
     has_diverged,
     interval,
     measurements,
@@ -82,13 +78,6 @@ class Result:
     usage: Mapping[str, Measured] = field(default_factory=dict)
     """As usage_of returns it."""
 
-    def cost(self, target: float) -> Measurement | None:
-        """Return the cost of the run up to a top-1 accuracy (a fraction).
-
-        None if the run did not reach it, or diverged and so did not keep it.
-        """
-        return None if self.diverged else cost(self.evaluations, target)
-
     def used(self, name: str) -> float:
         """Return a value of its usage; NaN where it was not measured, or the run diverged."""
         return math.nan if self.diverged else self.usage.get(name, math.nan)
@@ -112,10 +101,15 @@ class TrainedCell(Cell):
     """One recipe with one policy or setting."""
 
     search: Search | None = None
-    workers: int = 1
-    backend: BackendName = "auto"
-    threads: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    setting: Setting = field(default_factory=Setting)
+    """Its machine; `set` is already in the recipe."""
+
+    @property
+    def environment_of_process(self) -> Mapping[str, str]:
+        """Its environment variables and threads."""
+        threads = self.setting.threads
+        own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        return {**self.setting.environment, **own}
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -128,9 +122,13 @@ class TrainedCell(Cell):
 
     @property
     def definition(self) -> Json:
-        """Its mathematics and search: the machine may change."""
+        """Its mathematics and search, and the machine if it is measured; else it may change."""
         search = self.search and self.search.model_dump(mode="json")
-        return {"recipe": self.recipe.mathematics.model_dump(mode="json"), "search": search}
+        if not self.own_process:
+            return {"recipe": self.recipe.mathematics.model_dump(mode="json"), "search": search}
+        machine = self.setting.model_dump(mode="json", exclude={"set"})
+        recipe = self.recipe.model_dump(mode="json")
+        return {"recipe": recipe, "search": search, "machine": machine}
 
     def recipe_of(self, slot: Slot, rate: float | None) -> Recipe:
         """Return the recipe of a run; all rates of the schedule scale with the peak.
@@ -167,25 +165,20 @@ class TrainedCell(Cell):
             return chosen_rate(found, held_out=self.search.held_out)
         own = self.recipe.schedule.peak_lr
         low, high = self.search.factors
-        first = [rounded(own * factor) for factor in FIRST_FACTORS if low <= factor <= high]
+        first = [float(f"{own * factor:.4g}") for factor in FIRST_FACTORS if low <= factor <= high]
         if slot.trial <= len(first):
             return first[slot.trial - 1]
         return drawn_rate(found, low=low * own, high=high * own, number=slot.trial)
 
     def carry_out(self, task: Task) -> Json:
         """Train one run in its folder, or resume there."""
-        options = {**task.options, "workers": self.workers}
-        if self.backend != "auto":
-            options["backend"] = self.backend
+        options = {**task.options, "workers": self.setting.workers}
+        if self.setting.backend != "auto":
+            options["backend"] = self.setting.backend
         recipe = self.recipe_of(task.slot, task.rate)
         filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
         recipe = recipe.model_copy(update={"tracking": filed})
         return {**train(recipe, task.folder, options), "rate": task.rate}
-
-
-def rounded(value: float) -> float:
-    """Round a value to four digits, as recipes have them."""
-    return float(f"{value:.4g}")
 
 
 def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int) -> float:
@@ -211,7 +204,8 @@ def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int
                 params=params, distributions={"rate": inside}, value=trial.top1
             )
         )
-    return rounded(study.ask({"rate": inside}).params["rate"])
+    drawn: float = study.ask({"rate": inside}).params["rate"]
+    return float(f"{drawn:.4g}")
 
 
 def chosen_rate(trials: Sequence[Result], *, held_out: int) -> float:
@@ -226,36 +220,12 @@ def chosen_rate(trials: Sequence[Result], *, held_out: int) -> float:
     return min(trial.rate or 0.0 for trial in trials if trial.top1 >= least)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingCell(TrainedCell):
-    """One recipe with one setting, whose runs are measured in processes of their own."""
-
-    own_process = True
-
-    @property
-    def definition(self) -> Json:
-        """The machine is part of a setting."""
-        machine = {
-            "workers": self.workers, "backend": self.backend, "threads": self.threads,
-            "environment": dict(self.environment),
-        }  # fmt: skip
-        recipe = self.recipe.model_dump(mode="json")
-        return {**super().definition, "recipe": recipe, "machine": machine}
-
-    @property
-    def environment_of_process(self) -> Mapping[str, str]:
-        """Its environment variables and threads."""
-        threads = {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
-        return {**self.environment, **threads}
-
-
 def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
     """Return the cells of a study of policies or settings whose file is in `folder`, checked.
 
     Settings whose library is not installed are left out. Raises RecipeError naming the recipe and
     the variant that do not fit each other.
     """
-    kind = TrainedCell if study.policies else SettingCell
     variants = study.settings or {
         name: Setting(set={f"schedule.{key}": part for key, part in parts.items()})
         for name, parts in (study.policies or {}).items()
@@ -271,18 +241,16 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                     group = {"group": recipe.tracking.group or study.name}
                     tracking = recipe.tracking.model_copy(update=group)
                     recipe = recipe.model_copy(update={"tracking": tracking})
-                if kind is SettingCell:
+                if study.settings:
                     monitor = tuple(dict.fromkeys((*recipe.monitor, "system")))
                     recipe = recipe.model_copy(update={"monitor": monitor})
-                cell = kind(
+                cell = TrainedCell(
                     configuration=name, variant=variant, recipe=recipe, seeds=study.seeds,
-                    search=study.search,
-                    workers=setting.workers, backend=setting.backend, threads=setting.threads,
-                    environment=setting.environment,
+                    search=study.search, setting=setting, own_process=study.settings is not None,
                 )  # fmt: skip
                 for slot in {bool(slot.trial): slot for slot in cell.slots}.values():
                     first = cell.recipe_of(slot, None)
-                    build_schedule(first.schedule, make_plan(first, workers=cell.workers))
+                    build_schedule(first.schedule, make_plan(first, workers=setting.workers))
             cells.append(cell)
     return cells
 
@@ -302,8 +270,8 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     diverged = None
+    was_asked_to_stop = noting_requests()
     with (
-        noting_requests() as was_asked_to_stop,
         folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
         redirect_stdout(log),
     ):
@@ -320,14 +288,13 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    end: Json = {"top1": 1 / recipe.data.classes, "loss": None}
-    if diverged is None:
-        assert read.result is not None
-        end = {name: getattr(read.result, name) for name in end}
     done = read.summary if diverged is None else None
-    record = {
+    last = read.result if diverged is None else None
+    end = (1 / recipe.data.classes, None) if last is None else (last.top1, last.loss)
+    return {
         **circumstances(),
-        **end,
+        "top1": end[0],
+        "loss": end[1],
         "seed": recipe.seed,
         "diverged": diverged,
         "evaluations": measurements(read),
@@ -337,7 +304,6 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
         "weights_sha256": done and done.weights_sha256,
         "folder": str(folder.resolve()),
     }
-    return cast("Json", json.loads(to_json(record, inf_nan_mode="null")))  # JSON has no NaN
 
 
 def circumstances() -> Json:

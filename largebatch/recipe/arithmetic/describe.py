@@ -1,10 +1,9 @@
-"""Describe parts of a plan: division, spans, decoding, the protocol."""
+"""Describe parts of a plan: division, spans, the protocol."""
 
 import math
 
 from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.execution import Execution
 from largebatch.recipe.protocols import Protocol
 
 
@@ -43,16 +42,6 @@ def describe_spans(plan: Plan) -> str:
         f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, which "
         f"exchange statistics ({reason})"
     )
-
-
-def describe_decoding(execution: Execution, source: str) -> str:
-    """Describe the source of the pixels."""
-    if source == "synthetic":
-        return "synthetic"
-    if execution.cache in {None, "none"}:
-        once = execution.cache is None and execution.decoder is None
-        return f"decoded by {execution.decoder or 'torchvision'}" + ", once if small" * once
-    return f"decoded once, cached as bytes (execution.cache: {execution.cache})"
 
 
 def describe_protocol(protocol: Protocol, *, global_batch: int) -> str:

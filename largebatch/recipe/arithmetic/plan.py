@@ -3,28 +3,21 @@
 A recipe fixes the updates: their number, their learning rates and the positions of their samples. A
 plan divides each of them over workers and micro-batches. Epochs become steps here, once; everything
 that is given a plan counts steps and positions.
+
+Position p of a run is its p-th sample, whatever the batches are. So a run with a batch schedule
+trains on the same samples in the same order; only the number of steps in an epoch changes.
 """
 
+import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.formatting import plural
-from largebatch.recipe.arithmetic.pieces import (
-    BatchPiece,
-    Pieces,
-    SizePiece,
-    find_pieces,
-    find_sizes,
-    piece_at,
-    position_at,
-    steps_for,
-    steps_from_start,
-    steps_of,
-    steps_to_end,
-    within,
-)
+from largebatch.recipe.data import Data
 from largebatch.recipe.keys import BatchSizes, Evaluation
 from largebatch.recipe.polish import SWA, Polish
 from largebatch.recipe.recipe import Recipe
@@ -35,6 +28,52 @@ MAX_EVALUATIONS = 100_000
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen where memory is not measured, or noise is."""
+
+Rounding = Callable[[float], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPiece:
+    """Consecutive updates with the same global batch."""
+
+    step: int = 0
+    """The first update."""
+
+    position: int = 0
+    """Samples of the run before the first update."""
+
+    global_batch: int
+    lr_factor: float = 1.0
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples of the run before an update of this piece."""
+        return self.position + (step - self.step) * self.global_batch
+
+    def steps_in(self, duration: Duration, samples: int, rounding: Rounding = round) -> int:
+        """Return the updates, at least one, from the start of the run in a duration that ends here.
+
+        `samples` are those of an epoch.
+        """
+        if duration.steps is not None:
+            return duration.steps
+        assert duration.epochs is not None
+        epochs = duration.epochs - self.position / samples
+        return _whole(self.step + epochs * (samples / self.global_batch), rounding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePiece:
+    """Consecutive updates on images of the same size."""
+
+    end: int
+    """The first step after these updates."""
+
+    image_size: int
+
+
+def _whole(steps: float, rounding: Rounding = round) -> int:
+    """Return a whole number of steps, at least one; `steps` may have rounding errors."""
+    return max(1, rounding(round(steps, 9)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +101,11 @@ class Plan:
     """Number of training images, without held-out ones."""
 
     val_samples: int
-    steps: int
+    steps: int = 0
     """Optimizer updates of the schedule, clean ones included."""
 
-    warmup_steps: int
-    clean_steps: int
+    warmup_steps: int = 0
+    clean_steps: int = 0
     swa_steps: int = 0
     swa_every: int = 0
     """Updates at the end of the schedule over which weights are averaged, and their interval."""
@@ -77,7 +116,7 @@ class Plan:
     sizes: tuple[SizePiece, ...] = ()
     """Image sizes of the updates on augmented images; none: that of the evaluation."""
 
-    evaluate_after: tuple[int, ...]
+    evaluate_after: tuple[int, ...] = ()
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
     @property
@@ -102,7 +141,7 @@ class Plan:
         return math.ceil(self.device_batch / span) * span
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> tuple[BatchPiece, ...]:
         """The pieces of the run in which the global batch is the same."""
         return BatchPiece(global_batch=self.global_batch), *self.batch_changes
 
@@ -113,14 +152,52 @@ class Plan:
 
     def steps_in(self, duration: Duration) -> int:
         """Return a length as updates of global_batch: the nearest number, but at least one."""
-        return steps_of(duration, samples=self.train_samples, global_batch=self.global_batch)
+        return self.pieces[0].steps_in(duration, self.train_samples)
+
+    def steps_at_end(self, duration: Duration) -> int:
+        """Return a length as updates of the last global batch: the nearest number, at least one."""
+        last = BatchPiece(global_batch=self.pieces[-1].global_batch)
+        return last.steps_in(duration, self.train_samples)
+
+    def steps_from_start(self, duration: Duration, rounding: Rounding = round) -> int:
+        """Return the number of updates from the start of the run in a duration."""
+        if duration.epochs is None:
+            return self.steps_in(duration)
+        positions = [piece.position / self.train_samples for piece in self.pieces]
+        place = bisect.bisect_right(positions, duration.epochs)
+        return self.pieces[place - 1].steps_in(duration, self.train_samples, rounding)
+
+    def steps_for(self, samples: int) -> int:
+        """Return the fewest updates from the start of the run that take at least `samples`."""
+        place = bisect.bisect_right(self.pieces, samples, key=attrgetter("position"))
+        piece = self.pieces[place - 1]
+        return piece.step - (piece.position - samples) // piece.global_batch
+
+    def steps_to_end(self, duration: Duration, *, end: int) -> int:
+        """Return the number of updates in a duration that ends at step `end`, rounded."""
+        if duration.steps is not None:
+            return duration.steps
+        assert duration.epochs is not None
+        last = self.piece_at(end - 1)
+        steps = duration.epochs * (self.train_samples / last.global_batch)
+        if last.step == 0 or steps <= end - last.step:
+            return _whole(steps)
+        epochs = duration.epochs - (end - last.step) * last.global_batch / self.train_samples
+        rest = Duration.model_construct(epochs=epochs)
+        return end - last.step + self.steps_to_end(rest, end=last.step)
 
     def within(self, steps: range) -> list[tuple[range, int, int]]:
         """Return the steps of each piece, its global batch and the accumulation for that."""
-        return [
-            (part, piece.global_batch, self.accumulation * piece.global_batch // self.global_batch)
-            for piece, part in within(self.pieces, steps)
+        ends = [
+            *(piece.step for piece in self.batch_changes),
+            max(steps.stop, self.pieces[-1].step),
         ]
+        cut = [
+            (range(max(piece.step, steps.start), min(end, steps.stop)), piece.global_batch)
+            for piece, end in zip(self.pieces, ends, strict=True)
+        ]
+        each = self.accumulation
+        return [(part, size, each * size // self.global_batch) for part, size in cut if part]
 
     def sized(self, steps: range, *, otherwise: int) -> list[tuple[range, int]]:
         """Return steps on augmented images with their image sizes; `otherwise` without a schedule.
@@ -138,17 +215,20 @@ class Plan:
 
     def image_size(self, position: int, *, otherwise: int) -> int:
         """Return the side of the augmented image at a position of the run."""
-        step = steps_for(self.pieces, position + 1) - 1
-        found = self.sized(range(step, step + 1), otherwise=otherwise)
-        return found[0][1] if found else otherwise
+        step = self.steps_for(position + 1) - 1
+        return next((piece.image_size for piece in self.sizes if step < piece.end), otherwise)
 
     def measuring(self, *, workers: int, device_batch: int | None) -> "Plan":
         """Return the plan of an evaluation or a polishing, whose positions are not of updates."""
         return replace(self, workers=workers, device_batch=device_batch or self.device_batch)
 
+    def piece_at(self, step: int) -> BatchPiece:
+        """Return the piece of an update; the last piece has no end."""
+        return self.pieces[bisect.bisect_right(self.pieces, step, key=attrgetter("step")) - 1]
+
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
-        return piece_at(self.pieces, step).global_batch
+        return self.piece_at(step).global_batch
 
     def stage_after(self, step: int) -> Literal["train", "clean", "affine"]:
         """Return the stage with updates that is current after this number of them."""
@@ -158,7 +238,7 @@ class Plan:
 
     def position(self, step: int) -> int:
         """Return the position of the first sample of this update."""
-        return position_at(self.pieces, step)
+        return self.piece_at(step).samples_before(step)
 
     def epoch(self, steps: int) -> float:
         """Return the number of passes over the training data in the first `steps` updates."""
@@ -195,22 +275,12 @@ def make_plan(
         if backend is not None:
             protocol.require_workers(workers)
         device_batch, accumulation = protocol.mini_batch(batch.global_batch), 1
-    pieces = find_pieces(batch, samples=samples)
     polish = recipe.polish or Polish.model_construct()
     clean, swa, affine = polish.clean, polish.swa, polish.affine
-    steps = steps_from_start(pieces, samples, recipe.duration, math.ceil)
-    if steps > MAX_UPDATES:
-        raise RecipeError(
-            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
-            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
-        )
-    warmup, first = 0, batch.global_batch
-    if recipe.schedule.warmup is not None:  # in updates of the first batch
-        warmup = steps_of(recipe.schedule.warmup, samples=samples, global_batch=first)
-        warmup = steps_for(pieces, warmup * first)
+    pieces = _find_pieces(batch, samples=samples)
     plan = Plan(
         workers=workers,
-        global_batch=first,
+        global_batch=batch.global_batch,
         device_batch=device_batch,
         accumulation=accumulation,
         batch_changes=pieces[1:],
@@ -218,41 +288,89 @@ def make_plan(
         sync_workers=max(1, (batch.bn_span or 1) // device_batch),
         train_samples=samples,
         val_samples=recipe.data.val_split,
+    )
+    steps = plan.steps_from_start(recipe.duration, math.ceil)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
+            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
+        )
+    warmup = recipe.schedule.warmup  # in updates of the first batch
+    plan = replace(
+        plan,
         steps=steps,
-        warmup_steps=warmup,
-        clean_steps=steps_to_end(pieces, samples, clean, end=steps) if clean else 0,
-        swa_steps=steps_to_end(pieces, samples, swa.over, end=steps) if swa else 0,
-        swa_every=steps_of(swa.every, samples=samples, global_batch=batch.last) if swa else 0,
-        affine_steps=steps_of(affine, samples=samples, global_batch=batch.last) if affine else 0,
-        evaluate_after=_evaluations(recipe.evaluation, pieces, samples=samples, steps=steps),
+        warmup_steps=plan.steps_for(plan.steps_in(warmup) * plan.global_batch) if warmup else 0,
+        clean_steps=plan.steps_to_end(clean, end=steps) if clean else 0,
+        swa_steps=plan.steps_to_end(swa.over, end=steps) if swa else 0,
+        swa_every=plan.steps_at_end(swa.every) if swa else 0,
+        affine_steps=plan.steps_at_end(affine) if affine else 0,
+        evaluate_after=_evaluations(recipe.evaluation, plan, steps=steps),
     )
     _require_lengths(plan, ema=polish.ema, swa=swa)
-    sizes = find_sizes(recipe.data, pieces, samples=samples, end=plan.train_steps)
-    return replace(plan, sizes=sizes)
+    return replace(plan, sizes=_find_sizes(recipe.data, plan))
+
+
+def _find_pieces(batch: BatchSizes, *, samples: int) -> tuple[BatchPiece, ...]:
+    """Return the pieces of a run; raise RecipeError unless their changes are in order."""
+    pieces = [BatchPiece(global_batch=batch.global_batch)]
+    for place, change in enumerate(batch.schedule):
+        before = pieces[-1]
+        step = before.steps_in(change.after, samples)
+        if step <= before.step:
+            raise RecipeError(
+                f"batch.schedule.{place}.after (step {step}) must come after step {before.step}"
+            )
+        pieces.append(
+            BatchPiece(
+                step=step,
+                position=before.samples_before(step),
+                global_batch=change.global_batch,
+                lr_factor=change.lr_factor,
+            )
+        )
+    return tuple(pieces)
+
+
+def _find_sizes(data: Data, plan: Plan) -> tuple[SizePiece, ...]:
+    """Return the image sizes of augmented updates; none if all have the same size.
+
+    Raises RecipeError where a size has no update.
+    """
+    sizes: list[SizePiece] = []
+    end = plan.train_steps
+    for place, part in enumerate(data.resolution):
+        begin = sizes[-1].end if sizes else 0
+        stop = end if part.until is None else plan.steps_from_start(part.until)
+        if not begin < stop <= end:
+            raise RecipeError(
+                f"data.resolution.{place}.until (step {stop}) must be after step {begin}, where "
+                f"this size begins, and at most {end}, the end of training on augmented images"
+            )
+        sizes.append(SizePiece(end=stop, image_size=part.image_size))
+    if sizes and sizes[-1].end < end:
+        sizes.append(SizePiece(end=end, image_size=data.image_size))
+    return tuple(sizes)
 
 
 def _divide(
     batch: BatchSizes, *, workers: int, asked: int | None, fits: int | None, measures_noise: bool
 ) -> int:
-    """Return the device batch; raise PlanError if a global batch cannot be divided."""
     common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
     over = f"over {plural(workers, 'worker')}"
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
             raise PlanError(
-                f"{key}: {size} samples cannot be divided {over}; possible numbers "
-                f"of workers: {_some(_divisors(common))}"
+                f"{key}: {size} cannot be divided {over}; possible: {_some(_divisors(common))}"
             )
     span = batch.bn_span or 1
-    possible = device_batches(common // workers, workers=workers, span=span)
+    possible = _device_batches(common // workers, workers=workers, span=span)
     if measures_noise:  # which compares a device batch of whole spans with the global batch
         least = min(batch.by_key.values())
         possible = [size for size in possible if size % span == 0 and size < least]
         if not possible:
             raise PlanError(
-                f"monitor: noise_scale needs a device batch of whole BatchNorm spans ({span}) that "
-                f"is smaller than the global batch ({least}); on {plural(workers, 'worker')} there "
-                "is none"
+                f"monitor: noise_scale needs a device batch of whole spans ({span}) below the "
+                f"global batch ({least}); on {plural(workers, 'worker')} there is none"
             )
     if asked is None:
         whole = [size for size in possible if size % span == 0] or possible
@@ -275,13 +393,10 @@ def _divide(
     return asked
 
 
-def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
+def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
     """Return the divisors of a worker's share that keep every span whole, smallest first.
 
     Either a device batch holds whole spans, or a group of workers holds one span.
-
-    >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
-    [12, 24]
     """
     return [
         size
@@ -305,8 +420,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     for place, piece in enumerate(plan.batch_changes):
         if piece.step >= plan.steps:
             raise RecipeError(
-                f"batch.schedule.{place}.after (step {piece.step}) must be before the end of the "
-                f"run ({plan.steps} steps): no update would have that batch"
+                f"batch.schedule.{place}.after (step {piece.step}) is too late ({plan.steps} steps)"
             )
     parts = {
         "schedule.warmup": plan.warmup_steps,
@@ -324,15 +438,14 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
-            f"({plan.swa_steps} steps): the mean would hold one state of the weights"
+            f"({plan.swa_steps} steps)"
         )
     begin = plan.steps - plan.swa_steps
     changes = [piece.step for piece in plan.batch_changes if piece.step > begin]
     if swa is not None and swa.every.steps is None and changes:
         raise RecipeError(
-            f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates before and "
-            f"after the change of the batch at step {changes[-1]}; give it in steps, or a shorter "
-            "polish.swa.over"
+            f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates after step "
+            f"{changes[-1]} as before; give it in steps, or a shorter polish.swa.over"
         )
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
@@ -341,16 +454,13 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
         )
 
 
-def _evaluations(
-    section: Evaluation, pieces: Pieces, *, samples: int, steps: int
-) -> tuple[int, ...]:
-    """Return the numbers of updates after which accuracy is measured within the schedule."""
+def _evaluations(section: Evaluation, plan: Plan, *, steps: int) -> tuple[int, ...]:
     every, offset = section.every_epochs, section.offset_epochs
     if every is None:
         return ()
-    last_epoch = position_at(pieces, steps) / samples
-    smallest = min(piece.global_batch for piece in pieces)
-    each_step = every * (samples / smallest) <= 1  # not possible more often
+    last_epoch = plan.epoch(steps)
+    smallest = min(piece.global_batch for piece in plan.pieces)
+    each_step = every * (plan.train_samples / smallest) <= 1  # not possible more often
     number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(
@@ -359,7 +469,7 @@ def _evaluations(
         )
 
     def at(epoch: float) -> int:
-        return steps_from_start(pieces, samples, Duration.model_construct(epochs=epoch))
+        return plan.steps_from_start(Duration.model_construct(epochs=epoch))
 
     if each_step:
         return tuple(range(at(offset), steps + 1))

@@ -108,10 +108,10 @@ def test_the_smallest_batch_that_is_about_as_fast_is_recommended_unless_the_own_
 
 
 def test_the_rate_follows_the_edges_within_what_theory_allows() -> None:
-    assert exponent([(96, 0.1), (12, 0.05)]) == pytest.approx(math.log(2) / math.log(8))
-    assert exponent([(96, 0.1), (12, 0.2)]) == 0
-    assert exponent([(96, 0.1), (192, 0.4)]) == 1
-    assert exponent([(96, 0.1)]) == exponent([(96, None), (192, 0.4)]) == 0.5
+    assert exponent(((96, 0.1), (12, 0.05))) == pytest.approx(math.log(2) / math.log(8))
+    assert exponent(((96, 0.1), (12, 0.2))) == 0
+    assert exponent(((96, 0.1), (192, 0.4))) == 1
+    assert exponent(((96, 0.1),)) == exponent(((96, None), (192, 0.4))) == 0.5
 
 
 def test_a_recipe_in_another_batch_keeps_its_shares_and_sets_no_other_keys() -> None:
@@ -165,7 +165,7 @@ def test_a_wide_noise_scale_is_remarked_on_and_one_without_a_value_is_refused(
 ) -> None:
     measuring = module.Measuring(question(tmp_path))
     measuring.judge(noise(100, 40, 300, updates=50), planned=1000)
-    assert ["--minutes 4" in remark for remark in measuring.remarks] == [True, False]
+    assert ["--minutes 4" in remark for remark in measuring.remarks] == [True]
     for found in (noise(math.nan, 40, math.inf), noise(0, 0, math.inf), noise(0, 0, 31.4)):
         with pytest.raises(LargebatchError, match="--minutes 4"):
             measuring.judge(found, planned=1000)

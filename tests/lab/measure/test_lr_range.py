@@ -1,7 +1,6 @@
 """The bounds that a range test suggests: quadratics, whose limits are known, and curves by hand."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from largebatch.lab.measure.lr_range import (
     RangeTest,
     bound,
     content,
+    curve_of,
     describe,
     overshoot,
-    write_range,
 )
 from largebatch.optim import LARS
 from largebatch.report.run import FloatArray
@@ -74,7 +73,7 @@ def test_the_upper_bound_lies_below_the_limit_of_stability_and_near_it(
     losses = losses_on_a_quadratic(
         rates, SPECTRA[spectrum], momentum=momentum, nesterov=nesterov, noise=noise
     )
-    found = ranged(Curve(0, rates, losses), changes=sgd(momentum, nesterov=nesterov)).upper
+    found = ranged(curve_of(0, rates, losses), changes=sgd(momentum, nesterov=nesterov)).upper
     assert found is not None
     assert found.value < limit
     assert noise or found.value > limit / FACTOR
@@ -94,10 +93,9 @@ def test_with_lars_the_limit_is_that_of_rate_times_eta_whatever_the_curvature(
         weight.grad = curvature * weight.detach()
         optimizer.param_groups[0]["lr"] = float(rate)
         optimizer.step()
-    test = ranged(Curve(0, rates, np.array(losses)))
+    test = ranged(curve_of(0, rates, np.array(losses)))
     assert test.upper is not None
     assert 3.8 / eta / FACTOR < test.upper.value < 3.8 / eta
-    assert f"{test.upper.value * eta:.2g}" in " ".join(describe(test))
 
 
 def test_the_overshoot_is_what_integrals_and_simulations_give() -> None:
@@ -122,48 +120,47 @@ def test_the_bounds_of_a_smooth_curve_are_where_it_has_them() -> None:
     """A sigmoid has fallen by a tenth at ln(1/9) of its width."""
     rates = np.geomspace(1e-4, 10, 251)
     losses = sigmoid(rates, center=0.01, fall=1.0, wall=5.0)
-    curve = Curve(0, rates, losses)
+    curve = curve_of(0, rates, losses)
     whole = 2.3 - losses.min()
     tenth = rates[np.flatnonzero(losses < 2.3 - 0.1 * whole)[0]]
     assert curve.lower == pytest.approx(tenth, rel=0.15)
     assert curve.turn == pytest.approx(rates[losses.argmin()], rel=0.15)
-    assert curve.falls
     assert curve.rises
 
 
 def noisy(rates: FloatArray, seed: int, **shape: float) -> Curve:
     noise = np.random.default_rng(seed).normal(0, 0.05, len(rates))
-    return Curve(seed, rates, sigmoid(rates, **shape) + noise)
+    return curve_of(seed, rates, sigmoid(rates, **shape) + noise)
 
 
 def test_noise_alone_is_hardly_ever_taken_for_a_fall() -> None:
     rates = np.geomspace(1e-4, 10, 100)
     flat = {"center": 1.0, "fall": 0.0, "wall": 1e6}
-    assert sum(noisy(rates, seed, **flat).falls for seed in range(100)) <= 3
+    assert sum(noisy(rates, seed, **flat).lower is not None for seed in range(100)) <= 3
     test = ranged(noisy(rates, 1, **flat), noisy(rates, 2, **flat))
     assert (test.lower, test.upper, test.peak_is) == (None, None, None)
-    assert "2 of 2 seeds" in describe(test)[0]
+    assert "2 of 2 seeds" in next(describe(test))
 
 
 def test_a_side_beyond_the_range_names_the_option_that_widens_it() -> None:
     falling = np.geomspace(1e-4, 0.02, 60)
-    test = ranged(Curve(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))
+    test = ranged(curve_of(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))
     text = " ".join(describe(test))
     assert test.lower is not None
     assert test.upper is None
     assert "--high" in text
     rising = np.geomspace(1, 100, 60)
-    test = ranged(Curve(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
-    assert "--low" in describe(test)[0]
+    test = ranged(curve_of(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
+    assert "--low" in next(describe(test))
     at_once = np.where(rising < 1.3, 2.3, math.nan)
-    assert "--low" in describe(ranged(Curve(0, rising, at_once)))[0]
+    assert "--low" in next(describe(ranged(curve_of(0, rising, at_once))))
 
 
 def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
     rates = np.geomspace(1e-4, 10, 100)
     losses = sigmoid(rates, center=0.01, fall=1, wall=1e9)
     losses[70:] = math.nan
-    curve = Curve(0, rates, losses)
+    curve = curve_of(0, rates, losses)
     assert curve.diverged == rates[70]
     assert curve.rises
     assert curve.turn is not None
@@ -173,15 +170,15 @@ def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:
 @pytest.mark.parametrize(("peak", "where"), [(1e-4, "below"), (0.05, "inside"), (5.0, "above")])
 def test_the_recipes_rate_is_compared_with_the_bounds(peak: float, where: str) -> None:
     rates = np.geomspace(1e-4, 10, 100)
-    curve = Curve(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
+    curve = curve_of(0, rates, sigmoid(rates, center=0.01, fall=1, wall=5))
     test = ranged(curve, changes=(f"schedule.peak_lr={peak}", "schedule.decay.end_lr=0"))
     assert test.peak_is == where
 
 
-def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path) -> None:
+def test_seeds_that_disagree_are_named_and_their_interval_is_kept() -> None:
     rates = np.geomspace(1e-4, 10, 100)
     curves = [
-        Curve(seed, rates, sigmoid(rates, center=center, fall=1, wall=5))
+        curve_of(seed, rates, sigmoid(rates, center=center, fall=1, wall=5))
         for seed, center in enumerate((0.003, 0.01, 0.03))
     ]
     test = ranged(*curves)
@@ -191,5 +188,3 @@ def test_seeds_that_disagree_are_named_and_their_interval_is_kept(tmp_path: Path
     assert bound([0.003, 0.01, 0.03]).value == pytest.approx(0.0096549, rel=1e-4)  # type: ignore[union-attr]
     assert "lower: seeds differ" in " ".join(describe(test))
     assert content(test)["lower"]["low"] == test.lower.low
-    write_range(tmp_path / "range.png", test)
-    assert (tmp_path / "range.png").stat().st_size > 10_000

@@ -23,7 +23,7 @@ from largebatch.lab.measure.lr_range import (
     plan_range,
     train_range,
 )
-from largebatch.models.lenet5 import LeNet5
+from largebatch.models.networks import LeNet5
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
@@ -131,8 +131,9 @@ def test_everything_but_the_rate_is_the_recipes() -> None:
 
 def test_the_range_follows_from_the_recipes_rate_and_momentum() -> None:
     chosen = plan_range(load_recipe("digits_96"), seeds=3)
-    assert (chosen.low, chosen.high, chosen.steps, len(chosen.runs)) == (0.0005, 50, 100, 3)
-    assert plan_range(load_recipe("digits_96", ["optimizer.momentum=0.95"])).steps == 200
+    assert chosen.rates[[0, -1]] == pytest.approx([0.0005, 50])
+    assert (len(chosen.rates), len(chosen.runs)) == (100, 3)
+    assert len(plan_range(load_recipe("digits_96", ["optimizer.momentum=0.95"])).rates) == 200
 
 
 @pytest.mark.parametrize(

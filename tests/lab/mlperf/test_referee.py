@@ -14,15 +14,10 @@ import pytest
 from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
 from scipy import stats
 
-from largebatch.lab.mlperf.referee import Findings, LogError, Verdict, check
+from largebatch.lab.mlperf.referee import LogError, check
 
 BOUNDS = (1632, 3264, 32768, 49152, 67840)
 """Batches of the points that are left when those slower than the line between others are pruned."""
-
-
-def verdict(found: Findings, name: str) -> Verdict:
-    (one,) = [each for each in found.verdicts if each.name == name]
-    return one
 
 
 def table() -> dict[int, list[float]]:
@@ -70,30 +65,25 @@ def test_the_fewest_epochs_accepted_are_those_of_the_t_test(batch: int, tmp_path
             tmp_path / str(passed), seeds("32768_mlperf", *changes_to(batch)), 5 * [least + offset]
         )
         found = check(folders)
-        assert verdict(found, "compliance").passed
-        assert verdict(found, "convergence").passed is passed
-        assert found.passed is passed
-        assert found.reference is not None
-        assert found.reference.mean == pytest.approx(mean)
-        assert found.reference.least == pytest.approx(least, abs=2e-4)
-        assert found.reference.ours == pytest.approx(least + offset, abs=1e-3)
+        assert found["compliance"].passed
+        assert found["convergence"].passed is passed
+        assert f"RCP Mean {mean:.6g}, " in "\n".join(found["convergence"].lines)
 
 
 def test_a_mean_that_is_faster_by_chance_scales_the_times(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf"), [54, 55.5, 55.6, 55.7, 58])
-    assert f"{56 / 55.6:.4f}" in verdict(check(folders), "convergence").sentence
+    assert str(56 / 55.6)[:9] in "\n".join(check(folders)["convergence"].lines)
 
 
 @pytest.mark.parametrize(
     ("batch", "epochs", "passed", "words"),
     [
-        pytest.param(1_024, 5 * [35.5], True, "smallest batch, 1,632", id="small and slow"),
-        pytest.param(1_024, 5 * [30.0], False, "smallest batch, 1,632", id="small, fast"),
+        pytest.param(1_024, 5 * [35.5], True, "BS 1632, ", id="small and slow"),
+        pytest.param(1_024, 5 * [30.0], False, "BS 1632, ", id="small, fast"),
         pytest.param(98_304, 5 * [99.0], False, "Missing RCP", id="beyond all points"),
-        pytest.param(32_768, [56.0, 56, 56, 56, None], True, "56.00 epochs", id="one failed"),
+        pytest.param(32_768, [56.0, 56, 56, 56, None], True, "56.0000", id="one failed"),
         pytest.param(
-            32_768, [56.0, 56, 56, None, None], False, "more than one run did not reach 75.9%",
-            id="two failed",
+            32_768, [56.0, 56, 56, None, None], False, "Insufficient convergence", id="two failed"
         ),
         pytest.param(32_768, 4 * [56.0], None, "5 runs, 4 given", id="too few"),
         pytest.param(32_768, 6 * [56.0], None, "5 runs, 6 given", id="too many"),
@@ -103,9 +93,9 @@ def test_what_the_points_do_not_cover_has_an_answer(
     batch: int, epochs: list[float | None], passed: bool | None, words: str, tmp_path: Path
 ) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf", *changes_to(batch)), epochs)
-    found = verdict(check(folders), "convergence")
+    found = check(folders)["convergence"]
     assert found.passed is passed
-    assert words in found.sentence
+    assert words in "\n".join(found.lines)
 
 
 @pytest.mark.parametrize(("epochs", "code"), [(55.0, 1), pytest.param(56.0, 0, marks=long)])
@@ -127,23 +117,20 @@ def test_the_packages_own_command_agrees_on_the_same_logs(
     )
     assert done.returncode == code
     found = check([there])
-    assert [log.path.name for log in found.logs] == [f"result_{n}.txt" for n in range(5)]
-    assert verdict(found, "convergence").passed is (code == 0)
+    assert found["convergence"].passed is (code == 0)
 
 
 def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
     """Fujitsu's five runs, by the epochs that a published entry of that batch could have."""
     of = seeds("86016_fujitsu")
     found = check(run_folders(tmp_path / "beyond", of, 5 * [86.0]))
-    assert found.passed
-    assert verdict(found, "compliance").passed
-    convergence = verdict(found, "convergence")
-    assert convergence.passed is None
-    assert convergence.sentence.startswith("not required in the open division; Missing RCP")
+    assert found["compliance"].passed
+    assert found["convergence"].passed is None
+    assert "Missing RCP" in found["convergence"].lines[1]
     of = seeds("32768_nus")
-    convergence = verdict(check(run_folders(tmp_path / "within", of, 5 * [40.0])), "convergence")
+    convergence = check(run_folders(tmp_path / "within", of, 5 * [40.0]))["convergence"]
     assert convergence.passed is None
-    assert "at least 55.44" in convergence.sentence
+    assert "Min Epochs 55.44" in "\n".join(convergence.lines)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +149,9 @@ def test_a_log_that_breaks_a_rule_has_the_reason(
 ) -> None:
     (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
     rewrite(folder / "mlperf.log", key, **changes)
-    found = verdict(check([folder]), "compliance")
+    found = check([folder])["compliance"]
     assert found.passed is False
-    assert found.sentence.startswith("1 of 1 run breaks the rules of MLPerf Training 4.0.0, ResNet")
-    assert any(f"mlperf.log: {reason}" in each for each in found.reasons), found.reasons
+    assert any(f"mlperf.log: {reason}" in each for each in found.lines), found.lines
 
 
 @pytest.mark.parametrize(
@@ -178,34 +164,33 @@ def test_one_log_of_five_may_break_a_rule(
     folders = run_folders(tmp_path, seeds("32768_mlperf", number=number), number * [56.0])
     for folder in folders[:broken]:
         rewrite(folder / "mlperf.log", "lars_epsilon", value=1e-9)
-    found = verdict(check(folders), "compliance")
+    found = check(folders)["compliance"]
     assert found.passed is passed
-    assert len(found.reasons) == broken
+    assert len(found.lines) == broken
 
 
 def test_a_log_without_an_epoch_is_not_compared_with_the_reference(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0])
     rewrite(folders[0] / "mlperf.log", "eval_accuracy", metadata={})
     found = check(folders)
-    assert "eval_accuracy" in verdict(found, "compliance").reasons[0]
-    assert verdict(found, "convergence").passed is None
-    assert "lacks what the test reads" in verdict(found, "convergence").sentence
+    assert "eval_accuracy" in found["compliance"].lines[0]
+    assert found["convergence"].passed is False
 
 
 def test_two_runs_of_one_seed_and_a_run_without_one_are_refused(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, [recipe("32768_mlperf")], [56.0, 56.0, 56.0])
-    found = verdict(check(folders[:1]), "seeds")
+    found = check(folders[:1])["seeds"]
     assert found.passed
     rewrite(folders[2] / "mlperf.log", "seed", drop=True)
-    found = verdict(check(folders), "seeds")
+    found = check(folders)["seeds"]
     assert found.passed is False
-    assert len(found.reasons) == 2
-    assert "run-1/mlperf.log logs seed 1 on lab/mlperf/logger.py" in found.reasons[0]
-    assert "run-2/mlperf.log logs no seed" in found.reasons[1]
+    assert len(found.lines) == 2
+    assert "run-1/mlperf.log logs seed 1 on lab/mlperf/logger.py" in found.lines[0]
+    assert "run-2/mlperf.log logs no seed" in found.lines[1]
     twice = run_folders(tmp_path / "open", [recipe("32768_nus")], 2 * [56.0])
-    found = verdict(check(twice), "seeds")
+    found = check(twice)["seeds"]
     assert found.passed is None
-    assert len(found.reasons) == 1
+    assert len(found.lines) == 2
 
 
 def test_the_checkers_leave_logging_as_it_was_and_print_nothing(
@@ -214,24 +199,25 @@ def test_the_checkers_leave_logging_as_it_was_and_print_nothing(
     root = logging.getLogger()
     before = list(root.handlers), root.level
     folders = run_folders(tmp_path, [recipe("32768_mlperf")], 5 * [50.0])
-    assert not check(folders).passed
+    assert check(folders)["convergence"].passed is False
     assert (list(root.handlers), root.level) == before
     assert capfd.readouterr() == ("", "")
 
 
-def test_logs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_logs_of_several_batches_or_divisions_do_not_pass(tmp_path: Path) -> None:
     mixed = [recipe("32768_mlperf"), recipe("49152_mlperf")]
-    with pytest.raises(LogError, match=r"of one global batch, found .*run-0.*: 32,768, .*: 49,152"):
-        check(run_folders(tmp_path / "batch", mixed, 5 * [56.0]))
+    found = check(run_folders(tmp_path / "batch", mixed, 5 * [56.0]))
+    assert found["convergence"].passed is False
+    assert "Batch sizes" in "\n".join(found["convergence"].lines)
     mixed = [recipe("32768_mlperf"), recipe("32768_nus")]
-    with pytest.raises(LogError, match=r"of one division, found .*: closed, .*: open"):
-        check(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
+    found = check(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
+    assert found["seeds"].passed is False
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no line of mlperf-logging"),
+        ("", "submission_benchmark is None"),
         (':::MLLOG {"key": "run_start"\n', "is damaged: .* in a line that begins ':::MLLOG"),
         (':::MLLOG {"key": "run_start"}\n', "is damaged: KeyError: 'time_ms'"),
         (
@@ -246,8 +232,9 @@ def test_a_damaged_log_is_an_error(content: str, message: str, tmp_path: Path) -
         check([tmp_path])
 
 
-def test_an_unfinished_run_is_an_error_that_names_the_way_on(tmp_path: Path) -> None:
+def test_an_unfinished_run_does_not_pass(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     write(tmp_path, of, [start(of), evaluation(3.0, 0.4), finish("interrupted")])
-    with pytest.raises(LogError, match=r"not finished: its log has no run_stop; .* --resume"):
-        check([tmp_path])
+    found = check([tmp_path])["compliance"]
+    assert found.passed is False
+    assert any("run_stop" in line for line in found.lines)

@@ -15,12 +15,9 @@ from largebatch.lab.planner.suggest import (
     IMAGES,
     SETTINGS,
     VALIDATION,
-    draft,
-    epoch_errors,
     fit_epochs,
     reference_points,
     suggest,
-    words,
 )
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
@@ -67,23 +64,20 @@ def test_the_epoch_law_is_that_of_numpy_and_of_the_field() -> None:
     assert max(errors) < 0.06
 
 
-def test_the_interval_is_of_points_that_are_left_out() -> None:
-    expected = []
-    for batch, mean in MEANS.items():
-        shortest, critical = law([one for one in MEANS if one != batch])
-        expected.append(shortest * (1 + batch / critical) / mean - 1)
-    assert epoch_errors(reference_points()) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("batch", [1_920, 6_000, 10_240, 24_576, 40_960, 57_344, 66_560])
 def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None:
     points = reference_points()
-    found = suggest(batch)
+    found = suggest(batch).recipe
+    schedule, epochs = found.schedule, found.duration.epochs
+    assert schedule.warmup is not None
+    assert schedule.warmup.epochs is not None
+    assert epochs is not None
+    assert isinstance(found.optimizer, LARS)
     for ours, key in (
-        (found.peak_lr, "learning rate"),
-        (found.warmup_epochs / found.epochs, "warm-up, share of the run"),
-        (1 - found.momentum, "1 - momentum"),
-        (found.weight_decay, "weight decay"),
+        (schedule.peak_lr, "learning rate"),
+        (schedule.warmup.epochs / epochs, "warm-up, share of the run"),
+        (1 - found.optimizer.momentum, "1 - momentum"),
+        (found.optimizer.weight_decay, "weight decay"),
     ):
         x, y = (
             np.log([point.batch for point in points]),
@@ -91,10 +85,9 @@ def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None
         )
         expected = math.exp(np.interp(math.log(batch), x, y))
         assert ours == pytest.approx(expected, rel=5e-3), key
-    assert found.lower.batch < batch < found.upper.batch
-    assert found.bn_span is not None
-    assert batch % found.bn_span == 0
-    assert found.epochs >= found.law_epochs
+    assert found.batch.bn_span is not None
+    assert batch % found.batch.bn_span == 0
+    assert epochs >= fit_epochs(points)(batch)
 
 
 @pytest.mark.parametrize("point", reference_points(), ids=lambda point: point.name)
@@ -102,7 +95,7 @@ def test_at_a_reference_point_it_is_that_points_recipe(point: object) -> None:
     name = getattr(point, "name", "")
     theirs = load_recipe(name)
     found = suggest(theirs.batch.global_batch)
-    ours = parse_recipe(draft(found))
+    ours = parse_recipe(found.text)
     for key in ("duration", "data", "model", "batch", "optimizer", "schedule", "loss"):
         if key == "schedule":
             warmup, expected = ours.schedule.warmup, theirs.schedule.warmup
@@ -112,13 +105,13 @@ def test_at_a_reference_point_it_is_that_points_recipe(point: object) -> None:
             assert ours.schedule.model_copy(update={"warmup": expected}) == theirs.schedule
         else:
             assert getattr(ours, key) == getattr(theirs, key)
-    assert f"it is a reference point: {name}" in words(found)
+    assert name in found.source
 
 
 @pytest.mark.parametrize("batch", [1_632, 5_040, 30_000, 67_840, 75_000, 86_016])
 @pytest.mark.parametrize("epochs", [None, 30])
 def test_what_is_suggested_loads_plans_and_polishes(batch: int, epochs: int | None) -> None:
-    recipe = parse_recipe(draft(suggest(batch, epochs=epochs)))
+    recipe = parse_recipe(suggest(batch, epochs=epochs).text)
     plan = make_plan(recipe, workers=1)
     assert 0 < plan.warmup_steps < plan.steps
     assert plan.clean_steps == pytest.approx(plan.steps * 75 / 1350, rel=5e-3, abs=1)
@@ -131,26 +124,23 @@ def test_what_is_suggested_loads_plans_and_polishes(batch: int, epochs: int | No
 
 
 def test_beyond_the_points_it_extrapolates_and_prints_so() -> None:
-    found = suggest(80_000)
-    last = reference_points()[-1]
-    assert (found.peak_lr, found.momentum) == (last.peak_lr, last.momentum)
-    assert found.law_epochs == pytest.approx(34.53 * (1 + 80_000 / 46_764), rel=1e-3)
-    assert "extrapolates: 80,000 is 1.18 times" in "\n".join(words(found))
-    assert "extrapolates" not in "\n".join(words(suggest(60_000)))
+    found, last = suggest(80_000), load_recipe(reference_points()[-1].name)
+    assert found.recipe.schedule.peak_lr == last.schedule.peak_lr
+    assert found.recipe.optimizer == last.optimizer
+    assert f"{34.53 * (1 + 80_000 / 46_764):.1f}" in found.text
+    assert "extrapolates: 80,000 is 1.18 times" in found.source
+    assert "extrapolates" not in suggest(60_000).source
 
 
 def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
     """CIFAR-10 in batches of 1,000 makes 50 updates an epoch, as ImageNet in 25,623."""
-    found = suggest(1_000, base=CIFAR, epochs=30)
-    like = suggest(25_600)
-    assert found.equivalent == pytest.approx(25_623.34)
-    assert found.peak_lr == pytest.approx(like.peak_lr, rel=1e-3)
-    assert found.warmup_epochs / 30 == pytest.approx(like.warmup_epochs / like.epochs, rel=5e-3)
-    recipe = parse_recipe(draft(found))
+    recipe = parse_recipe(suggest(1_000, base=CIFAR, epochs=30).text)
+    like = suggest(25_600, epochs=30).recipe
+    assert recipe.schedule.peak_lr == pytest.approx(like.schedule.peak_lr, rel=1e-3)
+    assert recipe.schedule.warmup == like.schedule.warmup
     assert isinstance(recipe.optimizer, LARS)
     assert (recipe.data, recipe.model) == (CIFAR.data, CIFAR.model)
     assert make_plan(recipe, workers=1).steps == 1_500
-    assert "ImageNet in batches of 25,623" in "\n".join(words(found))
 
 
 def test_the_range_for_other_data_is_what_the_messages_give() -> None:
@@ -160,7 +150,7 @@ def test_the_range_for_other_data_is_what_the_messages_give() -> None:
         assert "3,35" in str(caught.value)  # 86,016 of ImageNet
     with pytest.raises(RecipeError, match="from 64 to 3,35"):
         suggest(63, base=CIFAR)
-    assert suggest(64, base=CIFAR).equivalent > 1_632
+    assert suggest(64, base=CIFAR).recipe.batch.global_batch == 64
 
 
 @pytest.mark.parametrize("batch", [6_007, 8_209, 65_537])
@@ -173,7 +163,7 @@ def test_a_batch_without_spans_is_refused_with_the_nearest_that_have_some(batch:
     )
     assert below < batch < above
     for near in (below, above):
-        assert suggest(near).bn_span in range(32, 513)
+        assert suggest(near).recipe.batch.bn_span in range(32, 513)
     for other in range(below + 1, above):
         assert not [span for span in range(32, 513) if other % span == 0]
 
@@ -204,7 +194,7 @@ def test_what_it_cannot_answer_is_one_line_and_no_file(
 
 
 def test_what_does_not_transfer_to_another_optimizer_is_marked() -> None:
-    lines = draft(suggest(4096)).splitlines()
+    lines = suggest(4096).text.splitlines()
     marked = [line.split(":")[0].strip() for line in lines if "# for LARS" in line]
     assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
 
@@ -220,35 +210,21 @@ def test_it_answers_without_torch(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "mine.yaml").batch.global_batch == 4096
 
 
-def test_a_recipe_keeps_its_images_network_and_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_keeps_its_images_network_and_loss(tmp_path: Path) -> None:
     out, mine = tmp_path / "mine.yaml", load_recipe("digits_96")
     assert main(["lab", "suggest", "digits_96", "--batch", "64", "--out", str(out)]) == DONE
     found = load_recipe(out)
     assert (found.data, found.model, found.loss) == (mine.data, mine.model, mine.loss)
     assert found.batch.global_batch == 64
     assert isinstance(found.optimizer, LARS)
-    printed = capsys.readouterr().out
-    assert printed.startswith("warning: rate x eta / (1 - momentum) is 4.7 times that of digits-96")
 
 
 def test_a_network_without_batchnorm_gets_no_spans_and_no_polishing() -> None:
     changes = ("model={name: lenet5}", "batch.bn_span=null", "polish=null", "seed=3")
     mine = load_recipe("digits_96", [*changes, "execution.device_batch=96"])
     suggested = suggest(64, base=mine)
-    found = parse_recipe(draft(suggested))
+    found = parse_recipe(suggested.text)
     assert (found.batch.bn_span, found.polish, found.seed) == (None, None, 3)
     assert found.execution.cache == mine.execution.cache
     assert found.execution.device_batch is None
-    printed = "\n".join(words(suggested))
-    assert not [word for word in ("BatchNorm", "span", "polish") if word in printed]
-
-
-def test_far_fewer_updates_than_any_reference_point_are_warned_of() -> None:
-    fewest = min(point.schedule_epochs * IMAGES / point.batch for point in reference_points())
-    few = words(suggest(2000, base=CIFAR, epochs=20))
-    assert few[0].startswith("warning: 500 updates in all")
-    assert f"{fewest:,.0f} or more" in few[0]
-    assert f"a batch of {20 * 50_000 / (fewest / 2):,.0f} makes half as many" in few[0]
-    assert not any(line.startswith("warning") for line in words(suggest(2000)))
+    assert not [word for word in ("BatchNorm", "divisor", "polish:") if word in suggested.source]

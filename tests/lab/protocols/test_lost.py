@@ -13,8 +13,7 @@ from torch.optim import SGD
 
 from largebatch.distributed.connection import connect
 from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.exchange import Exchange, Layout
-from largebatch.lab.protocols.links import open_links
+from largebatch.lab.protocols.exchange import Exchange
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 
 WORKERS = 3
@@ -33,8 +32,7 @@ def train(
     os.environ.update(environment)
     rank = int(environment["RANK"])
     backend = connect("torch", timeout=10)
-    layout = Layout(rule.learners, (SERVER_RANK,))
-    exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
+    exchange = Exchange(backend, learners=rule.learners, servers=[SERVER_RANK])
     weights = [torch.nn.Parameter(torch.zeros(4))]
 
     def fail_after(update: int) -> None:

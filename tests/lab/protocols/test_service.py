@@ -1,12 +1,11 @@
 """Services and learners in threads of one process: who waits for whom, and what ends all of them.
 
-The links are queues in the place of Gloo's groups; tests of runs have those.
+The links are queues, as between a learner and a server of one process; tests of runs have Gloo's.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,42 +14,27 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch.errors import PeerLostError
+from largebatch.lab.protocols.links import QueueLink
 from largebatch.lab.protocols.rule import MiniBatches, Rule
 from largebatch.lab.protocols.server import ParameterServer
-from largebatch.lab.protocols.service import RemoteServer, Service, Shard, learn
+from largebatch.lab.protocols.service import Service, Shard, learn
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
 
 
-class QueueLink:
-    """One end of a link."""
-
-    peer = 0
-
-    def __init__(self, sent: SimpleQueue[Any], received: SimpleQueue[Any]) -> None:
-        self._sent, self._received = sent, received
-
-    def send(self, tensor: Tensor) -> None:
-        self._sent.put(tensor.clone())
+class Fragile(QueueLink):
+    """One end of a link that may be lost."""
 
     def receive(self, into: Tensor) -> None:
-        found = self._received.get(timeout=FOR_EVER)
-        if found is None:
-            self._received.put(None)
-            raise PeerLostError("worker 0 lost contact with another worker")
-        into.copy_(found)
+        try:
+            super().receive(into)
+        except TypeError:  # None was sent
+            raise PeerLostError("worker 0 lost contact with another worker") from None
 
     def lose(self) -> None:
         """Act as a process that was killed."""
-        self._sent.put(None)
-
-
-def ends() -> tuple[Any, Any]:
-    """Return both ends of a link."""
-    there: SimpleQueue[Any] = SimpleQueue()
-    back: SimpleQueue[Any] = SimpleQueue()
-    return QueueLink(there, back), QueueLink(back, there)
+        self._sent.put(None)  # type: ignore[arg-type]
 
 
 def serve(
@@ -71,16 +55,15 @@ def learners(
 
     `compute` gets the learner and its mini-batch and returns the loss; gradients are ones.
     """
-    pairs = [ends() for _ in range(service.server.rule.learners)]
+    pairs = [Fragile.ends(0) for _ in range(service.server.rule.learners)]
     errors: dict[int, Exception] = {}
 
     def work(learner: int) -> None:
-        shard = Shard(RemoteServer(pairs[learner][0]), [0])
         weights = [torch.zeros(3, dtype=torch.float64)]
+        shard = Shard(pairs[learner][0], weights, [0])
         try:
             learn(
                 [shard],
-                weights,
                 lambda number: ([torch.ones_like(weights[0])], compute(learner, number)),
                 asks=asks,
             )

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from short_studies import Policy, measured
 
-from largebatch.lab.studies.policies import draw, rank
+from largebatch.lab.studies.policies import Ranking, draw, rank
 from largebatch.lab.studies.study import Slot
 from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.recipe.loading import parse_recipe
@@ -45,21 +45,26 @@ def with_seeds(cells: Cells, change: Callable[[str, Result], Result | None]) -> 
     return found
 
 
+def level(found: Ranking) -> list[str]:
+    """Return the policies within the noise of the first one."""
+    return [one.policy for one in found.ranked if one.is_level]
+
+
 def test_the_policy_of_the_lowest_cost_leads(cells: Cells) -> None:
-    found = rank(cells, by="cost", target=0.9)
-    quick, slow, never = found.ranked
+    found = rank(cells, target=0.9)
+    _, slow, never = found.ranked
     assert [one.policy for one in found.ranked] == ["quick", "slow", "never"]
-    assert found.recommended is quick
+    assert found.finding.startswith("recommended by cost to 90.00%: quick")
     # one of two comparisons
     ends = stats.ttest_rel(np.log([9, 10, 11]), np.log([4, 5, 6])).confidence_interval(0.975)
     mean = (9 * 10 * 11 / (4 * 5 * 6)) ** (1 / 3)
     assert slow.against == pytest.approx((mean, np.exp(ends.low), np.exp(ends.high), 3))
-    assert not found.level
-    assert (never.known, never.against) == ({}, None)
+    assert not slow.is_level
+    assert (never.scores, never.against) == ({}, None)
 
 
 def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(cells: Cells) -> None:
-    found = rank(cells, by="accuracy")
+    found = rank(cells)
     assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
     against = found.ranked[1].against
     assert against is not None
@@ -88,19 +93,17 @@ def by_accuracy(cells: Cells, top1: Mapping[str, Sequence[float]]) -> Cells:
 
 def test_few_seeds_are_a_doubt(cells: Cells) -> None:
     two = with_seeds(cells, lambda _, run: run if run.seed < 3 else None)
-    found = rank(two, by="cost", target=0.9)
-    assert found.first is not None
-    assert found.first.policy == "quick"
-    assert found.recommended is None
+    found = rank(two, target=0.9)
+    assert found.finding.startswith("tentative by cost to 90.00%: quick")
     one = with_seeds(cells, lambda _, run: run if run.seed < 2 else None)
-    assert [each.policy for each in rank(one, by="cost", target=0.9).level] == ["slow"]
+    assert level(rank(one, target=0.9)) == ["slow"]
 
 
 def test_policies_within_the_noise_are_in_no_order(cells: Cells) -> None:
     top1 = {"slow": [0.95, 0.94, 0.96], "quick": [0.94, 0.96, 0.96], "never": [0.5] * 3}
-    found = rank(by_accuracy(cells, top1), by="accuracy")
-    assert [one.policy for one in found.level] == ["slow"]
-    assert found.recommended is None
+    found = rank(by_accuracy(cells, top1))
+    assert level(found) == ["slow"]
+    assert found.finding.startswith("tentative")
 
 
 def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
@@ -112,12 +115,11 @@ def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
 
 
 def test_the_policy_that_more_seeds_bring_to_the_target_leads(cells: Cells) -> None:
-    found = rank(missing(cells, {"quick": [2, 3]}), by="cost", target=0.9)
+    found = rank(missing(cells, {"quick": [2, 3]}), target=0.9)
     assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
-    assert [one.policy for one in found.level] == ["quick"]  # of one pair nothing is sure
-    nothing = rank(cells, by="cost", target=0.99)
-    assert nothing.first is None
-    assert nothing.doubts
+    assert level(found) == ["quick"]  # of one pair nothing is sure
+    nothing = rank(cells, target=0.99)
+    assert nothing.finding.startswith("insufficient data")
 
 
 def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> None:
@@ -126,19 +128,18 @@ def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> 
         by_accuracy(cells, top1),
         lambda _, run: replace(run, diverged="the loss is nan") if run.seed == 3 else run,
     )
-    found = rank(once, by="accuracy")
+    found = rank(once)
     assert all(one.is_level for one in found.ranked[1:])
     assert found.doubts
-    assert not rank(cells, by="accuracy").ranked[-1].is_level
+    assert not rank(cells).ranked[-1].is_level
 
 
 def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
     unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
-    assert "slow" in rank(unfinished, by="cost", target=0.9).doubts[0]
-    assert rank(with_seeds(cells, lambda *_: None), by="cost", target=0.9).doubts
-    assert rank(cells[1:2], by="cost", target=0.9).doubts
+    assert "slow" in rank(unfinished, target=0.9).doubts[0]
+    assert rank(with_seeds(cells, lambda *_: None), target=0.9).doubts
     at_an_end = with_seeds(cells, lambda _, run: replace(run, rate=0.2))
-    assert [each for each in rank(at_an_end, by="cost", target=0.9).doubts if "lowest" in each]
+    assert [each for each in rank(at_an_end, target=0.9).doubts if "lowest" in each]
 
 
 def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:

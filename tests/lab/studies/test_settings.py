@@ -8,7 +8,7 @@ from scipy import stats
 
 from largebatch import load_recipe
 from largebatch.lab.studies.settings import best_setting, draw, lost, transfer_matrix
-from largebatch.lab.studies.trained import CellResults, Result, SettingCell
+from largebatch.lab.studies.trained import CellResults, Result, TrainedCell
 from largebatch.report.pages import Table
 
 RECIPES, SETTINGS = ("mnist", "cifar", "svhn"), ("small", "own", "large", "wide")
@@ -108,7 +108,7 @@ def test_the_page_has_costs_and_transfer() -> None:
     recipe = load_recipe("digits_96")
     cells = [
         CellResults(
-            cell=SettingCell(configuration=name, variant=setting, recipe=recipe, seeds=3),
+            cell=TrainedCell(configuration=name, variant=setting, recipe=recipe, seeds=3),
             seeds=tuple(run(seed, top1 + seed / 1000, seconds=seconds) for seed in (1, 2, 3)),
         )
         for name, setting, top1, seconds in (

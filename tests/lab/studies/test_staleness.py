@@ -124,7 +124,7 @@ def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dic
 def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
     records = record(0.75, [1, 2, 1], 10.0), record(0.65, [1, 2, 0, 1], 30.0, seed=2)
     row = StalenessRow(one_cell(tmp_path, sigma=[1]), records)
-    assert (row.top1.mean, row.seconds) == pytest.approx((0.7, 20.0))
+    assert (row.top1.mean, row.seconds) == pytest.approx((70.0, 20.0))
     assert row.diverged == 0
     assert row.tau == pytest.approx((4 * 1 + 2 + 3) / 8)
 

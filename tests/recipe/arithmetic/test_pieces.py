@@ -236,12 +236,12 @@ def test_the_plan_has_a_row_for_each_batch(capsys: pytest.CaptureFixture[str]) -
     assert "global batch  96 = 2 workers x 48\n" in shown
     row = "from 150  192 = 2 workers x 2 micro-batches x 48, epoch 10.02, learning rate of the"
     assert row in shown
-    assert "samples seen  57,600 (40.08 epochs)" in shown
+    assert "57,600 samples, 40.08 epochs" in shown
 
 
 def test_the_course_of_a_schedule_is_drawn_by_epoch_across_the_change() -> None:
     course = course_of(digits(DOUBLED))
-    epochs = [course.epoch(step) for step in range(len(course.rates) + 1)]
+    epochs = [course.plan.epoch(step) for step in range(len(course.rates) + 1)]
     widths = [round(1437 * (after - before)) for before, after in pairwise(epochs)]
     assert widths == batches(course.plan)
     assert course.facts()["batches"] == "96, 192 from step 150"
