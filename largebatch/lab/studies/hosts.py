@@ -25,7 +25,7 @@ from largebatch.lab.studies.metrics import Interval, interval, interval_line, ra
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, OnHosts, Task
+from largebatch.lab.studies.study import Cell, OnHosts, Slot
 from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
@@ -144,17 +144,17 @@ class HostsCell(Cell):
             "megabits": self.megabits,
         }
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Start the workers once, and record what they measure."""
-        own = {**task.options, "backend": "torch" if self.workers > 1 else "auto"}
+        del rate
         job = Job(
-            recipe=self.recipe.model_copy(update={"seed": task.slot.seed}),
-            options=Options(out=Path(), report=False, **own),
+            recipe=self.recipe.model_copy(update={"seed": slot.seed}),
+            options=replace(options, backend="torch" if self.workers > 1 else "auto"),
             on_hosts=self.on_hosts,
             samples=self.samples,
         )
         start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
-        return {"seed": task.slot.seed, **asdict(start), **circumstances()}
+        return {"seed": slot.seed, **asdict(start), **circumstances()}
 
 
 def recipe_on_hosts(
