@@ -111,10 +111,8 @@ class DeviceMemoryError(LargebatchError):
 class SmallerBatchError(DeviceMemoryError):
     """A device batch did not fit; the run continues from its folder, which holds a smaller one."""
 
-    def __init__(self, message: str, *, alone: bool = False) -> None:
-        super().__init__(message)
-        self.alone = alone
-        """True if no other worker was lost, so that this process can continue."""
+    alone = False
+    """True if no other worker is lost, so that this process can continue."""
 
 
 class UnusedParametersError(LargebatchError, ValueError):

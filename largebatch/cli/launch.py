@@ -203,10 +203,12 @@ def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
     return time
 
 
-def _places(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path]:
+def _places(kind: str, source: Path, weights: str | None, job: Job) -> dict[str, Path]:
     """Return the files and folders of this host that a job uses, by option or key."""
-    weights = Path(recipe.model.weights) if recipe.model.weights else None
-    files_of_job = {"RECIPE": source if source.is_file() else None, "model.weights": weights}
+    files_of_job = {
+        "RECIPE": source if source.is_file() else None,
+        "model.weights": Path(weights) if weights else None,
+    }
     given = files_of_job | {"--data": job.data, "--out": job.out}
     places = {
         key: Path(posixpath.normpath(place.absolute()))
@@ -227,7 +229,7 @@ def _places(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, Path
 def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     """Return a script whose settings have the job's values; each key is the start of a line."""
     gpus, node, queue = job.gpus_per_node, job.node, job.queue
-    places = _places(kind, source, recipe, job)
+    places = _places(kind, source, recipe.model.weights, job)
     options = _options(job)
     if weights := places.get("model.weights"):
         options += ["--set", f"model.weights={weights}"]

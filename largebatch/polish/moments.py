@@ -8,6 +8,7 @@ Chan, Golub and LeVeque (1983).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Self
 
 import torch
@@ -35,6 +36,10 @@ _LOSSY = 1e4
 """Squared distance, in variances, of an origin from which sums of squares keep only 12 digits."""
 
 
+_Spans = tuple[list[int], Tensor, Tensor]
+"""Counts, means and (biased) variances of the spans of a batch: G, G x C, G x C."""
+
+
 @dataclass(slots=True)
 class Moments:
     """Count, mean and sum of squared deviations from the mean, per channel, in float64."""
@@ -45,8 +50,8 @@ class Moments:
     _far: Tensor | None = None
     """Channels that a GPU measures twice, see in_one."""
 
-    _pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    """Counts, means and variances of batches that are to be merged."""
+    _pending: list[_Spans] = field(default_factory=list)
+    """Batches that are to be merged."""
 
     def to(self, device: torch.device) -> Self:
         """Return the moments on a device, with all batches; not a copy if they are there."""
@@ -69,18 +74,29 @@ class Moments:
             self._merge(count, mean, deviations)
             return mean, deviations / count
         mean, var = self.in_one(values)
-        self.add_later(count, mean, var)
+        self.add_later([count], mean[None], var[None])
         return mean, var
 
-    def add_later(self, count: int, mean: Tensor, var: Tensor) -> None:
-        """Add the moments of values, merged with others."""
-        self._pending.append((count, mean, var))
+    def add_spans(self, values: Tensor, stat: Tensor, *, span: int) -> None:
+        """Add values like `add`, given mean and (biased) variance of each span: G x 3 x C.
+
+        They are not read again, but for the first batch and where channels are far from zero.
+        """
+        if self._far is None or len(self._far):
+            self.add(values)
+            return
+        mean, var, _ = stat.unbind(1)
+        area = values.numel() // (len(values) * len(self.mean))
+        counts = [area * min(span, len(values) - start) for start in range(0, len(values), span)]
+        self.add_later(counts, mean, var)
+
+    def add_later(self, counts: list[int], means: Tensor, variances: Tensor) -> None:
+        """Add the moments of spans, G x C, merged with others."""
+        self._pending.append((counts, means, variances))
         if len(self._pending) == TOGETHER:
             self.merge()
 
-    def swap_pending(
-        self, pending: list[tuple[int, Tensor, Tensor]]
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    def swap_pending(self, pending: list[_Spans]) -> list[_Spans]:
         """Replace the batches that are to be merged, and return them."""
         before, self._pending = self._pending, pending
         return before
@@ -89,12 +105,13 @@ class Moments:
         """Add the batches that are pending."""
         if not self._pending:
             return
-        counts, means, variances = zip(*self._pending, strict=True)
+        every_count, means, variances = zip(*self._pending, strict=True)
         self._pending.clear()
-        every = torch.stack(means).double()
+        counts = list(chain(*every_count))
+        every = torch.cat(means).double()
         count = sum(counts)
         mean = _weighted_sum(every, [part / count for part in counts])
-        within = _weighted_sum(torch.stack(variances).double(), counts)
+        within = _weighted_sum(torch.cat(variances).double(), counts)
         self._merge(count, mean, within + _weighted_sum((every - mean).square_(), counts))
 
     def _merge(self, count: int, mean: Tensor, deviations: Tensor) -> None:

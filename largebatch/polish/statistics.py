@@ -335,7 +335,7 @@ def _measure(
 
 def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor], None]:
     """Return a function that measures images, replayed from a graph for images of one shape."""
-    counts: dict[torch.Size, list[list[int]]] = {}
+    counts: dict[torch.Size, list[list[list[int]]]] = {}
 
     def moments_of(images: Tensor) -> Tensor:
         before = [owner.measured.swap_pending([]) for owner in owners]
@@ -347,17 +347,19 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
                 owner.measured.swap_pending(pending)
                 for owner, pending in zip(owners, before, strict=True)
             ]
-        counts[images.shape] = [[count for count, *_ in calls] for calls in found]
-        return torch.cat([it.double() for calls in found for _, *both in calls for it in both])
+        counts[images.shape] = [[spans for spans, *_ in calls] for calls in found]
+        every = [it for calls in found for _, *both in calls for it in both]
+        return torch.cat([it.double().flatten() for it in every])
 
     moments = accelerator.Replayed(moments_of, device_of(model), partial(kept_on_host, model))
 
     def measure(images: Tensor) -> None:
         values = moments(images)
         for owner, calls in zip(owners, counts[images.shape], strict=True):
-            for count in calls:
-                mean, var, values = values.tensor_split([len(owner.mean), 2 * len(owner.mean)])
-                owner.measured.add_later(count, mean, var)
+            for spans in calls:
+                size = len(spans) * len(owner.mean)
+                *both, values = values.tensor_split([size, 2 * size])
+                owner.measured.add_later(spans, *(it.view(len(spans), -1) for it in both))
 
     return measure
 
@@ -428,14 +430,15 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
         )
     if not values.numel():
         return F.batch_norm(**given)
+    span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
+    settings: dict[str, Any] = {"eps": owner.eps, "span": span}
+    if kernels.take(values):
+        out, stat = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
+        owner.measured.add_spans(values.detach(), stat, span=span)
+        return out  # type: ignore[no-any-return]  # a module by its kind
     mean, var = (it.to(owner.mean) for it in owner.measured.add(values.detach()))
-    if owner.span and len(values) > owner.span:
-        affine = given.get("weight"), given.get("bias")
-        settings: dict[str, Any] = {"eps": owner.eps, "span": owner.span}
-        if not kernels.take(values):
-            return normalise(values, *affine, **settings)
-        fused = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
-        return fused[0]  # type: ignore[no-any-return]  # a module by its kind
+    if len(values) > span:
+        return normalise(values, *affine, **settings)
     if mean.dtype == torch.float16:
         overflows = ~(mean.isfinite() & var.isfinite())
         owner.measured.deviations.masked_fill_(overflows, float("inf"))  # all fail in `_check`

@@ -80,15 +80,13 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         section, device = recipe.model, backend.device
         model = build_model(recipe, device)
         require_trainable(model, section.name)
-        chosen = []
+        chosen: list[str] = []
         if protocol is None and recipe.execution.device_batch is None:
-            kept, remark = None, None
+            kept = None
             if options.resume:
-                kept, remark = kept_plan(recipe, options.out, backend)
-            if remark is not None and plan != kept:
-                chosen.append(remark)
+                kept, chosen = kept_plan(recipe, options.out, backend)
             if kept is not None:
-                plan = kept
+                plan, chosen = kept, chosen if kept != plan else []
             elif accelerator.is_remote(device):
                 plan, reason = fitted_plan(recipe, plan, model, backend)
                 chosen.append(reason)

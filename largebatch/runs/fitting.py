@@ -4,21 +4,19 @@ It is kept in the run folder: a resumed run rounds as before and measures nothin
 """
 
 import gc
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DeviceMemoryError, PlanError, SmallerBatchError
-from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
@@ -26,7 +24,7 @@ from largebatch.storage import write_whole
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
-"""File in a run folder with its device batch."""
+"""File in a run folder: device batch, number of workers, type of their devices."""
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
@@ -91,28 +89,17 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    device_batch: int
-    workers: int
-    device: str
-    """Type of the workers' devices."""
-
-
-_KEPT = TypeAdapter(_Kept)
-
-
 def keep(folder: Path, backend: Backend, device_batch: int) -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    kept = _Kept(device_batch, backend.world_size, backend.device.type)
+    kept = [device_batch, backend.world_size, backend.device.type]
     try:
-        write_whole(folder / KEPT, _KEPT.dump_json(kept))
+        write_whole(folder / KEPT, json.dumps(kept).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
-def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, str | None]:
-    """Return the plan with the device batch of the run in `folder`, and a remark on it.
+def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, list[str]]:
+    """Return the plan with the device batch of the run in `folder`, and remarks on it.
 
     The plan is None if that device batch is unknown, was another number of workers' or another type
     of device's, or does not divide the recipe. Worker 0 reads for all.
@@ -121,18 +108,15 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     with suppress(OSError):
         content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
     try:
-        kept = _KEPT.validate_json(broadcast_bytes(content, backend))
-    except ValidationError:  # a run of an earlier version has none
-        return None, None
-    remark = f"device batch {kept.device_batch:,}, as in this run before"
+        device_batch, *place = json.loads(broadcast_bytes(content, backend))
+    except ValueError:  # a run of an earlier version has none
+        return None, []
+    remark = f"device batch {device_batch:,}, as in this run before"
     with suppress(PlanError):
-        if kept == _Kept(kept.device_batch, backend.world_size, backend.device.type):
-            given = recipe.with_execution(device_batch=kept.device_batch)
-            return make_plan(given, workers=kept.workers, backend=backend.name), remark
-    return None, (
-        f"{remark} on {plural(kept.workers, 'worker')} ({kept.device}), cannot be that of "
-        f"{plural(backend.world_size, 'worker')} ({backend.device.type})"
-    )
+        if place == [backend.world_size, backend.device.type]:
+            given = recipe.with_execution(device_batch=device_batch)
+            return make_plan(given, workers=backend.world_size, backend=backend.name), [remark]
+    return None, [f"{remark} ({place[0]} x {place[1]}), does not fit here and is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:
@@ -146,32 +130,29 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     """
     recipe, plan, backend = session.saver.recipe, session.plan, session.backend
     reducer = session.state.updater.reducer
-    asked, fits = recipe.execution.device_batch, plan.device_batch // 2
     free = recipe.with_execution(device_batch=None)
-    smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
+    smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
-    step = session.state.progress.step
+    step, in_passes = session.state.progress.step, reducer.in_passes
     if smaller >= plan.device_batch or recipe.protocol is not None:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
         )
-    alone = backend.name == "serial"
-    if asked is not None or not (folder / KEPT).exists():  # on a disk of another host
+    if recipe != free or not (folder / KEPT).exists():  # on a disk of another host
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
-    saves = alone and reducer.in_passes  # else weights or results may be those of half an update
-    since = f"update {step:,}" if saves else "the newest checkpoint"
-    message = f"{where}: continuing after {since} with {smaller:,}"
-    if alone:
+    error = SmallerBatchError(f"{where}: continuing with {smaller:,} from the newest checkpoint")
+    error.alone = backend.name == "serial"
+    if error.alone:
         reducer.zero()
         gc.collect()  # the tensors of the pass that failed
         session.step_log.flush()
-    session.log.note("train", message)
-    if step and saves:
+    session.log.note("train", str(error))
+    if error.alone and step and in_passes:  # else weights may be those of half an update
         session.saver.save()
     keep(folder, backend, smaller)
-    return SmallerBatchError(message, alone=alone)
+    return error
 
 
 def whole_spans(num: int, span: int) -> int:

@@ -256,11 +256,7 @@ def _cause(
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
         return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
-    kinds: dict[int, type[Exception]] = {
-        USER: LargebatchError,
-        DIVERGED: DivergedError,
-        MEMORY: SmallerBatchError,
-    }
+    kinds = {USER: LargebatchError, DIVERGED: DivergedError, MEMORY: SmallerBatchError}
     if not Path(failure.error_file).exists():
         kinds = {}
     return kinds.get(failure.exitcode, WorkerFailedError)(_describe(failure))

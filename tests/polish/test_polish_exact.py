@@ -199,23 +199,28 @@ def test_an_accelerator_merges_many_batches_at_once_and_exactly(
     assert launches == 10 * (7 + measuring)
 
 
-def with_kernels() -> dict[str, Tensor]:
-    """Polish batches of two spans on the device with Triton's kernels."""
+def with_kernels() -> tuple[dict[str, Tensor], int]:
+    """Polish batches of two spans there with Triton's kernels, and count those of the last."""
     accelerator.simulate()
     accelerator.use_kernels()
     backend = Serial(torch.device(accelerator.NAME))
     model = with_span(network(), 2).to(backend.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    images = [images.float() for images, _ in pairs(4, 4)]
-    polish(
-        model, [it.to(backend.device, memory_format=torch.channels_last) for it in images], backend
-    )
-    state: dict[str, Tensor] = model.cpu().state_dict()
-    return state
+    launches = accelerator.COUNTS.launches
+
+    def batches() -> Iterator[Tensor]:
+        for images, _ in pairs(4, 4):
+            launches.clear()
+            yield images.float().to(backend.device, memory_format=torch.channels_last)
+
+    polish(model, batches(), backend)
+    ours = sum(number for line, number in launches.items() if line.startswith("models/kernels"))
+    return model.cpu().state_dict(), ours
 
 
 def test_kernels_measure_and_normalise_spans_as_pytorch_does() -> None:
     pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
-    found = on_forked_workers(with_kernels, workers=1)
+    found, launches = on_forked_workers(with_kernels, workers=1)
+    assert launches == 2 * 3  # of three layers: their moments, and what they return
     model = with_span(network(), 2).double()
     polish(model, [images for images, _ in pairs(4, 4)], CPU)
     for name, value in model.state_dict().items():

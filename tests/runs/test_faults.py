@@ -211,7 +211,7 @@ def test_a_changed_index_or_recipe_is_refused_until_each_is_allowed(
     keys = [word for word in str(caught.value).split() if word.startswith("data.index")]
     with pytest.raises(CheckpointError, match="differs from this one: data.index"):
         run(faster, out=out, data=data, resume=True, allow=("schedule.peak_lr",))
-    with pytest.raises(CheckpointError, match="--allow optimizer.eta: "):
+    with pytest.raises(CheckpointError, match="--allow optimizer.eta"):
         run(faster, out=out, data=data, resume=True, allow=("optimizer.eta",))
     allowed = {key.strip(";") for key in keys}
     allow = ("schedule.peak_lr", *sorted(allowed))
@@ -328,8 +328,9 @@ def compare() -> list[str]:
 def test_a_difference_of_one_bit_between_workers_is_found_and_named() -> None:
     equal, bit, buffer = on_forked_workers(compare, workers=3)
     assert equal == "equal"
-    assert bit.startswith("the weights of worker 1 differ from those of the others, at step 9")
-    assert buffer.startswith("the weights of worker 2 differ from those of the others, at step 9")
+    for message, worker in ((bit, 1), (buffer, 2)):
+        assert f"worker {worker}" in message
+        assert "step 9" in message
 
 
 def test_weights_are_compared_at_the_interval_and_before_a_save(

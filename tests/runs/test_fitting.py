@@ -1,7 +1,9 @@
 """The device batch that fits the memory of a simulated accelerator."""
 
+import json
 import os
 from functools import partial
+from pathlib import Path
 
 import accelerator
 import late_group
@@ -17,7 +19,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.runs.fitting import SHARE, fitted_plan, measure, random_batch
+from largebatch.runs.fitting import KEPT, SHARE, fitted_plan, kept_plan, measure, random_batch
 from largebatch.runs.state import build_criterion
 
 RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
@@ -85,6 +87,26 @@ def of_two() -> tuple[int, int]:
 def test_workers_choose_what_fits_the_smallest_of_their_devices() -> None:
     own, both = on_forked_workers(of_two, workers=2)
     assert (own, both) == (240, 48)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        pytest.param([96, 1, "cpu"], 96, id="the same"),
+        pytest.param([96, 2, "cpu"], None, id="of two workers"),
+        pytest.param([96, 1, "cuda"], None, id="of a GPU"),
+        pytest.param([100, 1, "cpu"], None, id="of another batch"),
+        pytest.param(None, None, id="unknown"),
+    ],
+)
+def test_the_device_batch_of_a_run_is_kept_where_it_fits(
+    kept: list[object] | None, expected: int | None, tmp_path: Path
+) -> None:
+    if kept is not None:
+        (tmp_path / KEPT).write_text(json.dumps(kept))
+    plan, remarks = kept_plan(RECIPE, tmp_path, Serial(torch.device("cpu")))
+    assert (plan and plan.device_batch) == expected
+    assert len(remarks) == (kept is not None)
 
 
 @pytest.mark.parametrize(

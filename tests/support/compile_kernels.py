@@ -6,6 +6,7 @@ python compile_kernels.py 90
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +15,7 @@ from triton.compiler import ASTSource
 
 from largebatch import accelerator
 from largebatch.data.decoders import pixel_cache
+from largebatch.data.types import Request, View
 from largebatch.models.kernels import fused
 from largebatch.optim.kernels import Rule
 from largebatch.optim.kernels.table import Table
@@ -81,9 +83,11 @@ def main() -> None:
     )
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.update([rule], torch.ones(()), torch.zeros(()))
-    pixels, numbers = torch.zeros(2, 32, 32, 3).byte(), torch.zeros(9, 2).long()
-    scale, order = torch.ones(2, 3, 1, 1), torch.channels_last
-    pixel_cache._cut_out_at_once(pixels, numbers, 32, scale, order)
+    pixel_cache.DEVICES, pixel_cache._WORK = {"cpu"}, {torch.device("cpu"): True}
+    uploaded = pixel_cache.Uploaded(np.arange(2), torch.zeros(2, 32, 32, 3).byte())
+    view = View(image_size=32, mean=(0.5,) * 3, std=(0.2,) * 3, interpolation="bilinear")
+    request = Request(np.arange(2), np.array([[0, 0, 32, 32]] * 2), np.zeros(2, dtype=np.bool_))
+    list(pixel_cache.decode_on_device(uploaded, view, [request]))
     code = {
         name: compiled(kernel, target, args, constants)
         for name, (kernel, args, constants) in launches.items()

@@ -9,6 +9,7 @@ import torch
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
@@ -240,19 +241,14 @@ def test_a_model_that_cannot_be_compiled_is_refused(
 
 def test_blocks_of_two_threads_leave_models_compiled() -> None:
     """As two threads enter and leave them, of which neither is inside the other's."""
-    traced: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        traced.append(graph)
-        return graph
-
-    model = compiles(nn.ReLU(), backend=backend)
+    counter = CompileCounter()
+    model = compiles(nn.ReLU(), backend=counter)
     first, second = uncompiled(), uncompiled()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     model(torch.ones(1))
-    assert not traced
+    assert not counter.frame_count
     second.__exit__(None, None, None)
     model(torch.ones(1))
-    assert traced
+    assert counter.frame_count

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +75,9 @@ AT_ONCE = 2**25
 
 DEVICES = {accelerator.TRITON}
 """Types of devices with the kernel."""
+
+_WORK: dict[torch.device, bool] = {}
+"""Result of the trial on each device, of its first batch."""
 
 BLOCK = 1024  # numbers of a batch that a program of the kernel writes
 
@@ -283,7 +286,6 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     transfer, places = Transfer(pixels.device), _places(size, pixels.device)
     (scale,) = transfer.send(torch.tensor([view.mean, view.std]).mul_(255).view(2, 3, 1, 1))
     order = torch.channels_last if view.channels_last else torch.contiguous_format
-    at_once = pixels.device.type in DEVICES and _works(pixels.device)
 
     def number(request: Request) -> tuple[Request, Tensor]:
         shifts = np.zeros_like(request.boxes[:, :2]) if request.shifts is None else request.shifts
@@ -291,63 +293,38 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         rows = request.samples, *request.boxes.T, request.flips, *shifts.T, labels
         return request, torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
 
+    def by_pytorch(request: Request, numbers: Tensor) -> Tensor:
+        if (request.boxes[:, 2:] == size).all():
+            images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
+        else:
+            images = _resized(pixels, numbers, view, moves=request.shifts is not None)
+        return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)  # in float32
+
+    def by_kernel(numbers: Tensor) -> Tensor:
+        from largebatch.data.decoders.triton_crop import cut_out
+
+        num, grid = numbers.shape[1], (numbers.shape[1], -(-3 * size * size // BLOCK))
+        out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
+        sizes = *pixels.shape[1:3], size, num
+        constants = {"CHANNELS_LAST": view.channels_last, "BLOCK": BLOCK}
+        accelerator.launch(cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
+        return out
+
+    def error(request: Request, numbers: Tensor) -> float:
+        accelerator.synchronize(pixels.device)  # a trial has a stream of its own
+        return 1.0 - by_kernel(numbers).equal(by_pytorch(request, numbers))  # sync: once a device
+
     with closing(ahead(map(number, requests))) as numbered:
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
-            if (request.boxes[:, 2:] != size).any():
-                moves = request.shifts is not None
-                images = _resized(pixels, numbers, view, moves=moves)
-            elif at_once and len(request.samples):
-                images = _cut_out_at_once(pixels, numbers, size, scale, order)
-                yield Batch(images, numbers[-1])
-                continue
+            whole = len(request.samples) > 0 and (request.boxes[:, 2:] == size).all()
+            if whole and pixels.device.type in DEVICES and pixels.device not in _WORK:
+                tried = partial(error, request, numbers)
+                _WORK[pixels.device] = accelerator.try_kernels("cached pixels", tried)
+            if whole and _WORK.get(pixels.device):
+                yield Batch(by_kernel(numbers), numbers[-1])
             else:
-                images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
-            yield Batch(_normalised(images, scale, order), numbers[-1])
-
-
-def _normalised(images: Tensor, scale: Tensor, order: torch.memory_format) -> Tensor:
-    """Return bytes, or floats of whole numbers, normalised in float32."""
-    return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)
-
-
-def _cut_out_at_once(
-    pixels: Tensor, numbers: Tensor, size: int, scale: Tensor, order: torch.memory_format
-) -> Tensor:
-    """Return what `_cut_out` does, normalised, by one kernel."""
-    from largebatch.data.decoders import triton_crop
-
-    _, height, width, _ = pixels.shape
-    num, is_last = numbers.shape[1], order == torch.channels_last
-    out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
-    grid = num, -(-3 * size * size // BLOCK)
-    sizes = height, width, size, num
-    constants = {"CHANNELS_LAST": is_last, "BLOCK": BLOCK}
-    accelerator.launch(triton_crop.cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
-    return out
-
-
-@cache
-def _works(device: torch.device) -> bool:
-    """Return True if the kernel runs on a device and computes the bits of PyTorch's."""
-
-    def error() -> float:
-        pixels = torch.arange(2 * 7 * 9 * 3).remainder(251).byte().view(2, 7, 9, 3).to(device)
-        rows = [[1, 0], [0, 2], [3, 1], [5, 5], [5, 5], [0, 1], [-4, 2], [1, -3], [0, 1]]
-        numbers = torch.tensor(rows).to(device)
-        scale = torch.tensor([[121.0, 116.5, 104.1], [64.3, 61.8, 59.9]]).view(2, 3, 1, 1)
-        scale, shown = scale.to(device), 5
-        part = _cut_out(pixels, numbers, _places(shown, device), np.True_)
-        same = [
-            torch.equal(  # sync: once per device
-                _cut_out_at_once(pixels, numbers, shown, scale, order),
-                _normalised(part, scale, order),
-            )
-            for order in (torch.contiguous_format, torch.channels_last)
-        ]
-        return 1.0 - all(same)
-
-    return accelerator.try_kernels("pixels on the device", error)
+                yield Batch(by_pytorch(request, numbers), numbers[-1])
 
 
 @lru_cache(maxsize=8)

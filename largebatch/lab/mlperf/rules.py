@@ -101,7 +101,8 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
         ),
         ("evaluation.views", evaluation.views == 1, "one view of each image is evaluated"),
     )
-    return [BrokenRule(key, _found(recipe, key), rule) for key, kept, rule in rules if not kept]
+    settings = recipe.model_dump(mode="json", exclude_none=True)
+    return [BrokenRule(key, _found(settings, key), rule) for key, kept, rule in rules if not kept]
 
 
 def warmup_epochs(warmup: Duration | None, *, updates_per_epoch: float) -> float:
@@ -148,8 +149,7 @@ def _near(bounds: tuple[float, float] | None, expected: tuple[float, float]) -> 
     return bounds is not None and math.dist(bounds, expected) < 1e-6
 
 
-def _found(recipe: Recipe, setting: str) -> str:
-    value: Any = recipe.model_dump(mode="json", exclude_none=True)
+def _found(value: Any, setting: str) -> str:  # noqa: ANN401 -- JSON
     for key in setting.split("."):
         value = value.get(key)
     return clip(value if isinstance(value, str) else json.dumps(value), 60)
