@@ -139,7 +139,7 @@ def test_transformers_evaluates_the_average_and_trains_on_its_own_weights() -> N
     model = network()
     model(batches()[0][0])
     weight, evaluated = next(model.parameters()), list[Tensor]()
-    trainer = SimpleNamespace(evaluation_loop=lambda: evaluated.append(weight.clone()))
+    trainer = SimpleNamespace(model=model, evaluation_loop=lambda: evaluated.append(weight.clone()))
     callback = PolishedAverage(trainer, batches(), decay=0.5)
     args, state = SimpleNamespace(load_best_model_at_end=True), SimpleNamespace(global_step=0)
     with pytest.raises(ValueError, match="load_best"):
@@ -159,4 +159,6 @@ def test_transformers_evaluates_the_average_and_trains_on_its_own_weights() -> N
     torch.testing.assert_close(evaluated, [raw * 2 / 3] * 2)
     assert weight.equal(raw)  # as a checkpoint saves it
     callback.on_train_end(args, state, None, model=model)
+    trainer.evaluation_loop()
     assert weight.equal(evaluated[0])
+    assert weight.equal(evaluated[2])

@@ -31,7 +31,7 @@ import torch
 from benchmarks.speed.input_pipeline import AREA, batches, dali_reader, requests, view
 from benchmarks.speed.measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from largebatch import accelerator
-from largebatch.data.datasets.arrays import Split, data_set
+from largebatch.data.datasets.arrays import data_set
 from largebatch.data.datasets.packing import write_shards
 from largebatch.data.decoders import dali, pixel_cache
 from largebatch.data.index.index import load_or_read
@@ -52,7 +52,7 @@ def write_noise(folder: Path, number: int) -> None:
     """Write images of CIFAR-10's size into shards."""
     draw = np.random.default_rng(0)
     pixels = draw.integers(256, size=(number, 32, 32, 3), dtype=np.uint8)
-    noise = data_set(("a", "b"), {"train": Split(pixels, np.arange(number) % 2)})
+    noise = data_set(("a", "b"), {"train": (pixels, np.arange(number) % 2)})
     write_shards(noise, folder, shard_bytes=2**26, progress=lambda *_: None)
 
 

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number as Between
 
 from largebatch.cli.recipe import write_recipe
-from largebatch.errors import DataError, LargebatchError, printable, shorten
+from largebatch.errors import DataError, LargebatchError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
@@ -72,9 +72,9 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
 def open_indexes(folder: Path) -> "tuple[Index, Index]":
     """Return the indexes of a folder, built if there are none, and print what they hold.
 
-    Raises DataError if the splits have other classes, or a class has no training image.
+    Raises DataError if the splits have other classes, or a class has no image.
     """
-    from largebatch.data.index.folder import EXTENSIONS, describe
+    from largebatch.data.index.folder import describe
     from largebatch.data.index.index import check_same_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
@@ -82,13 +82,6 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
         if ignored := describe(found.ignored, where=split):
             print(printable(ignored))
     check_same_classes(train.root, train.classes, val.classes)
-    present = set(train.labels.tolist())
-    empty = [name for label, name in enumerate(train.classes) if label not in present]
-    if empty:
-        raise DataError(
-            f"{folder}/train: no images ({' '.join(EXTENSIONS)}) of {shorten(empty)}; add some, or "
-            "remove these folders from train and val"
-        )
     bad = len(train.bad) + len(val.bad)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
@@ -177,18 +170,11 @@ def _progress(text: str) -> Iterator[Progress]:
     SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.
     """
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
-        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        Progress(console=Console(stderr=True), transient=True) as bar,
     ):
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -319,7 +319,7 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         loader=FileSystemLoader(str(files("largebatch") / "launch")), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    manifests.filters["word"] = _quoted
+    manifests.filters["word"] = lambda word: json.dumps(word.replace("$", "$$"), ensure_ascii=False)
     return manifests.get_template(KINDS[kind]).render(
         vars(job) | vars(job.pods) | vars(job.node),
         name=label if label[:1].isalpha() else f"run-{label}".rstrip("-"),
@@ -344,12 +344,3 @@ def _inside(path: str, *folders: str) -> bool:
     """Return True if a path in a pod is in one of these folders, or is one."""
     found = PurePosixPath(posixpath.normpath(path))
     return any(found.is_relative_to(folder) for folder in folders)
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for YAML, and double each $, because Kubernetes expands variables.
-
-    >>> _quoted("$(HOME)/a$$b")
-    '"$$(HOME)/a$$$$b"'
-    """
-    return json.dumps(word.replace("$", "$$"), ensure_ascii=False)

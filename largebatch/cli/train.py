@@ -94,16 +94,12 @@ def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None
         if worker_rank() is not None:  # a launcher started this process
             resume = f"to resume: the same command with --resume --out {folder}"
         if status == "paused":
-            reached = f"--max-steps {max_steps} is reached"
-            if max_steps is not None and summary.steps > max_steps:
-                reached = f"the run has {summary.steps:,} steps already (--max-steps {max_steps})"
-            resume = f"{reached}; {resume}"
+            resume = f"--max-steps {max_steps} is reached; {resume}"
         print(printable(resume))
     page = folder / REPORT
-    report = f"report: {page}"
-    if status == "interrupted" or not page.exists():  # an existing page is from an earlier part
-        report = f"to draw the report: largebatch report {folder}"
-    print(printable(report))
+    is_drawn = status != "interrupted" and page.exists()  # else it is of an earlier part
+    command = f"to draw the report: largebatch report {folder}"
+    print(printable(f"report: {page}" if is_drawn else command))
 
 
 def evaluate(

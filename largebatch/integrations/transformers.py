@@ -22,22 +22,23 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     """
 
     def __init__(self, trainer: Trainer, batches: Iterable[Any], *, decay: float = 0.999) -> None:
-        self.trainer, self.batches, self.decay = trainer, batches, decay
+        self.batches, self.decay, own = batches, decay, trainer.evaluation_loop
         self._averaged: AveragedModel | None = None
+
+        def evaluation_loop(*args: Any, **words: Any) -> Any:
+            if self._averaged is None:  # not in training
+                return own(*args, **words)
+            with polished(trainer.model, self._averaged, self.batches):
+                return own(*args, **words)
+
+        trainer.evaluation_loop = evaluation_loop
 
     def on_train_begin(self, args: Any, state: Any, _: Any, *, model: nn.Module, **__: Any) -> None:
         if args.load_best_model_at_end or state.global_step:
             raise ValueError(
                 "the average is not saved: unset load_best_model_at_end and resume_from_checkpoint"
             )
-        own = self.trainer.evaluation_loop
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
-
-        def evaluation_loop(*args: Any, **words: Any) -> Any:
-            with polished(model, averaged, self.batches):
-                return own(*args, **words)
-
-        self._averaged, self.trainer.evaluation_loop = averaged, evaluation_loop
+        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
 
     def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         assert self._averaged is not None
@@ -45,9 +46,9 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         assert self._averaged is not None
-        del self.trainer.evaluation_loop
         exchange(model, self._averaged)
         polish(model, self.batches)
+        self._averaged = None
 
 
 class Audit(TrainerCallback):  # type: ignore[misc]  # as above

@@ -16,13 +16,13 @@ from largebatch.optim.kernels.tabled import as_models
 
 
 class FusedAdamW(AdamW):
-    """AdamW of float32 weights on one device, with the groups and the state of PyTorch's."""
+    """AdamW of float32 weights on one device, with the groups and the state of PyTorch's.
+
+    A graph keeps all numbers but the learning rates.
+    """
 
     _rates: Numbers | None = None
     """Learning rates of the groups; None before the first step."""
-
-    _recorded: object = None
-    """The other numbers of the groups, which a graph keeps."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:  # noqa: ANN401 -- of AdamW
         super().__init__(groups, fused=True, capturable=True, **settings)
@@ -33,35 +33,18 @@ class FusedAdamW(AdamW):
         """Return True if a graph may repeat the last step: it read all rates on the device."""
         return self._rates is not None
 
-    def refresh(self) -> None:
-        """Copy the learning rates to the device: before a replay.
-
-        Raises ValueError if other numbers of the groups have changed since a step was recorded.
-        """
-        if self._fixed() != self._recorded:
-            raise ValueError(
-                f"AdamW's betas, eps and weight_decay are now {self._fixed()}, but a graph was "
-                f"recorded with {self._recorded}; set graph: false to change them"
-            )
-        self.use_rates()
-
-    def use_rates(self) -> Tensor:
-        """Return the learning rate of each group on the device."""
+    def refresh(self) -> Tensor:
+        """Copy the learning rates of the groups to the device: before a replay. Return them."""
         if self._rates is None:
             weights = (weight for group in self.param_groups for weight in group["params"])
             self._rates = Numbers(next(weights).device, torch.float32)
-        if accelerator.is_recording():
-            self._recorded = self._recorded or self._fixed()
         return self._rates.use([group["lr"] for group in self.param_groups])
-
-    def _fixed(self) -> list[tuple[Any, ...]]:
-        return [(it["betas"], it["eps"], it["weight_decay"]) for it in self.param_groups]
 
 
 def _lend_rates(optimizer: Optimizer, *_: object) -> None:
     """Replace the rates by those on the device, and gradients by ones in their weights' layout."""
     assert isinstance(optimizer, FusedAdamW)
-    rates = optimizer.use_rates().unbind()
+    rates = optimizer.refresh().unbind()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["host_lr"], group["lr"] = group["lr"], rate
         weights = [weight for weight in group["params"] if weight.grad is not None]

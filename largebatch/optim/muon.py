@@ -40,9 +40,6 @@ AdjustLR = Literal["original", "match_rms_adamw"]
 NSType = Literal["fp32", "bf16"]
 _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 
-Number = float | Tensor
-"""A number of the host, or one on the device: 0-d."""
-
 
 class Muon(Optimizer):
     """Muon for some matrices, and an optimizer of torch for all other weights.
@@ -60,8 +57,7 @@ class Muon(Optimizer):
     """
 
     _numbers: Numbers | None = None
-    """Numbers of the last step, on a device with graphs. A class attribute, because a copy of an
-    optimizer has only what __getstate__ returns."""
+    """Numbers of the last step, on a device with graphs; a copy of an optimizer has none."""
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon
         self,
@@ -117,17 +113,15 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group = self.param_groups[0]
-        momentum, rest, kept, *steps = self._use_numbers()
-        pairs = zip(group["params"], steps, strict=True)
+        group = self._use_numbers()
+        pairs = zip(group["params"], group["steps"], strict=True)
         trained = [(weight, step) for weight, step in pairs if weight.grad is not None]
-        weights = [weight for weight, _ in trained]
-        directions = self._orthogonalize(weights, group, momentum, rest)
+        directions = self._orthogonalize([weight for weight, _ in trained], group)
         for (weight, step), direction in zip(trained, directions, strict=True):
             if group["normalize_weights"]:
                 norm = weight.norm()
                 weight.mul_(math.sqrt(len(weight)) / norm.masked_fill(norm == 0, 1))  # 0 stays 0
-            weight.mul_(kept)
+            weight.mul_(group["kept"])
             if isinstance(step, Tensor):
                 weight.addcmul_(direction, step)
             else:
@@ -147,31 +141,30 @@ class Muon(Optimizer):
         self._lend()
         self._others.refresh()  # type: ignore[attr-defined]  # see can_replay
 
-    def _use_numbers(self) -> Sequence[Number]:
-        """Return the momentum, 1 - momentum, the decay's factor, and each weight's -rate.
+    def _use_numbers(self) -> dict[str, Any]:
+        """Return the group of the matrices with its numbers, on a device with graphs those there.
 
-        A short type would round numbers of the device more than those of the host.
+        They have the type of the weights, which must be long enough for them.
         """
         group = self.param_groups[0]
         weights, momentum, lr = group["params"], group["momentum"], group["lr"]
         steps = [-lr * _scale(weight, group["adjust_lr"]) for weight in weights]
         numbers = [momentum, 1 - momentum, 1 - lr * group["weight_decay"], *steps]
-        if not all(it.device.type in accelerator.GRAPHS and it.itemsize >= 4 for it in weights):
-            return numbers
-        if self._numbers is None:
-            self._numbers = Numbers(weights[0].device)
-        return self._numbers.use(numbers).unbind()
+        kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
+        if len(kinds) == 1 and all(it.itemsize >= 4 for it in weights):
+            self._numbers = self._numbers or Numbers(*kinds.pop())
+            numbers = list(self._numbers.use(numbers).unbind())
+        momentum, rest, kept, *steps = numbers
+        return {**group, "momentum": momentum, "rest": rest, "kept": kept, "steps": steps}
 
-    def _orthogonalize(
-        self, weights: list[Tensor], group: dict[str, Any], momentum: Number, rest: Number
-    ) -> list[Tensor]:
+    def _orthogonalize(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if not weights:
             return []
         for weight in weights:
             state = self.state[weight]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
-            state["momentum_buffer"].lerp_(weight.grad, rest)
+            state["momentum_buffer"].lerp_(weight.grad, group["rest"])
         widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights))
         dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else widest
         numbers = [weight.numel() for weight in weights]
@@ -183,10 +176,7 @@ class Muon(Optimizer):
         costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
         share = own_share(costs, rank=self._workers.rank, workers=self._workers.world_size)
         for places in _of_equal_shapes(share, weights):
-            directions = [
-                self._direction(weights[place], momentum, nesterov=group["nesterov"])
-                for place in places
-            ]
+            directions = [self._direction(weights[place], group) for place in places]
             matrices = directions[0] if len(places) == 1 else torch.stack(directions)
             orthogonal = zeropower_via_newtonschulz(
                 matrices, group["ns_steps"], _COEFFICIENTS, dtype=dtype
@@ -198,10 +188,10 @@ class Muon(Optimizer):
         self._workers.all_reduce(flat).wait()
         return parts
 
-    def _direction(self, weight: Tensor, momentum: Number, *, nesterov: bool) -> Tensor:
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
         assert grad is not None
-        direction: Tensor = grad.lerp(buffer, momentum) if nesterov else buffer
+        direction: Tensor = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return direction.flatten(1)
 
     def _lend(self) -> None:

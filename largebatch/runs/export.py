@@ -21,32 +21,31 @@ from largebatch.training.saving import require_fit
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
 _TIMM = """import timm
-import torch
-from PIL import Image, ImageOps
-from torchvision import transforms
 
-model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()
-"""
+model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()"""
 
 _OURS = """import largebatch.models
 import safetensors.torch
-import torch
-from PIL import Image, ImageOps
-from torchvision import transforms
 
-model = largebatch.models.build("{name}", num_classes={classes}, arguments={arguments}).eval()
-model.load_state_dict(safetensors.torch.load_file("<this folder>/model.safetensors"))
-"""
+arguments = {section.arguments}
+model = largebatch.models.build("{section.name}", num_classes={data.classes}, arguments=arguments)
+model.eval()
+model.load_state_dict(safetensors.torch.load_file("<this folder>/model.safetensors"))"""
 
-_CROP = """side = max(1, round(min(photo.size) * {side} / {resize}))
+_CROP = """side = max(1, round(min(photo.size) * {data.image_size} / {data.eval_resize}))
 left, top = ((length - side) // 2 for length in photo.size)
 photo = photo.crop((left, top, left + side, top + side))
 """
 
-_PREDICT = """names = {names}
+_PREDICT = """
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
+
+names = {names}
 photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
-{crop}photo = photo.resize(({side}, {side}), Image.Resampling.{interpolation})
-pixels = transforms.Normalize({mean}, {std})(transforms.ToTensor()(photo))
+{crop}photo = photo.resize(({data.image_size},) * 2, Image.Resampling.{interpolation})
+pixels = transforms.Normalize({data.mean}, {data.std})(transforms.ToTensor()(photo))
 with torch.inference_mode():
     probabilities = model(pixels[None]).softmax(1)[0]
 for probability, label in zip(*probabilities.topk({shown})):
@@ -90,33 +89,25 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
 
 
 def _card(checkpoint: Checkpoint) -> str:
-    """Describe the model: the code that loads it, its input, and its accuracy after each stage."""
+    """Describe the model: the code that loads and calls it, and its accuracy after each stage."""
     recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
-    side, resize = data.image_size, data.eval_resize
-    names = checkpoint.origin.classes or range(data.classes)
-    code = (_TIMM if is_timms(section.name) else _OURS) + _PREDICT
+    library = "timm" if is_timms(section.name) else "largebatch"
+    code = (_TIMM if library == "timm" else _OURS) + _PREDICT
     code = code.format(
-        name=section.name,
-        classes=data.classes,
-        arguments=section.arguments,
-        crop=_CROP.format(side=side, resize=resize) if resize else "",
+        section=section,
+        data=data,
+        crop=_CROP.format(data=data) if data.eval_resize else "",
         interpolation=data.interpolation.upper(),
-        mean=data.mean,
-        std=data.std,
-        side=side,
-        names=names,
+        names=checkpoint.origin.classes or range(data.classes),
         shown=min(5, data.classes),
     )
-    shown = f"the centre of the image, whose short side has {resize}" if resize else "the image"
-    if resize and (resize - side) % 2 and is_timms(section.name):
-        shown += "; timm's own transform crops half a pixel beside it"
     rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
     for stage in checkpoint.stages:
         name = stage.name if stage.kept else f"{stage.name} (rolled back)"
         rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"""---
-library_name: {"timm" if is_timms(section.name) else "largebatch"}
+library_name: {library}
 pipeline_tag: image-classification
 ---
 # {recipe.name}: {section.name}, {data.classes} classes
@@ -128,9 +119,6 @@ The classes of an image (in the evaluation's form: `largebatch predict RUN IMAGE
 ```python
 {code}
 ```
-
-Input: RGB from 0 to 1, minus {list(data.mean)}, divided by {list(data.std)}; {side} x {side} pixels
-of {shown} ({data.interpolation}).
 
 Measured on {data.val_split:,} validation images{":" if rows else " after a stage; none has ended."}
 

@@ -42,6 +42,7 @@ from largebatch.tracking.events import (
     Summary,
     Tracker,
     now,
+    write_json,
 )
 from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
@@ -191,7 +192,7 @@ def _finish(
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
-            summary.write(folder / SUMMARY)
+            write_json(folder / SUMMARY, summary)
             if draws and not session.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
         except OSError as error:

@@ -125,13 +125,8 @@ def _build_others(
     ]
     match section:
         case optimizers.MuonSGD():
-            return build_sgd(
-                groups,
-                lr=lr,
-                momentum=section.momentum,
-                nesterov=section.nesterov,
-                scaled=False,
-            )
+            momentum, nesterov = section.momentum, section.nesterov
+            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=False)
         case optimizers.MuonAdamW():
             betas = section.beta1, section.beta2
             return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)

@@ -15,7 +15,7 @@ from largebatch.data.decoders.pixel_cache import resized
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright, show
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
-from largebatch.data.index.headers import BadImageError, Size, measure_part
+from largebatch.data.index.headers import measure_bytes
 from largebatch.data.types import Batches, Bytes, Floats, IntArray, Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError, reason_of
@@ -23,6 +23,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.models.wrappers import MeanOfViews
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.options import Options
@@ -56,46 +57,30 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
     require_torchvision()  # now: threads cannot import it at the same time
     path, checkpoint = find_checkpoint(run)
     recipe, weights = checkpoint.recipe, checkpoint.model(source=path)
-    found, ignored = _list_images(places)
-    sizes: dict[Path, Size] = {}
+    files, ignored = _list_images(places)
     unreadable: dict[Path, str] = {}
-    for image in found:
-        try:
-            with image.open("rb") as file:
-                sizes[image] = measure_part(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        except (OSError, BadImageError) as error:
-            unreadable[image] = getattr(error, "strerror", None) or str(error)
     plan = make_plan(recipe.mathematics)
     plan = plan.measuring(workers=1, device_batch=recipe.execution.device_batch)
     scores: list[Tensor] = []
-    options = Options(backend="serial", imports=imports)
-    if sizes:
-        with join(options, {"command": "predict"}) as backend:
-            model = build_model(recipe, backend.device)
-            with require_fit(str(path)):
-                model.load_state_dict(weights)
-            if recipe.evaluation.views > 1:
-                model = MeanOfViews(model, views=recipe.evaluation.views)
-            resources = Resources(backend.device, available_cores(), plan.device_batch)
-            view = View(
-                image_size=recipe.data.image_size,
-                mean=recipe.data.mean,
-                std=recipe.data.std,
-                interpolation=recipe.data.interpolation,
-                channels_last=recipe.execution.channels_last(backend.device.type),
-            )
-            resize, cached = recipe.data.eval_resize, recipe.execution.cache in {"memory", "device"}
-            batches = _decode(sizes, resize, view, resources, unreadable, cached=cached)
+    with join(Options(backend="serial", imports=imports), {"command": "predict"}) as backend:
+        model = build_model(recipe, backend.device)
+        with require_fit(str(path)):
+            model.load_state_dict(weights)
+        if recipe.evaluation.views > 1:
+            model = MeanOfViews(model, views=recipe.evaluation.views)
+        resources = Resources(backend.device, available_cores(), plan.device_batch)
+        batches = _decode(files, recipe, resources, unreadable)
+        if files:
             evaluate(model, batches, backend, each=lambda logits, _: scores.append(logits))
-    readable = [row for row, image in enumerate(sizes) if image not in unreadable]
+    readable = [row for row, file in enumerate(files) if file not in unreadable]
     if not readable:
-        causes = [f"{image}: {reason}" for image, reason in unreadable.items()] + [ignored]
+        causes = [f"{file}: {unreadable[file]}" for file in files] + [ignored]
         raise DataError("no image can be read\n  " + "\n  ".join(filter(None, causes)))
     return Predictions(
         classes=checkpoint.origin.classes or [str(label) for label in range(recipe.data.classes)],
-        paths=[image for image in sizes if image not in unreadable],
+        paths=[files[row] for row in readable],
         probabilities=torch.cat(scores).float().softmax(1).cpu()[readable],
-        unreadable=unreadable,
+        unreadable={file: unreadable[file] for file in files if file in unreadable},
         ignored=ignored,
     )
 
@@ -115,37 +100,42 @@ def _list_images(places: Iterable[Path]) -> tuple[list[Path], str]:
 
 
 def _decode(
-    sizes: dict[Path, Size],
-    resize: int | None,
-    view: View,
-    resources: Resources,
-    unreadable: dict[Path, str],
-    *,
-    cached: bool,
+    files: Sequence[Path], recipe: Recipe, resources: Resources, unreadable: dict[Path, str]
 ) -> Batches:
-    """Yield batches, resized as a run does; images that cannot be decoded are black."""
-    files = list(sizes.items())
-    heights = np.array([size.height for size in sizes.values()])
-    widths = np.array([size.width for size in sizes.values()])
-    boxes = whole_boxes(heights, widths)
-    if resize is not None:
-        boxes = center_boxes(heights, widths, image_size=view.image_size, resize=resize)
+    """Yield batches as an evaluation of the run does; images that cannot be read are black."""
+    data, cached = recipe.data, recipe.execution.cache in {"memory", "device"}
+    view = View(
+        image_size=data.image_size,
+        mean=data.mean,
+        std=data.std,
+        interpolation=data.interpolation,
+        channels_last=recipe.execution.channels_last(resources.device.type),
+    )
+
+    def read(file: Path, out: Bytes | Floats) -> None:
+        content = file.read_bytes()
+        size = measure_bytes(content)
+        image = decode_upright(content, size.orientation)
+        height, width = np.array([size.height]), np.array([size.width])
+        (box,) = whole_boxes(height, width)
+        if data.eval_resize is not None:
+            (box,) = center_boxes(
+                height, width, image_size=data.image_size, resize=data.eval_resize
+            )
+        if not cached:
+            show(image, view, box, np.False_, out)
+            return
+        top, left, high, wide = box
+        part = np.array(image)[top : top + high, left : left + wide]
+        out[:] = resized(part, size=out.shape[:2], interpolation=view.interpolation)
 
     def fill(rows: Sequence[int], pixels: Bytes | Floats) -> None:
         for row, out in zip(rows, pixels, strict=True):
-            path, size = files[row]
             try:
-                image = decode_upright(path.read_bytes(), size.orientation)
+                read(files[row], out)
             except Exception as error:  # Pillow raises many types for a damaged file
-                unreadable[path] = reason_of(error)
+                unreadable[files[row]] = getattr(error, "strerror", None) or reason_of(error)
                 out[:] = 0
-                continue
-            if cached:
-                top, left, height, width = boxes[row]
-                part = np.array(image)[top : top + height, left : left + width]
-                out[:] = resized(part, size=out.shape[:2], interpolation=view.interpolation)
-            else:
-                show(image, view, boxes[row], np.False_, out)
 
     def divide(rows: range) -> tuple[IntArray, list[Part]]:
         parts = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)

@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.data.index.index import Index, check_same_classes, load_or_read
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DataError, reason_of
 from largebatch.models import build, is_timms, require_known, zoo
@@ -59,7 +59,6 @@ def polish_weights(
     zoo.require_known(name)
     weights = read_weights(path, ema=ema)
     train, val = (load_or_read(options.data, split) for split in ("train", "val"))
-    check_same_classes(options.data, train.classes, val.classes)
     recipe = with_statistics(recipe_for(name, train, val, options.overrides), samples)
     facts = {"command": "polish", "--weights": checksum(weights)}
     with open_measuring(recipe, replace(options, out=Path()), facts) as session:
@@ -80,18 +79,15 @@ def polish_weights(
 
 def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
     """Return a recipe that shows images to a model as its library does."""
-    numbers = {
-        "classes": len(train.classes),
-        "train_samples": len(train),
-        "val_samples": len(val),
-    }
     tree = {
         "name": name.replace("/", "-"),
         "seed": 0,
         "duration": {"steps": 1},
         "data": {
             "source": "folder",
-            **numbers,
+            "classes": len(train.classes),
+            "train_samples": len(train),
+            "val_samples": len(val),
             **zoo.preparation(name),
             "crop_area": None,
             "flip": False,
@@ -143,8 +139,8 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
         data = recipe.data.model_dump(mode="json", include=_COLORS)
     name = str(section["name"])
     require_known(name)
-    known = is_timms(name) or name.startswith(zoo.TORCHVISION)
-    prepared = zoo.preparation(name) if known else {}
+    is_of_library = is_timms(name) or name.startswith(zoo.TORCHVISION)
+    prepared = zoo.preparation(name) if is_of_library else {}
     if weights is not None:
         data = data or prepared
         section |= {"weights": str(path), "head_std": 0.01}
@@ -152,13 +148,9 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
     built = build(name, num_classes=classes, arguments=model.arguments)
     if weights is not None:
         load_initial(path, built, drawn=True)
+    size = prepared.get("image_size")
     normalized = any(isinstance(layer, _BatchNorm) for layer in built.modules())
-    return Start(
-        model=model,
-        data=data,
-        image_size=prepared.get("image_size"),
-        has_batchnorm=normalized,
-    )
+    return Start(model=model, data=data, image_size=size, has_batchnorm=normalized)
 
 
 def _download(name: str) -> Path:

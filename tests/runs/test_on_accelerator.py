@@ -42,7 +42,7 @@ from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import fitting
 from largebatch.tracking.events import StageName
-from largebatch.training import updates
+from largebatch.training import session
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import Update
 
@@ -228,14 +228,14 @@ def until_memory_shrinks(recipe: Recipe, folder: Path) -> str | None:
     """
     accelerator.simulate()
     accelerator.ALLOCATED.limit = accelerator.MEMORY
-    real = updates.log_update
+    real = session.log_update
 
     def log_update(stage: StageName, update: Update, *parts: Any) -> None:  # noqa: ANN401 -- of any kind
         real(stage, update, *parts)
         if update.step == 3:
             accelerator.ALLOCATED.limit = 6_000_000
 
-    with mock.patch.object(updates, "log_update", log_update):
+    with mock.patch.object(session, "log_update", log_update):
         try:
             run(recipe, out=folder)
         except DeviceMemoryError as error:

@@ -131,12 +131,7 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     [
         pytest.param(replace(test_graph.TABLED, optimizer=sgd), {}, id="SGD"),
         pytest.param(replace(test_graph.TABLED, span=4, accumulation=3), {}, id="accumulated"),
-        pytest.param(replace(test_graph.TABLED, optimizer=test_graph.muon), {}, id="Muon, AdamW"),
-        pytest.param(
-            replace(test_graph.TABLED, accumulation=3, optimizer=test_graph.muon_and_sgd),
-            {},
-            id="Muon, SGD",
-        ),
+        pytest.param(replace(test_graph.TABLED, optimizer=test_graph.muon), {}, id="Muon"),
         pytest.param(
             replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=test_graph.adamw),
             {},

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,8 @@ from largebatch.data.datasets.packing import SPLITS, TRAIN, DataSet, Sample, in_
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-
-class Split(NamedTuple):
-    """Images, N x H x W or N x H x W x 3, and their N labels."""
-
-    pixels: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.integer]
+Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
+"""Images, N x H x W or N x H x W x 3, and their N labels."""
 
 
 def data_set(classes: Sequence[str], splits: Mapping[str, Split]) -> DataSet:
@@ -80,7 +76,7 @@ def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
             extract_archive(archive, root if issubclass(kind, CIFAR10) else raw)
         read = {split: kind(root, train=split == TRAIN) for split in SPLITS}
     splits = {
-        split: Split(*(torch.as_tensor(array).numpy() for array in (each.data, each.targets)))
+        split: (torch.as_tensor(each.data).numpy(), torch.as_tensor(each.targets).numpy())
         for split, each in read.items()
     }
     classes = tuple(map(str, range(10))) if kind is MNIST else read[TRAIN].classes

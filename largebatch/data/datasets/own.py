@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,19 +34,12 @@ from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
 
-class MapStyle(Protocol):
-    """A data set with numbered items."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Any: ...  # noqa: ANN401 -- what the user returns
-
-
 @dataclass(frozen=True, slots=True)
 class Items:
     """One split of a user's data set."""
 
     name: str  # name of the split and its function, for messages
-    dataset: MapStyle
+    dataset: Any  # map-style
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, number: int) -> tuple[Image.Image, int]:

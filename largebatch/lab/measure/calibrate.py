@@ -1,10 +1,9 @@
 """Measure a machine with a recipe, and write the result as a cluster file for the planner.
 
 One worker alone measures forward and backward at three device batches, the update, and the rate
-of the input pipeline; two workers measure all-reduces of four sizes. The measurements alternate
-round by round, so that a slow phase of the machine affects all equally. A worker has one CPU core,
-as in a run with as many workers as cores. Its time on a CPU is processor time, without waits for
-other programs; an all-reduce consists of waiting, so its shortest time counts.
+of the input pipeline, round by round, so that a slow phase of the machine affects all equally. Two
+workers measure all-reduces of four sizes. A worker has one CPU core, as in a run with as many
+workers as cores. Its time on a CPU is processor time, without waits for other programs.
 """
 
 import json
@@ -24,9 +23,9 @@ import torch
 
 from largebatch import accelerator
 from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
+from largebatch.distributed.network import measure_network
 from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
@@ -119,7 +118,7 @@ def measure(
         for size in _device_batches(plan):
             batch = random_batch(size, side, classes=classes, device=device)
             rivals[size] = partial(forward_and_backward, *batch)
-        found = _take_turns({**rivals, 0: update}, backend, clock)
+        found = _take_turns({**rivals, 0: update}, device, clock)
         passes = {size: median(times) for size, times in found.items()}
         seconds_per_update = passes.pop(0)
         # With a worker on every device, this one has its share of the CPU cores.
@@ -197,15 +196,14 @@ def _device_batches(plan: Plan) -> list[int]:
 
 
 def _take_turns(
-    rivals: dict[int, Callable[[], object]], backend: Backend, clock: Callable[[], float]
+    rivals: dict[int, Callable[[], object]], device: torch.device, clock: Callable[[], float]
 ) -> dict[int, list[float]]:
     times: dict[int, list[float]] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
-            backend.barrier()
             start = clock()
             rival()
-            accelerator.synchronize(backend.device)  # sync: this is a measurement
+            accelerator.synchronize(device)  # sync: this is a measurement
             times[name].append(clock() - start)
     return {name: each[1:] for name, each in times.items()}
 
@@ -246,19 +244,10 @@ def exchange(file: Path) -> None:
     backend = connect("torch")
     if backend.device.type == "cpu":
         torch.set_num_threads(1)
-    tensors = {size: torch.zeros(size // 4, device=backend.device) for size in SIZES}
-    rivals: dict[int, Callable[[], object]] = {
-        size: partial(_all_reduce, backend, tensor) for size, tensor in tensors.items()
-    }
-    found = _take_turns(rivals, backend, time.perf_counter)
+    found = measure_network(backend, sizes=SIZES)
     if backend.rank == 0:
-        shortest = {size: min(times) for size, times in found.items()}
-        file.write_text(json.dumps(shortest), encoding="utf-8")
+        file.write_text(json.dumps(found), encoding="utf-8")
     backend.close()
-
-
-def _all_reduce(backend: Backend, tensor: torch.Tensor) -> None:
-    backend.all_reduce(tensor).wait()
 
 
 if __name__ == "__main__":

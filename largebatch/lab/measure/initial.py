@@ -22,6 +22,7 @@ from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError, RecipeError, shorten
 from largebatch.lab.measure.estimate import estimate
 from largebatch.models.of_recipe import require_accepted
+from largebatch.polish.moments import Moments
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
@@ -86,7 +87,10 @@ def survey(
     own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
     start = start or Start(model=Model(name=own))
     prepared = start.data
-    size = image_size or _accepted(size, start, classes=len(train.classes))
+    if image_size is not None:
+        size = image_size
+    elif not _accepts(start, size, train):
+        size = start.image_size or size
     if "eval_resize" in prepared and prepared["eval_resize"] is None:
         resize = None
     elif resize is not None:
@@ -95,36 +99,31 @@ def survey(
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
     requests = (clean_request(train, part, image_size=size, resize=resize) for part in parts)
     view = View(image_size=size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
-    sums, squares, number = torch.zeros(3), torch.zeros(3), 0
+    colors = Moments(0.0, *torch.zeros(2, 3, dtype=torch.float64))
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
     begun = time.perf_counter()
     with torchvision.open_decoder(train, view, resources) as decode:
         for images, _ in decode(requests):
-            pixels = images.double()
-            sums = sums + pixels.sum((0, 2, 3))
-            squares = squares + pixels.square().sum((0, 2, 3))
-            number += pixels.numel() // 3
-    mean = sums / number
-    std = (squares / number - mean.square()).clamp(min=1e-6).sqrt()
+            colors.add(images)
     return Survey(
         train=train,
         val=val,
         image_size=size,
         eval_resize=resize,
-        mean=prepared.get("mean") or _triple(mean),
-        std=prepared.get("std") or _triple(std),
+        mean=prepared.get("mean") or _triple(colors.mean),
+        std=prepared.get("std") or _triple(colors.variance.clamp(min=1e-6).sqrt()),
         seconds=(time.perf_counter() - begun) / len(samples),
         start=start,
     )
 
 
-def _accepted(size: int, start: Start, *, classes: int) -> int:
-    """Return an image size; the model's own if it does not take it, as vision transformers."""
+def _accepts(start: Start, size: int, train: Index) -> bool:
+    """Return True if the model takes images of this size, as vision transformers may not."""
     try:
-        require_accepted(start.model, classes=classes, image_sizes=[size])
+        require_accepted(start.model, classes=len(train.classes), image_sizes=[size])
     except RecipeError:
-        return start.image_size or size
-    return size
+        return False
+    return True
 
 
 def _triple(values: torch.Tensor) -> Triple:
@@ -174,18 +173,13 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
     least, most = _epochs(found)
     smaller = [size for size in LADDER if size < found.image_size and not fixed]
     for size in (found.image_size, *smaller):
-        if size != found.image_size:
-            try:
-                classes = len(found.train.classes)
-                require_accepted(found.start.model, classes=classes, image_sizes=[size])
-            except RecipeError:
+        if size in smaller:
+            if not _accepts(found.start, size, found.train):
                 continue
             found = survey(found.train, found.val, found.start, image_size=size)
         recipe = validate_tree(Recipe, _tree(found, "timed", most), source="timed")
         plan = make_plan(recipe)
-        updates = min(
-            estimate(recipe, plan).run_seconds for _ in range(2)
-        )  # others may disturb one
+        updates = min(estimate(recipe, plan).run_seconds for _ in range(2))  # others may slow one
         images = plan.updates * plan.global_batch
         passes = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
         seconds = updates + updates * passes / images / 3  # without a backward pass
@@ -221,7 +215,7 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     require_accepted(
         recipe.model, classes=recipe.data.classes, image_sizes=[recipe.data.image_size]
     )
-    comments = _comments(number, recipe.batch.global_batch)
+    comments = _comments(number)
     if found.image_size != image_sizes(found.train)[0]:
         del comments["data.image_size"]  # it was chosen otherwise
     if recipe.model.weights is not None:
@@ -280,11 +274,8 @@ def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
     return tree
 
 
-def _comments(number: int, batch: int) -> dict[str, str]:
-    most = min(LARGEST_BATCH, number // UPDATES_PER_EPOCH)
-    bounds = f"{SMALLEST_BATCH} to {most}, for at least {UPDATES_PER_EPOCH} updates an epoch"
-    if batch > most:
-        bounds = f"the smallest: too few images for {UPDATES_PER_EPOCH} updates an epoch"
+def _comments(number: int) -> dict[str, str]:
+    updates = f"{UPDATES_PER_EPOCH} updates an epoch if there are enough images"
     return {
         "data.image_size": "from the short sides of half of the images",
         "data.mean": f"of {min(SAMPLE, number)} training images at this size",
@@ -292,10 +283,8 @@ def _comments(number: int, batch: int) -> dict[str, str]:
         "data.flip": "false where left and right mean something: letters, digits, signs",
         "data.eval_resize": "short side of clean images; the centre is cut out of it",
         "model": "from random weights",
-        "batch.global_batch": bounds,
-        "optimizer.weight_decay": "for SGD",
+        "batch.global_batch": f"{SMALLEST_BATCH} to {LARGEST_BATCH}, for at least {updates}",
         "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
-        "schedule.warmup": "for SGD",
         "polish": "Final Polishing: the last epochs on clean images, then statistics",
         "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
     }

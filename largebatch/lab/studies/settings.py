@@ -164,10 +164,9 @@ def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     columns = [Column("Best setting of", [row[0].best_of for row in rows], details=settings)]
     columns += [
         Column(
-            f"used on {column[0].used_on}",
+            f"used on {column[0].used_on}, {measure.unit}",
             [one.value and one.value.mean for one in column],
             measure.form,
-            unit=f" {measure.unit}",
             details=[one.describe(measure) for one in column],
         )
         for column in zip(*rows, strict=True)
