@@ -108,6 +108,15 @@ class DeviceMemoryError(LargebatchError):
     """A device batch does not fit the memory of an accelerator."""
 
 
+class SmallerBatchError(DeviceMemoryError):
+    """A device batch did not fit; the run continues from its folder, which holds a smaller one."""
+
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        super().__init__(message)
+        self.alone = alone
+        """True if no other worker was lost, so that this process can continue."""
+
+
 class UnusedParametersError(LargebatchError, ValueError):
     """A model has parameters that its loss does not depend on."""
 

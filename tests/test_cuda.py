@@ -31,8 +31,8 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update
+from largebatch.training.session import log_update
 from largebatch.training.state import Progress
-from largebatch.training.updates import log_update
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"

@@ -103,8 +103,7 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
-        remedy = "find the worker whose step failed, and start the script again: its process group "
-        remedy += "is no longer usable"
+        remedy = "find the worker whose step failed; this process group is no longer usable"
         found.append(unknown("updates", text, remedy))
         return _printed(Findings(tuple(found), time.monotonic() - began))
     findings = Findings(ranks.share(found), time.monotonic() - began)
@@ -129,8 +128,8 @@ def _check_world(ranks: Ranks) -> Finding:
     what, most = max(started.items(), key=lambda it: it[1])
     if most > ranks.size:
         text = f"{size} connected, but the {what} started {most}: each world trains alone"
-        remedy = "initialise the process group from the launcher's variables: init_process_group "
-        remedy += "with env://, or hvd.init, and torchrun with --nnodes and a --rdzv-endpoint"
+        remedy = "initialise the process group from the launcher's variables: hvd.init, or "
+        remedy += "init_process_group with env://, and torchrun with --nnodes and --rdzv-endpoint"
         return fault("world size", text, remedy, float(most))
     text = f"{size} on {plural(len(set(hosts)), 'host')}, as launched"
     return fine("world size", text, figure=float(ranks.size))
@@ -270,8 +269,7 @@ def _make_updates(
             return [fault("updates", text, remedy, 0.0)]
         return [unknown("updates", f"{text}: what it changes is copied into the model", remedy)]
     text = f"no update in {steps * _MOST_CALLS:,} calls of step"
-    remedy = "make updates in `step`, with the optimizer that is passed; for more than "
-    remedy += f"{_MOST_CALLS} micro-batches pass more `steps`"
+    remedy = "make updates in `step`, with the optimizer passed; or pass more `steps`"
     return [unknown("updates", text, remedy)]
 
 

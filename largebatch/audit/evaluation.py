@@ -5,7 +5,7 @@ user's loader follow the figures that usual mistakes give, so that the mistake c
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -116,8 +116,7 @@ def _coverage(readings: Readings, world_size: int) -> Finding:
     if never < world_size and twice < max(world_size, readings.global_batch):
         remedy = "evaluate shares of any size without padding: largebatch.training.evaluate"
         return note("evaluation samples", text, remedy, float(never or twice))
-    remedy = "read each sample once: no drop_last, the same order of the data on all workers, and "
-    remedy += "one DistributedSampler(shuffle=False)"
+    remedy = "no drop_last, one order of the data on all workers, DistributedSampler(shuffle=False)"
     return fault("evaluation samples", text, remedy, float(never or twice))
 
 
@@ -131,12 +130,10 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
             training.add(layer)
 
     layers = [layer for model in models for layer in model.modules() if depends_on_mode(layer)]
-    hooks = [layer.register_forward_pre_hook(see) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(see).remove)
         yield training
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _figure(
@@ -185,9 +182,8 @@ def _figure(
         name = next((it for it in usual if abs(reported - usual[it]) <= limit), None)
         if name is not None:
             return _named(name, reported, usual[""])
-    text = f"evaluate() gives {value:.5g}; top-1 over each sample once is {of_hits['']:.5g}, the "
-    text += f"loss {of_losses['']:.5g}"
-    remedy = "nothing if it measures something else; else compare it sample by sample"
+    text = f"evaluate() gives {value:.5g}; top-1 over each sample once is {of_hits['']:.5g}"
+    remedy = f"nothing if it measures something else than top-1 or the loss, {of_losses['']:.5g}"
     return note("evaluation mean", text, remedy)
 
 
@@ -218,9 +214,9 @@ def _named(name: str, value: float, exact: float) -> Finding:
     if not name:
         return fine("evaluation mean", f"{text}, the figure of each sample once")
     if name == _ALL:
-        text += f"; over each sample once it is {exact:.5g}: repeated samples count twice, or some "
+        text += f", with repeated or missing samples; over each sample once it is {exact:.5g}"
         remedy = "evaluate shares of any size without padding: largebatch.training.evaluate"
-        return note("evaluation mean", f"{text}are missing", remedy, off)
+        return note("evaluation mean", text, remedy, off)
     text += f", {name}; over each sample once it is {exact:.5g}"
     remedy = "sum hits and samples over batches and workers, then divide"
     return fault("evaluation mean", text, remedy, off)

@@ -43,8 +43,8 @@ Check = Literal[
 ]
 """Names of the checks, in the order of the table."""
 
-_WIDTH = 100
-"""Width of the table in columns."""
+_wrap = partial(textwrap.wrap, width=100, break_long_words=False, break_on_hyphens=False)
+"""Breaks a line of the table between words."""
 
 _INDENT = 29
 """Column at which its texts begin."""
@@ -67,9 +67,11 @@ class Finding:
 
     def __str__(self) -> str:
         """Return the lines of the table for this finding."""
-        lines = _wrapped(f"{self.level:8} {self.check:19} {self.text}", _INDENT)
+        text = f"{self.level:8} {self.check:19} {self.text}"
+        lines = _wrap(text, subsequent_indent=" " * _INDENT)
         if self.remedy:
-            lines += _wrapped(f"{'':{_INDENT}}-> {self.remedy}", _INDENT + 3)
+            text = f"{'':{_INDENT}}-> {self.remedy}"
+            lines += _wrap(text, subsequent_indent=" " * (_INDENT + 3))
         return "\n".join(lines)
 
 
@@ -136,14 +138,3 @@ class Findings:
         parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
         lines = ["audit: " + ", ".join(parts)]
         return "\n".join([*lines, *map(str, order)])
-
-
-def _wrapped(line: str, indent: int) -> list[str]:
-    """Break a line between words; the lines that follow begin at `indent`."""
-    return textwrap.wrap(
-        line,
-        _WIDTH,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -130,14 +130,12 @@ def check_gradient(
         return update.reference
 
     what = "the pass that is compared with"
-    remedy = "loss_fn(model(images), labels) must run again on a batch, and on a half of it; pass "
-    remedy += "`forward` for other inputs and outputs"
+    remedy = "loss_fn(model(images), labels) must run again on a half of a batch; or pass `forward`"
     reference = ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
     counts = ranks.gather([it.samples for it in reference.passes])
     if not all(counts) or not sum(map(sum, counts)):
         text = "no forward pass of the model in training mode was seen before the update"
-        remedy = "pass the model that the step trains, in training mode, and a `step` that calls "
-        remedy += "backward before optimizer.step(), not in a closure"
+        remedy = "pass the model that the step trains, and call backward outside of a closure"
         return [unknown("gradient scale", text, remedy)]
     found = _check_places(update, [*parameters], ranks)
     passes = [it.gradients for it in reference.passes]
@@ -200,8 +198,7 @@ class _Comparison:
             return broken
         before = self._clipped_before()
         if self.loss_cosine < _OTHER_LOSS:
-            text = f"the step's loss is not loss_fn (cosine {self.loss_cosine:.3f} on the logits), "
-            text += "so the gradient was not compared"
+            text = f"the step's loss is not loss_fn (cosine {self.loss_cosine:.3f} on the logits)"
             return [*before, unknown("gradient direction", text, "pass the step's own loss")]
         exact = self._fit(self.total, self.samples, transform=self._clip)
         lost = self._underflow(exact)
@@ -281,8 +278,7 @@ class _Comparison:
             return []
         weights = dict(zip(self.names, self.parameters, strict=True))
         if self.update.rate and not differences("weights", weights, self.ranks, when=""):
-            text = "gradients differ between workers, but weights are equal after the update: they "
-            text += "are averaged or sent instead, which was not compared"
+            text = "gradients differ between workers, weights do not: they are averaged or sent"
             remedy = "nothing if weights are averaged on purpose (local SGD)"
             return [unknown("gradient direction", text, remedy)]
         exact, what = self.unclipped, "every worker uses its own gradient"
@@ -303,8 +299,8 @@ class _Comparison:
                 continue
             if len(set(limits)) > 1:
                 ratio = min(factors) / max(factors)  # without clipping the limit is infinite
-                text = f"workers clip gradients to {min(limits):g} .. {max(limits):g}: some are "
-                text += f"{three_digits(ratio)} times as long as those of other workers"
+                text = f"workers clip to norms from {min(limits):g} to {max(limits):g}: lengths of "
+                text += f"gradients differ {three_digits(ratio)} times"
                 remedy = "clip on every worker, with the same maximum"
                 return [fault("clipping", text, remedy, ratio)]
             if max(norms) - min(norms) <= _EQUAL * max(norms):
@@ -312,9 +308,8 @@ class _Comparison:
             exact = self.unclipped
             length, most = math.sqrt(exact.exact.sum()), limits[0]
             ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
-            text = f"each worker clips its own gradient, of norm {three_digits(min(norms))} to "
-            text += f"{three_digits(max(norms))}, to {most:g} before they are averaged: the result "
-            text += f"is {three_digits(ratio)} times as long as if clipped after"
+            text = f"each worker clips its own gradient to {most:g} before the average, which is "
+            text += f"{three_digits(ratio)} times as long as if clipped after"
             remedy = "call clip_grad_norm_ after the gradients are averaged"
             return [fault("clipping", text, remedy, ratio)]
         return []
@@ -325,8 +320,7 @@ class _Comparison:
         clips, scale = self.update.clips, self.update.loss_scale
         for clip, ratio in zip(clips, scaled[0], strict=False):
             if scale > 2 and clip.factor < 1 and _is(ratio, scale):
-                text = f"gradients are clipped to {clip.most:g} while they are still multiplied "
-                text += f"by the loss scale, {scale:g}"
+                text = f"gradients are clipped to {clip.most:g} with their loss scale, {scale:g}"
                 remedy = "call scaler.unscale_(optimizer) before clipping"
                 return [fault("clipping", text, remedy, ratio)]
         times = sum(it.lengths.keys() == clips[0].lengths.keys() for it in clips)
@@ -357,8 +351,8 @@ class _Comparison:
         if not held:
             return None
         names = shorten([self.names[place] for place in held], most=3)
-        text = f"{len(held)} of {len(self.names)} gradients ({names}) still have those of the "
-        text += f"update before: {_likeness(exact)}"
+        text = f"{len(held)} of {len(self.names)} gradients ({names}) were not cleared: "
+        text += _likeness(exact)
         remedy = "call zero_grad once per update, for all parameters"
         if exact.residual > SAME:
             return fault("gradient direction", text, remedy, exact.cosine)

@@ -20,7 +20,6 @@ from largebatch.audit.findings import Finding, fault, fine, note
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
-from largebatch.distributed.agreement import have_same_bytes
 from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of
 
@@ -90,13 +89,13 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
     remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
     if epochs:
-        text = f"{number} draws of a sample in the second epoch repeat the first epoch's on "
-        text += f"{plural(len(epochs), 'worker')}"
+        text = (
+            f"{number} draws of a sample are equal in two epochs on {plural(len(epochs), 'worker')}"
+        )
         return fault("augmentation", text, remedy, float(number))
     shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
     if shared:
-        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers: "
-        text += "their noise does not average out in a gradient"
+        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers"
         remedy = f"{_SEED}, and random's and NumPy's generators equally"
         return note("augmentation", text, remedy, float(shared + 1))
     workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]
@@ -117,7 +116,7 @@ def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
         return []
     device = device_of(model)
     place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
-    if not have_same_bytes(place.get_rng_state().to(ranks.backend.device), ranks.backend):
+    if len(set(ranks.gather(fingerprint(place.get_rng_state())))) > 1:
         return [fine("dropout", "workers draw different masks")]
     text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
     return [note("dropout", text, _SEED, float(ranks.size))]

@@ -1,6 +1,5 @@
 """Phases of an audit on several workers: an error on one of them ends the phase on all."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from largebatch.audit.findings import Check, Finding, unknown
 from largebatch.distributed.agreement import gather_values
-from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import broadcast_bytes
+from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.errors import PeerLostError, clip, printable
 
 T = TypeVar("T")
@@ -71,15 +69,14 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all workers, in float64 on the tensor's device."""
-        sent = tensor.detach().to(self.backend.device, torch.float64, copy=True)
-        self.backend.all_reduce(sent).wait()
-        return sent.to(tensor.device)
+        total = tensor.detach().to(torch.float64, copy=True)
+        sum_over_workers(total, self.backend)
+        return total
 
     def share(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return worker 0's findings."""
-        content = json.dumps([asdict(finding) for finding in findings]).encode()
-        content = broadcast_bytes(content if self.rank == 0 else None, self.backend)
-        return tuple(Finding(**fields) for fields in json.loads(content))
+        first, *_ = self.gather([asdict(finding) for finding in findings])
+        return tuple(Finding(**fields) for fields in first)
 
 
 def in_one_line(error: str) -> str:

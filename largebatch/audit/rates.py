@@ -179,7 +179,9 @@ def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
     if not wrong:
         text = f"{plural(len(decayed), 'tensor')} with decay, no normalisation or bias among them"
         return fine("weight decay", text if decayed else "no tensor has weight decay")
-    text = f"{len(wrong)} of {len(plain)} normalisation tensors and biases have weight decay, "
-    text += three_digits(max(wrong))
+    most = three_digits(max(wrong))
+    text = (
+        f"{len(wrong)} of {len(plain)} normalisation tensors and biases have weight decay, {most}"
+    )
     remedy = "give them a group without decay: largebatch.models.param_groups(model, ...)"
     return note("weight decay", text, remedy, float(len(wrong)))

@@ -182,7 +182,17 @@ class Recorder:
                 stack.callback(handle.remove)
             for function in (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
                 stack.enter_context(_replaced_everywhere(function, partial(self._clip, function)))
-            stack.enter_context(self._scaler_seen())
+            own_step = torch.amp.GradScaler.step
+
+            def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
+                before, self._scale = len(self.updates), float(scaler.get_scale())
+                result = own_step(scaler, *args, **words)
+                if len(self.updates) == before and self.micros:
+                    self.skipped += 1
+                    self._forget()
+                return result
+
+            stack.enter_context(mock.patch.object(torch.amp.GradScaler, "step", step))
             yield
 
     def _before_forward(
@@ -230,9 +240,9 @@ class Recorder:
         if layer.training and not self._is_paused and args:
             self.norm_samples = max(self.norm_samples, len(args[0]))
 
-    def _places_of(self, optimizer: Optimizer) -> list[int]:
+    def _places_of(self, optimizer: Optimizer) -> set[int]:
         own = {id(it) for group in optimizer.param_groups for it in group["params"]}
-        return [place for place, it in enumerate(self.parameters) if id(it) in own]
+        return {place for place, it in enumerate(self.parameters) if id(it) in own}
 
     def _is_second(self, optimizer: Optimizer) -> bool:
         return not self.micros and self._first not in {None, optimizer}
@@ -250,14 +260,11 @@ class Recorder:
             return
         self._depth += 1
         if self._depth == 1 or self._update is None:
-            self._update = self._begun(optimizer, set(places))
+            self._update = self._begun(optimizer, places)
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
-        gradients = [
-            None if it.grad is None else it.grad.detach().clone() for it in self.parameters
-        ]
-        if divisor is not None:
-            gradients = [None if it is None else it / divisor.to(it.device) for it in gradients]
-        self._update.gradients = gradients
+        scale = 1.0 if divisor is None else float(divisor)  # sync: in an audit only
+        gradients = (it.grad for it in self.parameters)
+        self._update.gradients = [None if it is None else it.detach() / scale for it in gradients]
 
     def _begun(self, optimizer: Optimizer, places: set[int]) -> Update:
         """Return an update before it is made, without its gradients."""
@@ -299,7 +306,7 @@ class Recorder:
             return
         self._depth -= 1
         if self._depth or getattr(optimizer, "found_inf", 0):  # sync: in an audit only
-            return  # a fused optimizer skips the update itself, see `_scaler_seen`
+            return  # a fused optimizer skips the update itself
         assert self._update is not None  # the hook before it has seen the same tensors
         self.updates.append(self._update)
         self._forget()
@@ -322,22 +329,6 @@ class Recorder:
             norm = float(norm)  # sync: in an audit only
             factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
         self._clips.append(Clip(before, most, norm, factor))
-
-    @contextmanager
-    def _scaler_seen(self) -> Iterator[None]:
-        """Watch the loss scale, and updates that are skipped because of it."""
-
-        def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
-            before, self._scale = len(self.updates), float(scaler.get_scale())
-            result = own_step(scaler, *args, **words)
-            if len(self.updates) == before and self.micros:
-                self.skipped += 1
-                self._forget()
-            return result
-
-        own_step = torch.amp.GradScaler.step
-        with mock.patch.object(torch.amp.GradScaler, "step", step):
-            yield
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:

@@ -6,7 +6,7 @@ seen as a difference.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
 from unittest import mock
@@ -108,14 +108,10 @@ def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 @contextmanager
 def _emptied(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
     """Take all hooks out of these containers in this block; autograd refers to the containers."""
-    contents = [(it, dict(it)) for it in hooks]
-    try:
-        for container, _ in contents:
-            container.clear()
+    with ExitStack() as stack:
+        for container in hooks:
+            stack.enter_context(mock.patch.dict(container, clear=True))
         yield
-    finally:
-        for container, content in contents:
-            container.update(content)
 
 
 class _NotRecomputed:

@@ -95,8 +95,7 @@ def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
     most = max(ranks.gather(max(moves.values(), default=0)))
     if most <= 1:
         return []
-    text = f"the averaged copy moves {most} times in an update, between its micro-batches: a decay "
-    text += f"of 0.99 acts as {0.99**most:.3g}"
+    text = f"the averaged copy moves {most} times in an update, between its micro-batches"
     return [fault("averaged weights", text, "move it once an update", most)]
 
 

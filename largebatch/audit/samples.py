@@ -233,8 +233,7 @@ def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
         remedy = "nothing if the sampler leaves them out on purpose; else read the rest too"
         return note("samples", text, remedy, share)
     if never > most or twice > (world_size - 1 if never else most):
-        remedy = "divide once one permutation of the same list of samples: the same seed, epoch, "
-        remedy += "subset and order of files on all workers"
+        remedy = "divide one permutation once, with one seed, epoch and order of files on all"
         return fault("samples", text, remedy, share if never else float(twice))
     if never <= _SMALL_PART * size and twice < world_size:
         return fine("samples", text)
@@ -281,6 +280,7 @@ def may_set_epoch() -> bool:
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
+    """Compare a few batches of the workers, where samples have no numbers."""
 
     def read() -> list[int]:
         batches = islice(without_iterator(subject.loader), subject.steps)
@@ -372,19 +372,14 @@ def epochs_of(
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)
-            outer = loader if _inner_name(loader) in _PASS_ON else base
-            found.append(_one_epoch(outer, places, size()))
+            drawn, total = [np.empty(0, dtype=np.int64)], 0
+            outer: Any = loader if _inner_name(loader) in _PASS_ON else base
+            for batch in outer:
+                if total > 2 * size():
+                    text = f"the sampler draws {total:,} of {size():,} samples without an end"
+                    raise NoNumbersError(text)
+                drawn.append(np.asarray(batch, dtype=np.int64).reshape(-1))
+                total += len(drawn[-1])
+            sizes = np.array([len(batch) for batch in drawn[1:]], dtype=np.int64)
+            found.append(Epoch(places[np.concatenate(drawn)], sizes))
     return found
-
-
-def _one_epoch(loader: Any, places: Numbers, size: int) -> Epoch:  # noqa: ANN401 -- a wrapper
-    drawn: list[Numbers] = []
-    total = 0
-    for batch in loader:
-        drawn.append(np.asarray(batch, dtype=np.int64).reshape(-1))
-        total += len(drawn[-1])
-        if total > 2 * size + len(drawn[-1]):
-            raise NoNumbersError(f"the sampler draws {total:,} of {size:,} samples without an end")
-    samples = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
-    sizes = np.array([len(batch) for batch in drawn], dtype=np.int64)
-    return Epoch(places[samples], sizes)

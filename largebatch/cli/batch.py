@@ -64,7 +64,6 @@ def batch(
         recipe=loaded,
         options=options.options(out=out).without_changes(),
         minutes=minutes,
-        workers=options.workers,
         cluster=place,
     )
     try:

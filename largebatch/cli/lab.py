@@ -1,21 +1,19 @@
 """The commands below `lab`: questions that many runs answer, or none. They print."""
 
-import math
 import shlex
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.filesize import decimal
 
-from largebatch.cli.printing import interrupted, print_rows, wrapped
+from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
-from largebatch.cli.study import study
-from largebatch.distributed.environment import own_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import MISSING, aligned, plural, three_digits
+from largebatch.formatting import MISSING, aligned, plural
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -26,9 +24,12 @@ from largebatch.runs.options import (
     Count,
     Folder,
     Given,
+    Imports,
     Machine,
     Number,
+    Options,
     RecipeFile,
+    Seconds,
     chosen_folder,
 )
 from largebatch.tracking.events import LOG, REPORT
@@ -40,7 +41,53 @@ _MONITOR = "monitor=noise_scale"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
-app.command(study)
+
+@app.command
+def study(  # noqa: PLR0913 -- its options
+    file: Path,
+    /,
+    *,
+    out: Folder | None = None,
+    jobs: Count = 1,
+    data: Annotated[tuple[str, ...], Parameter(metavar="[RECIPE=]DIR")] = (),
+    dataset: Annotated[str | None, Parameter(metavar="M:F")] = None,
+    imports: Imports = (),
+    backend: BackendName = "auto",
+    timeout: Seconds = TIMEOUT_SECONDS,
+    dry_run: bool = False,
+    page: bool = False,
+) -> int:
+    """Carry out a study, or resume it; print its table and draw its page.
+
+    Args:
+        file: A YAML file, or an installed study: lrbench, gtdlbench, rudra, jaeger, dell.
+        out: Folder of the records (runs/<name>), which several machines may fill at once.
+        jobs: Number of runs at a time.
+        data: Folder of images, or RECIPE=DIR for one recipe of the study.
+        dataset: Instead: what module M's function F returns, (train, val).
+        imports: Modules to import first.
+        backend: Library that sums gradients.
+        timeout: Seconds to wait for a worker that does nothing.
+        dry_run: Print the runs that are left.
+        page: Start nothing; draw what is recorded, and simulations.
+    """
+    from largebatch.lab.studies import runner
+    from largebatch.lab.studies.study import Machine as StudyMachine
+
+    folders: dict[str, Path] = {}
+    for one in data:
+        name, folder = one.split("=", 1) if "=" in one else ("", one)
+        if name in folders:
+            raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
+        folders[name] = Path(folder)
+    own = Options(dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout)
+    machine = StudyMachine(data=folders, options=own)
+
+    done = runner.study(
+        file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine,
+        report=lambda line: print(printable(line), flush=True),
+    )  # fmt: skip
+    return 0 if done else INTERRUPTED
 
 
 @app.command(name="range")
@@ -87,27 +134,27 @@ def noise(
     *,
     max_steps: Count | None = None,
     out: Folder = NEW_FOLDER,
-    resume: bool = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> int:
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
 
     A batch of a fifth of it takes 20 % more epochs than small batches. A recipe is trained to
-    measure it; of a run folder it is read.
+    measure it, or a run of it resumed; of a run folder it is read.
 
     Args:
         recipe: A recipe, or the folder of a run with monitor: noise_scale.
         max_steps: Stop after N updates.
         out: Folder to write.
-        resume: Continue the run in --out.
     """
+    from largebatch.report.noise import BOUNDED, LEAST, describe_noise, measured
+    from largebatch.report.run import read_run
+
     folder = recipe
     if folder.is_dir() and not (folder / LOG).exists():
         raise LargebatchError(f"{folder}: this is a folder; it holds no run: no {LOG}")
     if not folder.is_dir():
         loaded = load_recipe(recipe, [*options.changes, _MONITOR])
         planned = make_plan(loaded, workers=options.workers).steps
-        from largebatch.report.noise import BOUNDED, LEAST
         from largebatch.runs.run import start
 
         if min(planned, max_steps or planned) < LEAST:
@@ -116,41 +163,22 @@ def noise(
                 f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
                 f"it without an upper bound; train for {BOUNDED} or more"
             )
-        if resume and out == NEW_FOLDER:
-            raise CheckpointError("--resume continues the run in --out DIR; pass --out")
         folder = chosen_folder(out, loaded.name)
         of_run = options.options(out=folder).without_changes()
-        summary = start(loaded, replace(of_run, resume=resume, max_steps=max_steps))
+        summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
         if summary.status == "interrupted":
-            return interrupted(folder, flag="--resume ")
+            return interrupted(folder)
     if own_rank() == 0:
-        _show_noise(folder)
+        record = read_run(folder)
+        if len(measured(record)) < LEAST:
+            raise CheckpointError(
+                f"{folder}: holds the noise scale of {len(measured(record))} updates, expected "
+                f"{LEAST} or more; train longer, with --set {_MONITOR}"
+            )
+        print(describe_noise(record))
+        if (folder / REPORT).exists():
+            print(printable(f"its course: {folder / REPORT}"))
     return 0
-
-
-def _show_noise(folder: Path) -> None:
-    """Print the noise scale of each part of a run, and what it means."""
-    from largebatch.report.noise import LEAST, course, describe_noise, measured
-    from largebatch.report.run import read_run
-
-    record = read_run(folder)
-    parts = course(record)
-    if not parts:
-        number = len(measured(record))
-        raise CheckpointError(
-            f"{folder}: holds the noise scale of {number} updates, expected {LEAST} or more; "
-            f"train longer, with --set {_MONITOR}"
-        )
-    rows = [("steps", "noise scale", "95 %")]
-    for part in parts:
-        found = part.found
-        value = "unknown" if math.isnan(found.value) else three_digits(found.value)
-        interval = f"{three_digits(found.low)} to {three_digits(found.high)}"
-        rows.append((f"{part.first:,}-{part.last:,}", value, interval))
-    print(aligned(rows, right=(0, 1)))
-    print(describe_noise(record))
-    if (folder / REPORT).exists():
-        print(printable(f"report: {folder / REPORT}"))
 
 
 @app.command

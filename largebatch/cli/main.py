@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from cyclopts import (
     App,
@@ -30,6 +31,7 @@ from cyclopts import (
 from cyclopts.help.help import docstring_parse
 
 from largebatch import __version__
+from largebatch.cli.printing import INTERRUPTED
 from largebatch.distributed.environment import (
     LAUNCHER,
     configure_libraries,
@@ -45,6 +47,7 @@ from largebatch.errors import (
     PeerLostError,
     PlanError,
     RecipeError,
+    SmallerBatchError,
     WorkerFailedError,
     clip,
     nearest,
@@ -74,7 +77,7 @@ COMMANDS = {
     "audit": "audit:audit",
     "batch": "batch:batch",
     "lab": "lab:app",
-    "completion": "completion:completion",
+    "completion": "main:completion",
 }
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
 
@@ -105,10 +108,7 @@ EXAMPLES = {
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
-    "launch": (
-        "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
-        "launch trainjob digits_96 --nodes 2 --image lb:1 > job.yaml",
-    ),
+    "launch": ("launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",),
     "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
@@ -135,15 +135,13 @@ class UsageError(LargebatchError):
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
-_INTERRUPTS = Requests()
-"""Ctrl-C while no command handles it."""
+_INTERRUPTS = Requests()  # Ctrl-C while no command handles it
 
 _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
-_HEAD_START = 1.0
-"""Seconds that worker 0 has to print: launchers end all workers when the first one ends."""
+_HEAD_START = 1.0  # seconds for worker 0 to print: launchers end all workers when one ends
 
 
 def make_app() -> App:
@@ -231,6 +229,15 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
     command.group_parameters = OPTIONS
 
 
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script that completes commands, options and recipes after Tab.
+
+    Args:
+        shell: Shell that reads the script, from the folder of its completions.
+    """
+    print(make_app().generate_completion(shell=shell))
+
+
 def _with_values(words: Sequence[str]) -> list[str]:
     """Write `--flag yes` as --flag=yes, and a bare --resume as --resume=yes.
 
@@ -284,8 +291,11 @@ def _call(words: Sequence[str]) -> int:
     try:
         return _on_workers(words)
     except LargebatchError as error:
-        _show_refusal(error, rank)
-        return USER
+        if rank > 0 and isinstance(error, _SAME_ON_ALL_WORKERS):
+            time.sleep(_HEAD_START)
+        else:
+            _show(f"worker {rank}: {error}" if rank else str(error))
+        return INTERRUPTED if isinstance(error, SmallerBatchError) else USER
     except KeyboardInterrupt as stop:
         if rank == 0:
             _show("; ".join(["stopped at once", *stop.args]))
@@ -299,15 +309,6 @@ def _call(words: Sequence[str]) -> int:
             raise
         _show("stopped at once")  # an interrupted import may raise an error of its own
         return STOPPED
-
-
-def _show_refusal(error: LargebatchError, rank: int) -> None:
-    if rank == 0:
-        _show(str(error))
-    elif isinstance(error, _SAME_ON_ALL_WORKERS):
-        time.sleep(_HEAD_START)
-    else:
-        _show(f"worker {rank}: {error}")
 
 
 def _show(message: str) -> None:

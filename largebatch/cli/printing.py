@@ -9,11 +9,8 @@ from pydantic_core import to_json
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import printable
 
-INTERRUPTED = 75
-"""Exit code of a command that was stopped and has saved."""
-
-WIDTH = 100
-"""Width of wrapped sentences in characters."""
+INTERRUPTED = 75  # exit code of a command that was stopped and has saved
+WIDTH = 100  # width of wrapped sentences in characters
 
 
 def wrapped(sentence: str) -> str:

@@ -15,8 +15,7 @@ from largebatch.runs.options import AsJson, Count
 if TYPE_CHECKING:
     from largebatch.report.record import Record
 
-FAILED = 1
-"""Exit code of a failed check."""
+FAILED = 1  # exit code of a failed check
 
 _WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
 
@@ -60,8 +59,8 @@ def diagnose(
         classes: Number of classes, which a CSV lacks.
     """
     from largebatch.report.diagnosis import find_causes, require_comparable
+    from largebatch.report.page import verdict
     from largebatch.report.record import read_record
-    from largebatch.report.verdict import verdict
 
     judged, small = read_record(run, classes=classes), None
     if other is not None:

@@ -429,8 +429,7 @@ def root_of(data: Data, folder: Path | None) -> Path:
         return write_digits()
     if folder is None:
         raise DataError(
-            "this recipe reads images from a folder; pass --data DIR "
-            "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
+            "this recipe reads a folder; pass --data DIR with train and val of <class>/* or *.tar"
         )
     return folder
 
@@ -441,9 +440,7 @@ def _check(data: Data, train: Index, val: Index) -> None:
     wrong = {key: number for key, number in counts.items() if number != getattr(data, key)}
     if wrong:
         expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
-        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
         change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
         raise DataError(
-            f"{train.root}: the recipe describes {expected}, the folder has {actual}; if that is "
-            f"intended, add {change}"
+            f"{train.root}: the recipe describes {expected}; if the images are right, add {change}"
         )

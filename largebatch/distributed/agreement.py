@@ -37,9 +37,18 @@ def require_agreement(
 
 
 def gather_unequal(own: object, group: Group, device: torch.device) -> list[Any] | None:
-    """Return the plain values of every worker, by rank; None if all are equal, by checksums."""
+    """Return the plain values of every worker, by rank; None if all are equal, by checksums.
+
+    The checksums are compared by one all-reduce: n sum(b^2) = sum(b)^2 holds only for equal numbers
+    (Cauchy-Schwarz), and integer sums are exact.
+    """
     content = json.dumps(own, default=str)
-    if have_same_bytes(_tensor(hashlib.sha256(content.encode()).digest(), device), group):
+    numbers = _tensor(hashlib.sha256(content.encode()).digest(), device).long()
+    sums = torch.stack([numbers, numbers.square()])
+    group.all_reduce(sums).wait()
+    total, squares = sums
+    same = (squares * group.world_size == total.square()).all()
+    if same.item():  # sync: once, before training or in many updates
         return None
     return gather_values(json.loads(content), group, device)
 
@@ -111,20 +120,6 @@ def require_same_bits(
         require_agreement(facts, group, device, remedy=remedy)
     except MismatchError as error:
         raise DesynchronizedError(str(error)) from None
-
-
-def have_same_bytes(own: Tensor, group: Group) -> bool:
-    """Return True if all workers hold the same bytes; the number of bytes must be equal.
-
-    This is one all-reduce: n sum(b^2) = sum(b)^2 holds only for equal numbers (Cauchy-Schwarz), and
-    integer sums are exact. `own` must be on the device of the group's tensors.
-    """
-    assert own.dtype == torch.uint8
-    sums = torch.stack([own.long(), own.long().square()])
-    group.all_reduce(sums).wait()
-    total, squares = sums
-    same = squares * group.world_size == total.square()
-    return bool(same.all().item())  # sync: once, before training or in many updates
 
 
 def sum_of_bits(tensors: Iterable[Tensor]) -> int:

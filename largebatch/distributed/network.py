@@ -20,24 +20,23 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = SIZES) -> dict[i
 
     The result is the same on every worker.
     """
-    return {size: _seconds(backend, size) for size in sizes}
+    found = {}
+    for size in sizes:
+        tensor = torch.ones(size // 4, device=backend.device)
+        durations = []
+        for number in range(REPEATS + 2):  # the first two connect
+            backend.barrier()
+            start = time.perf_counter()
+            backend.all_reduce(tensor).wait()
+            accelerator.synchronize(tensor.device)  # sync: this is a measurement
+            if number >= 2:
+                durations.append(time.perf_counter() - start)
+            tensor.fill_(1)
+        own = torch.tensor(statistics.median(durations), dtype=torch.float64).to(backend.device)
+        found[size] = float(backend.all_gather(own).max())
+    return found
 
 
 def bandwidth(size: int, *, workers: int, seconds: float) -> float:
     """Return the bytes per second that each worker sends in a ring: 2 (n - 1) / n of the sum's."""
     return size * 2 * (workers - 1) / workers / seconds
-
-
-def _seconds(backend: Backend, size: int) -> float:
-    tensor = torch.ones(size // 4, device=backend.device)
-    durations = []
-    for number in range(REPEATS + 2):  # the first two connect
-        backend.barrier()
-        start = time.perf_counter()
-        backend.all_reduce(tensor).wait()
-        accelerator.synchronize(tensor.device)  # sync: this is a measurement
-        if number >= 2:
-            durations.append(time.perf_counter() - start)
-        tensor.fill_(1)
-    own = torch.tensor([statistics.median(durations)], dtype=torch.float64, device=backend.device)
-    return float(backend.all_gather(own).max())

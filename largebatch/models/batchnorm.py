@@ -207,8 +207,8 @@ def with_span(model: M, span: int) -> M:
     for name, layer in layers:
         if type(layer) not in {*_PLAIN, SpanBatchNorm} and not _is_timms_with_activation(layer):
             raise ValueError(
-                f"{describe_layer(name)} is a {type(layer).__name__}; only nn.BatchNorm1d, 2d and "
-                "3d and timm's BatchNormAct2d can be given a span"
+                f"{describe_layer(name)} is a {type(layer).__name__}; only torch's and timm's "
+                "BatchNorm can be given a span"
             )
         if not layer.track_running_stats:
             raise ValueError(
@@ -216,8 +216,7 @@ def with_span(model: M, span: int) -> M:
             )
         if "forward" in vars(layer):
             raise ValueError(
-                f"{describe_layer(name)} has a forward pass of its own, which a span would not "
-                "change; delete its attribute `forward` first"
+                f"{describe_layer(name)} has its own forward pass; delete its attribute `forward`"
             )
     for _, layer in layers:
         layer.__class__ = SpanBatchNorm
@@ -291,11 +290,6 @@ class Spans:
         momenta = [math.nan if m.momentum is None else m.momentum for m in self._layers]
         self._momentum = torch.tensor(momenta, dtype=dtype, device=backend.device)
         self._cumulative = any(layer.momentum is None for layer in self._layers)
-        self.attach()
-
-    def attach(self) -> None:
-        """Connect the model's layers to these Spans, also after they belonged to others."""
-        sizes = [2 * layer.num_features for layer in self._layers]
         # Autograd saves the arguments of batch_norm and would raise an error when the buffer is
         # zeroed: tensors of `.data` have their own version counters.
         parts = [part.data for part in self._moments.split(sizes)]
@@ -384,8 +378,7 @@ def _neighbours(backend: Backend, num: int) -> Group | None:
     """Return this worker's group of `num` consecutive workers; None if it is alone."""
     if backend.world_size % num:
         raise ValueError(
-            f"{backend.world_size} workers cannot be divided into groups of {num} that share "
-            "BatchNorm statistics"
+            f"{backend.world_size} workers cannot share BatchNorm spans in groups of {num}"
         )
     if num == 1:
         return None

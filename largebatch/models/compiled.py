@@ -41,8 +41,9 @@ def compile_model(
         for layer in layers:
             layer.leave_graphs()
     # CUDA graphs are ours: they hold the whole update (training/graph.py).
-    name = "default" if mode is True else f"{mode}-no-cudagraphs"
-    options = torch._inductor.list_mode_options(name)
+    without = {True: "default", "reduce-overhead": "default"}
+    without["max-autotune"] = "max-autotune-no-cudagraphs"
+    options = torch._inductor.list_mode_options(without.get(mode, mode))
     # Module.compile does not trace a model that is an nn.Sequential.
     model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}
@@ -63,11 +64,7 @@ def require_compiler(device: torch.device) -> None:
             named = os.environ.get("CXX")
             problem = f"CXX={named} does not work" if named else "none was found"
             raise RecipeError(
-                f"execution.compile: a CPU needs a C++ compiler, and {problem}; install g++, or "
-                "name one by the variable CXX, or remove compile"
+                f"execution.compile: a CPU needs a C++ compiler, and {problem}; set CXX"
             ) from None
     elif not has_triton():
-        raise RecipeError(
-            "execution.compile: a GPU needs Triton, which is not installed or does not support "
-            "this one; install it, or remove compile"
-        )
+        raise RecipeError("execution.compile: a GPU needs Triton; install it, or remove compile")

@@ -42,8 +42,7 @@ def scores_of(output: object) -> Tensor:
         (scores,) = output
     if not isinstance(scores, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content is wrong, not its type
-            f"the model returns {_described(output)}; expected the scores alone or as `logits`: "
-            "pass a `forward` that returns them"
+            f"the model returns {_described(output)}, expected scores or `logits`; pass a `forward`"
         )
     return scores
 

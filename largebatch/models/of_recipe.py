@@ -60,8 +60,7 @@ def require_trainable(model: nn.Module, name: str) -> None:
     """
     if getattr(model, "aux_logits", False):
         raise RecipeError(
-            f"model.name: {name} has auxiliary classifiers, which are not trained here; build it "
-            "without them by model.arguments.aux_logits: false"
+            f"model.name: {name} has auxiliary classifiers; set model.arguments.aux_logits: false"
         )
 
 

@@ -9,8 +9,9 @@ DistributedDataParallel.
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import islice
+from threading import Lock
 
 import numpy as np
 import torch
@@ -43,8 +44,7 @@ def local_model(model: nn.Module) -> nn.Module:
     """
     if has_divided_weights(model):
         raise ValueError(
-            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy of the "
-            "model with complete weights, of torch's get_model_state_dict"
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a complete copy"
         )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)
@@ -115,15 +115,31 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = before
 
 
-def uncompiled() -> AbstractContextManager[object]:
+_EAGER, _EAGER_LOCK = ExitStack(), Lock()
+_EAGER_BLOCKS: list[None] = []
+"""An entry for each block of `uncompiled` in any thread; the last one restores what was before."""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """Run compiled modules uncompiled, because graphs do not include hooks added later.
 
     Importing the compiler takes seconds; if it was not imported, nothing is compiled.
     """
     if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eager
+        yield
+        return
+    with _EAGER_LOCK:
+        if not _EAGER_BLOCKS:
+            _EAGER.enter_context(torch.compiler.set_stance("force_eager"))
+        _EAGER_BLOCKS.append(None)
+    try:
+        yield
+    finally:
+        with _EAGER_LOCK:
+            _EAGER_BLOCKS.pop()
+            if not _EAGER_BLOCKS:
+                _EAGER.close()
 
 
 @contextmanager

@@ -13,17 +13,6 @@ from largebatch.optional import require_timm, require_torchvision
 TORCHVISION = "torchvision/"
 """Prefix of the names of torchvision's models."""
 
-_FRESH: dict[str, dict[str, bool | None]] = {
-    "timm": dict.fromkeys(
-        ["pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"]
-    )
-    | {"pretrained": False},
-    "torchvision": {"weights": None},
-}
-"""Arguments that keep each library from downloading or loading weights. They are passed with every
-call, so that a recipe's arguments cannot override them: a repeated keyword is an error."""
-
-
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
@@ -33,12 +22,18 @@ _REFUSALS = (
 
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """Build a known model with new weights; raise RecipeError if its library cannot."""
-    is_torchvisions, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
-    library = "torchvision" if is_torchvisions else "timm"
-    create = _torchvision().get_model if is_torchvisions else require_timm().create_model
-    fixed = {"num_classes": num_classes, **_FRESH[library]}
+    library = "torchvision" if name.startswith(TORCHVISION) else "timm"
+    # What would download or load weights is passed too, so that a recipe cannot override it: a
+    # repeated keyword is an error.
+    fresh: dict[str, bool | None]
+    if library == "torchvision":
+        create, fresh = _torchvision().get_model, {"weights": None}
+    else:
+        files = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+        create, fresh = require_timm().create_model, {"pretrained": False, **dict.fromkeys(files)}
+    plain = name.removeprefix(TORCHVISION)
     try:
-        model: nn.Module = create(plain, **fixed, **arguments)
+        model: nn.Module = create(plain, num_classes=num_classes, **fresh, **arguments)
     except _REFUSALS as error:
         reason = str(error) or type(error).__name__
         raise RecipeError(

@@ -13,6 +13,9 @@ Microsoft shares the work, but only between workers of torch.distributed.
 Here each worker orthogonalises some of the matrices, and one all-reduce distributes the results:
 the numbers of all matrices, sent once per update, in the type of NewtonSchulz. A sum of one value
 and zeros is exact, so every worker gets the same bits.
+
+On a device with graphs the rate, the momentum and the decay are numbers there, so that a graph can
+replay an update; see training/graph.py.
 """
 
 import copy
@@ -26,8 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.distributed.backend import Group
+from largebatch import accelerator
+from largebatch.distributed.backend import Group, in_graphs
 from largebatch.distributed.connection import running_backend
+from largebatch.optim.kernels.numbers import Numbers
 from largebatch.optional import require_muon
 
 zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
@@ -50,6 +55,9 @@ class Muon(Optimizer):
     >>> [group["lr_ratio"] for group in optimizer.param_groups]
     [1.0, 5.0]
     """
+
+    _numbers: Numbers | None = None
+    """Numbers of the last step, on a device with graphs; a copy of an optimizer has none."""
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of Muon
         self,
@@ -105,17 +113,49 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group = self.param_groups[0]
-        weights = [weight for weight in group["params"] if weight.grad is not None]
-        for weight, direction in zip(weights, self._orthogonalize(weights, group), strict=True):
+        group = self._use_numbers()
+        pairs = zip(group["params"], group["steps"], strict=True)
+        trained = [(weight, step) for weight, step in pairs if weight.grad is not None]
+        directions = self._orthogonalize([weight for weight, _ in trained], group)
+        for (weight, step), direction in zip(trained, directions, strict=True):
             if group["normalize_weights"]:
                 norm = weight.norm()
                 weight.mul_(math.sqrt(len(weight)) / norm.masked_fill(norm == 0, 1))  # 0 stays 0
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = _scale(weight, group["adjust_lr"])
-            weight.add_(direction, alpha=-group["lr"] * scale)
-        self._update_others()
+            weight.mul_(group["kept"])
+            if isinstance(step, Tensor):
+                weight.addcmul_(direction, step)
+            else:
+                weight.add_(direction, alpha=step)
+        self._lend()
+        self._others.step()
         return loss
+
+    def can_replay(self) -> bool:
+        """Return True if a graph may repeat the last step: it reads all numbers on the device."""
+        others = getattr(self._others, "can_replay", lambda: False)
+        return self._numbers is not None and in_graphs(self._workers) and bool(others())
+
+    def refresh(self) -> None:
+        """Copy hyper-parameters to the device: before a replay."""
+        self._use_numbers()
+        self._lend()
+        self._others.refresh()  # type: ignore[attr-defined]  # see can_replay
+
+    def _use_numbers(self) -> dict[str, Any]:
+        """Return the group of the matrices with its numbers, on a device with graphs those there.
+
+        They have the type of the weights, which must be long enough for them.
+        """
+        group = self.param_groups[0]
+        weights, momentum, lr = group["params"], group["momentum"], group["lr"]
+        steps = [-lr * _scale(weight, group["adjust_lr"]) for weight in weights]
+        numbers = [momentum, 1 - momentum, 1 - lr * group["weight_decay"], *steps]
+        kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
+        if len(kinds) == 1 and all(it.itemsize >= 4 for it in weights):
+            self._numbers = self._numbers or Numbers(*kinds.pop())
+            numbers = list(self._numbers.use(numbers).unbind())
+        momentum, rest, kept, *steps = numbers
+        return {**group, "momentum": momentum, "rest": rest, "kept": kept, "steps": steps}
 
     def _orthogonalize(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if not weights:
@@ -124,7 +164,7 @@ class Muon(Optimizer):
             state = self.state[weight]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
-            state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+            state["momentum_buffer"].lerp_(weight.grad, group["rest"])
         widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights))
         dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else widest
         numbers = [weight.numel() for weight in weights]
@@ -151,16 +191,15 @@ class Muon(Optimizer):
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
         assert grad is not None
-        direction = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        direction: Tensor = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return direction.flatten(1)
 
-    def _update_others(self) -> None:
-        """Make a step of the other optimizer, at its own rates, with the state held here."""
+    def _lend(self) -> None:
+        """Give the other optimizer its own rates, and the state held here."""
         self._others.state = self.state
         self._others.param_groups = [
             {**group, "lr": group["lr"] * group["lr_ratio"]} for group in self.param_groups[1:]
         ]
-        self._others.step()
 
 
 def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:

@@ -226,9 +226,7 @@ def _owners(model: nn.Module, left: Mapping[nn.Module, str]) -> list[_Statistics
                 "name in `skip`"
             )
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-            raise ValueError(
-                f"{describe_layer(name)} is not initialised; run the model on a batch first"
-            )
+            raise ValueError(f"{describe_layer(name)} is not initialised; run it on a batch first")
         mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
         span = layer.span if isinstance(layer, SpanBatchNorm) else None
         zeros = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
@@ -283,16 +281,10 @@ def _require_same_network(
         return
     layers = [model.get_submodule(name) for name in kept]
     tensors = [*model.parameters(), *(it for layer in layers for it in layer.buffers())]
-    require_agreement(
-        {
-            "layers to measure": [owner.name for owner in owners],
-            "checksum of the weights": sum_of_bits(tensors),
-        },
-        backend,
-        backend.device,
-        remedy="polish pools statistics of one network: send one worker's weights to all, and set "
-        "the same layers to evaluation mode",
-    )
+    names = [owner.name for owner in owners]
+    facts = {"layers to measure": names, "checksum of the weights": sum_of_bits(tensors)}
+    remedy = "send one worker's weights to all, and set the same layers to evaluation mode"
+    require_agreement(facts, backend, backend.device, remedy=remedy)
 
 
 def _measure(
@@ -460,10 +452,8 @@ def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
     are_finite = torch.stack(rounded).tolist()  # sync: once for all layers
     for owner, moments, is_finite in zip(owners, pooled, are_finite, strict=True):
         if moments.count == 1:
-            raise DataError(
-                f"{describe_layer(owner.name)} got a single value per channel, which has no "
-                "variance; polish with more images"
-            )
+            name = describe_layer(owner.name)
+            raise DataError(f"{name} got a single value per channel; polish with more images")
         if moments.count and not is_finite:
             most = torch.finfo(owner.mean.dtype).max
             raise DataError(

@@ -106,16 +106,6 @@ class Data(Section):
         """Number of images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
 
-    @model_validator(mode="after")
-    def _only_the_last_size_is_open(self) -> Self:
-        for place, part in enumerate(self.resolution[:-1]):
-            if part.until is None:
-                raise ValueError(
-                    f"resolution.{place}.until: null is for the last one, {len(self.resolution)} "
-                    "are given"
-                )
-        return self
-
     @field_validator("flip", mode="before")
     @classmethod
     def _flip_is_a_choice(cls, flip: object) -> object:
@@ -124,17 +114,15 @@ class Data(Section):
         raise ValueError(f"input should be true, false or 'alternating', got {flip!r}")
 
     @model_validator(mode="after")
-    def _translation_leaves_pixels_to_reflect(self) -> Self:
+    def _numbers_fit_each_other(self) -> Self:
+        for place, part in enumerate(self.resolution[:-1]):
+            if part.until is None:
+                raise ValueError(f"resolution.{place}.until: null is only for the last one")
         smallest = min([self.image_size, *(part.image_size for part in self.resolution)])
         if self.translate >= smallest:
             raise ValueError(
-                f"translate ({self.translate}) must be less than the smallest image_size "
-                f"({smallest})"
+                f"translate ({self.translate}) must be below the smallest image_size ({smallest})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ranges_are_ordered(self) -> Self:
         for key in ("crop_area", "crop_aspect"):
             bounds = getattr(self, key)
             if bounds is not None and bounds[0] > bounds[1]:

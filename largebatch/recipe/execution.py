@@ -91,9 +91,10 @@ class Execution(Section):
     only."""
 
     compile: Compile = False
-    """Train with fused kernels, by torch.compile; results differ by rounding. `max-autotune`
-    adds a search for the fastest kernels, which takes minutes. The first update of each image size
-    takes seconds to minutes longer. Evaluation and polishing run uncompiled."""
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is
+    another name for `compile: true` with `graph`. `max-autotune` adds a search for the fastest
+    kernels, which takes minutes. The first update of each image size takes seconds to minutes
+    longer. Evaluation and polishing run uncompiled."""
 
     graph: Literal["auto"] | bool = "auto"
     """Record an update once for each shape in a CUDA graph and replay it: the host launches one
@@ -108,12 +109,19 @@ class Execution(Section):
         return self.memory_format == "channels_last"
 
     @model_validator(mode="after")
+    def _graph_is_allowed(self) -> Self:
+        if self.graph is False and isinstance(self.compile, str):
+            raise ValueError(
+                f"compile: {self.compile} has a graph, and graph is false; give one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:
         if self.cache in {"memory", "device"}:
             for key, value in (("decoder", self.decoder), ("reads", self.reads)):
                 if value is not None:
                     raise ValueError(
-                        f"{key}: {value} would not be used: cache: {self.cache} decodes all "
-                        "images once; give one of the two"
+                        f"{key}: {value} would not be used: cache: {self.cache} decodes images once"
                     )
         return self

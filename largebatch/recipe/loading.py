@@ -39,11 +39,7 @@ Overrides = Sequence[str] | Mapping[str, object]
 
 
 def override_words(changes: Overrides) -> tuple[str, ...]:
-    """Return changes as the words of `--set`.
-
-    >>> override_words({"optimizer.eta": 0.002, "tracking": ["wandb"]})
-    ('optimizer.eta=0.002', 'tracking=["wandb"]')
-    """
+    """Return changes as the words of `--set`."""
     if isinstance(changes, str):
         raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
     if isinstance(changes, Mapping):

@@ -261,8 +261,8 @@ class Muon(Section):
     def _rates_have_one_scale(self) -> Self:
         if self.others.lr is None and self.adjust_lr == "original":
             raise ValueError(
-                "adjust_lr: original needs others.lr: schedule.peak_lr is Muon's, and too high for "
-                "AdamW; or take adjust_lr: match_rms_adamw"
+                "adjust_lr: original needs others.lr: schedule.peak_lr is Muon's; or take "
+                "match_rms_adamw"
             )
         return self
 

@@ -74,30 +74,20 @@ class Polish(Section):
     is measured on. Validation images never decide."""
 
     @model_validator(mode="after")
-    def _does_something(self) -> Self:
-        stages = (self.clean, self.ema, self.swa, self.affine, self.statistics)
-        if not any(stages):
+    def _stages_fit_each_other(self) -> Self:
+        if not any((self.clean, self.ema, self.swa, self.affine, self.statistics)):
             raise ValueError(
-                "give at least one of clean, ema, swa, affine and statistics; without polishing, "
-                "leave polish out"
+                "give at least one of clean, ema, swa, affine and statistics, or leave polish out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _averages_are_measured(self) -> Self:
         if self.ema is not None and self.swa is not None:
             raise ValueError("ema and swa would each become the model: give one of the two")
         if self.swa is not None and self.statistics is None:
             raise ValueError(
                 "swa needs statistics: the running statistics of an average belong to other weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _held_out_images_decide(self) -> Self:
         if self.keep == "better" and self.held_out is None:
             raise ValueError(
-                "keep: better compares on training images that are not trained on: give held_out"
+                "keep: better compares on images that are not trained on: give held_out"
             )
         if self.keep == "always" and self.held_out is not None:
             raise ValueError("held_out images would not be used: give keep: better too")

@@ -133,6 +133,11 @@ class Asynchronous(_Protocol):
     """The same as with softsync, with n = learners."""
 
     @property
+    def n(self) -> int:
+        """The n of softsync that is the same."""
+        return self.learners
+
+    @property
     def gradients(self) -> int:
         """Number of gradients per update."""
         return 1

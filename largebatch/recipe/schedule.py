@@ -1,7 +1,7 @@
 """The section `schedule`: the learning rate.
 
 The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, some also under a
-longer one, half a cosine and restarts. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
+longer one, and half a cosine. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
 optimizer steps from the end of the warm-up.
 """
 
@@ -135,18 +135,6 @@ class CosineCycles(Cycle):
     """Length of a fall and a rise: l in the paper, and twice the l of its code."""
 
 
-class Restarts(Cycle):
-    """Fall from peak_lr to low_lr along half a cosine and restart (SGDR, arXiv:1608.03983)."""
-
-    kind: Literal["restarts"]
-
-    every: Duration
-    """Length of the first fall."""
-
-    lengthen: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Length of a fall over that of the one before; SGDR's T_mult."""
-
-
 Simple: TypeAlias = (
     Constant
     | StepDecay
@@ -158,7 +146,6 @@ Simple: TypeAlias = (
     | Wave
     | WaveExp
     | CosineCycles
-    | Restarts
 )
 """The policies that can also be a piece of another."""
 
@@ -194,13 +181,11 @@ class Piecewise(Section):
     def _only_the_last_is_open(self) -> Self:
         if len(self.pieces) < 2:
             raise ValueError(f"give two pieces or more, got {len(self.pieces)}")
-        for place, piece in enumerate(self.pieces, 1):
-            last = place == len(self.pieces)
-            if (piece.length is None) != last:
+        for place, piece in enumerate(self.pieces):
+            if (piece.length is None) != (place == len(self.pieces) - 1):
                 raise ValueError(
-                    "the last piece lasts until the run ends: its length must be null"
-                    if last
-                    else f"piece {place} has no length: only the last one's may be null"
+                    f"pieces.{place}.length: null is for the last piece, which lasts until the run "
+                    "ends, and only for it"
                 )
         return self
 
@@ -225,13 +210,9 @@ class Schedule(Section):
     """The number of the first update; MLPerf's reference counts from 1."""
 
     @model_validator(mode="after")
-    def _start_lr_is_used(self) -> Self:
+    def _rates_fit(self) -> Self:
         if self.warmup is None and self.start_lr:
             raise ValueError("start_lr is the start of the warm-up: give warmup too")
-        return self
-
-    @model_validator(mode="after")
-    def _peak_is_the_highest(self) -> Self:
         if isinstance(self.decay, Piecewise):
             highest = max(piece.peak_lr for piece in self.decay.pieces)
             if highest != self.peak_lr:

@@ -1,8 +1,7 @@
 """The base of all sections, the types and bounds they share, and how to walk through their keys."""
 
 from collections.abc import Iterator
-from inspect import Parameter, Signature
-from typing import Annotated, Any, Self, get_args, get_type_hints
+from typing import Annotated, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -47,23 +46,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **words: Any) -> None:  # noqa: ANN401 -- pydantic's
-        """Show plain types in the signature, without pydantic's bounds."""
-        super().__pydantic_init_subclass__(**words)
-        hints = get_type_hints(cls)
-        cls.__signature__ = Signature(
-            [
-                Parameter(
-                    name,
-                    Parameter.KEYWORD_ONLY,
-                    default=Parameter.empty if field.is_required() else field.get_default(),
-                    annotation=hints[name],
-                )
-                for name, field in cls.model_fields.items()
-            ]
-        )
 
 
 class Duration(Section):

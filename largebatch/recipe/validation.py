@@ -19,30 +19,20 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 
 def _samples(recipe: Keys) -> Iterator[str]:
     data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
-    without = " less data.held_out" if data.held_out else ""
     if data.train_split < 1:
-        yield (
-            f"data.held_out.samples ({data.val_split}) must be fewer than data.train_samples "
-            f"({data.train_samples})"
-        )
+        total = data.train_samples
+        yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
     elif polish is not None and trained < 1:
-        yield (
-            f"polish.held_out ({polish.held_out}) must be fewer than data.train_samples{without} "
-            f"({data.train_split})"
-        )
+        yield f"polish.held_out ({polish.held_out}) leave none of the images ({data.train_split})"
     else:
-        if polish is not None and polish.statistics and polish.statistics.samples > trained:
-            without += " less polish.held_out" if polish.held_out else ""
-            yield (
-                f"polish.statistics.samples ({polish.statistics.samples}) must not exceed "
-                f"data.train_samples{without} ({trained})"
-            )
-        samples = getattr(recipe.optimizer, "statistics_samples", None)
-        if samples is not None and samples > trained:
-            yield (
-                f"optimizer.statistics_samples ({samples}) must not exceed the training images "
-                f"({trained})"
-            )
+        measured = polish.statistics if polish is not None else None
+        samples = {
+            "polish.statistics.samples": measured.samples if measured else None,
+            "optimizer.statistics_samples": getattr(recipe.optimizer, "statistics_samples", None),
+        }
+        for key, number in samples.items():
+            if number is not None and number > trained:
+                yield f"{key} ({number}) must not exceed the training images ({trained})"
 
 
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:

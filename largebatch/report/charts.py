@@ -5,7 +5,6 @@ their own sizes. A stage has one colour and one marker everywhere. A run's many 
 many points as a chart can show (`course.thin`).
 """
 
-import math
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
-from largebatch.report.run import Run, column, images_per_second
+from largebatch.report.run import Run, images_per_second, values_of
 from largebatch.report.style import COLOURS, INK, MARKERS, MUTED, name_axes, name_line
 
 if TYPE_CHECKING:
@@ -25,9 +24,9 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     draw_updates(top, run, "loss")
     for stage, steps in run.by_stage.items():
-        x = column(steps, "step")
-        bottom.plot(x, column(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
-    if needs_log_scale(column([*run.steps, *run.evaluations], "loss")):
+        x = values_of(steps, "step")
+        bottom.plot(x, values_of(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
+    if needs_log_scale(values_of([*run.steps, *run.evaluations], "loss")):
         top.set_yscale("log")
         top.minorticks_off()
         top.yaxis.set_major_formatter("{x:g}")
@@ -39,7 +38,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     title = name_axes(top, y="Loss")
     title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
     if run.evaluations:
-        x, losses = column(run.evaluations, "step"), column(run.evaluations, "loss")
+        x, losses = values_of(run.evaluations, "step"), values_of(run.evaluations, "loss")
         top.plot(x, losses, color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False)
         name_line(top, "validation", INK, after=title)
     name_axes(bottom, y="Learning rate", x="Step")
@@ -48,14 +47,14 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
     axes, kept = figure.subplots(), run.kept_evaluations
-    axes.plot(column(kept, "epoch"), 100 * column(kept, "top1"), color=MUTED, lw=1)
+    axes.plot(values_of(kept, "epoch"), 100 * values_of(kept, "top1"), color=MUTED, lw=1)
     by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
     for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
         # A stage without updates ends where the one before it does: its mark is within that one's.
         later = [each.epoch for those in by_stage[place + 1 :] for each in those]
         size = 6 + 3 * later.count(found[-1].epoch) if found else 6
         axes.plot(
-            column(found, "epoch"), 100 * column(found, "top1"), color=COLOURS[stage.name],
+            values_of(found, "epoch"), 100 * values_of(found, "top1"), color=COLOURS[stage.name],
             marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
             markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
@@ -69,7 +68,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
     draw_updates(axes, run, "images_per_second")
-    axes.set_ylim(0, ceiling(column(run.steps, "images_per_second")))
+    axes.set_ylim(0, ceiling(values_of(run.steps, "images_per_second")))
     rate = images_per_second(run)
     if rate is not None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
@@ -81,7 +80,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
 def draw_updates(axes: "Axes", run: Run, name: str) -> None:
     """Draw a value of every update faint, and the running median over it."""
     for stage, steps in run.by_stage.items():
-        thinned = thin(column(steps, "step"), column(steps, name))
+        thinned = thin(values_of(steps, "step"), values_of(steps, name))
         extremes = np.column_stack((thinned.low, thinned.high)).ravel()
         axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
         axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))
@@ -121,19 +120,14 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     parts = course(run)
     known = [part for part in parts if part.found.value > 0]
     middle = [(part.first + part.last) / 2 for part in known]
-    values = [part.found.value for part in known]
-    ends = [value for part in known for value in (part.found.low, part.found.high)]
-    top = 2 * max([value for value in ends if math.isfinite(value)] + values, default=1.0)
-    bottom = min(values, default=1.0) / 10
-    for x, part in zip(middle, known, strict=True):
-        bar = [max(part.found.low, bottom), min(part.found.high, top)]
-        axes.plot([x, x], bar, color=COLOURS["train"], lw=1)
-    axes.plot(middle, values, color=COLOURS["train"], marker="o", ms=5)
-    batches = [run.plan.batch_at(part.first) for part in parts]
-    axes.step(
-        [*(part.first for part in parts), parts[-1].last], [*batches, batches[-1]],
-        where="post", color=INK, lw=0.8,
-    )  # fmt: skip
+    found = [part.found for part in known]
+    values, low, high = (values_of(found, name) for name in ("value", "low", "high"))
+    top = 2 * max([*values, *high[np.isfinite(high)]], default=1.0)
+    bars = values - np.maximum(low, min(values, default=1.0) / 10), np.minimum(high, top) - values
+    axes.errorbar(middle, values, bars, color=COLOURS["train"], marker="o", ms=5, elinewidth=1)
+    batches = [run.plan.batch_at(part.first) for part in (*parts, parts[-1])]
+    x = [*(part.first for part in parts), parts[-1].last]
+    axes.step(x, batches, where="post", color=INK, lw=0.8)
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -6,6 +6,7 @@ the noise of these images, as in the report of one run (`mistakes`).
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from largebatch.errors import (
-    CheckpointError,
-    LargebatchError,
-    RecipeError,
-    clip,
-    printable,
-    shorten,
-)
+from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
 from largebatch.formatting import plural
-from largebatch.recipe.loading import parse_recipe
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
-from largebatch.report.mistakes import Change, change_from
+from largebatch.report.mistakes import change_from
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -41,13 +34,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.run import (
-    Run,
-    Stage,
-    images_per_second,
-    read_run,
-    short_commit,
-)
+from largebatch.report.run import Run, Stage, images_per_second, read_run, short_commit
 from largebatch.tracking.scalars import dotted
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
@@ -62,10 +49,6 @@ _RUNS = (
     "Top-1 is that of the model as the run left it. The time to an accuracy is that of the first "
     "evaluation that reached it; the run time has starting, saving and repeated updates, too."
 )
-_DIFFERENCES = (
-    "The settings of recipe.yaml that differ, and in brackets what the runs were made with. A "
-    "dash: not known."
-)
 _SAME = "No setting differs, and the runs were made with the same software and workers."
 
 
@@ -75,7 +58,7 @@ class Compared:
 
     run: Run
     label: str
-    """The shortest unique suffix of its folder's path."""
+    """The path of its folder, below the one that holds all of them."""
 
     @property
     def status(self) -> str:
@@ -85,20 +68,12 @@ class Compared:
     @cached_property
     def settings(self) -> dict[str, str] | None:
         """The recipe by dotted keys, with its defaults; None if it cannot be read."""
-        try:
-            recipe = parse_recipe(self.run.recipe or "")
-        except RecipeError:
+        if self.run.parsed is None:
             return None
         return {
             key: clip(printable(value if isinstance(value, str) else json.dumps(value)), 200)
-            for key, value in dotted(recipe.model_dump(mode="json"))
+            for key, value in dotted(self.run.parsed.model_dump(mode="json"))
         }
-
-    @property
-    def machine(self) -> dict[str, str]:
-        """Workers, and what each of them holds."""
-        plan = self.run.plan
-        return {"(workers)": self.run.workers, "(device batch)": f"{plan.device_batch:,}"}
 
     @property
     def software(self) -> dict[str, str] | None:
@@ -154,10 +129,6 @@ class Compared:
             return images
         return f"{known['data.source']}, {known['data.classes']} classes, {images}"
 
-    def change_from(self, best: "Compared") -> Change:
-        """Return how the run ended compared with another one of the same data."""
-        return change_from(best.last, self.last)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -200,9 +171,11 @@ class Comparison:
         None where a run has no such key. A recipe or summary that cannot be read has None for all
         of them, and makes none differ.
         """
+        plans = [{"(device batch)": f"{one.run.plan.device_batch:,}"} for one in self.runs]
         return {
             **_differing([one.settings for one in self.runs]),
-            **_differing([one.machine for one in self.runs]),
+            **_differing([{"(workers)": one.run.workers} for one in self.runs]),
+            **_differing(plans),
             **_differing([one.software for one in self.runs]),
         }
 
@@ -234,23 +207,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             left_out.append(printable(reason))
     if not runs:
         raise CheckpointError(f"no run can be read: {left_out[0]}")
-    compared = map(Compared, runs, _labels([run.path for run in runs]))
-    return Comparison(tuple(compared), tuple(left_out))
-
-
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return for each path its shortest unique suffix.
-
-    >>> _labels([Path("/a/rate-4/run"), Path("/a/rate-8/run"), Path("/a/best")])
-    ['rate-4/run', 'rate-8/run', 'best']
-    """
-    parts = [path.resolve().parts for path in paths]
-    labels = []
-    for own in parts:
-        lengths = range(1, len(own) + 1)
-        alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        labels.append(printable("/".join(own[-next(alone, 1) :])))
-    return labels
+    paths = [run.path.resolve() for run in runs]
+    above = os.path.commonpath([path.parent for path in paths])
+    labels = [printable(str(path.relative_to(above))) for path in paths]
+    return Comparison(tuple(map(Compared, runs, labels)), tuple(left_out))
 
 
 def describe(comparison: Comparison) -> Iterator[str]:
@@ -276,7 +236,7 @@ def _best(best: Compared, *others: Compared) -> str:
     second = others[0]
     if best.top1 == second.top1:
         return f"{best.label} and {second.label} end with the same top-1, {top1}."
-    close = [one for one in others if not one.change_from(best).beyond_noise]
+    close = [one for one in others if not change_from(best.last, one.last).beyond_noise]
     gap = f"{best.top1 - second.top1:.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1}, {gap}"
     noise = f"the noise of {best.last.after.samples:,} validation images"
@@ -320,7 +280,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
             Section(
                 title="What differs",
                 parts=[Table(name="differences", columns=differing)] if rows else [],
-                notes=[_DIFFERENCES if rows else _SAME],
+                notes=[] if rows else [_SAME],
             ),
         ],
         source=f"{len(comparison.runs)} run folders",
@@ -336,7 +296,7 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
     def beyond(one: Compared) -> str | None:
         if best.get(one.label, one) is one:
             return None
-        return "yes" if one.change_from(best[one.label]).beyond_noise else "no"
+        return "yes" if change_from(best[one.label].last, one.last).beyond_noise else "no"
 
     def after(one: Compared, name: str) -> float | None:
         """Return top-1 after a stage, kept or discarded."""

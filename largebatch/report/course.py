@@ -6,18 +6,16 @@ with others.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.report.run import FloatArray, Run, column, median
+from largebatch.report.run import FloatArray, Run, median, values_of
 
 POINTS = 500  # more updates cannot be told apart in a chart
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
+class Course(NamedTuple):
     """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
 
     epoch: FloatArray
@@ -37,7 +35,7 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     How long a stage without updates took is in the summary; without one its evaluation is counted.
     What is only monitored at its end is not.
     """
-    step, lengths = column(run.steps, "step"), _finite(column(run.steps, "step_seconds"))
+    step, lengths = values_of(run.steps, "step"), _finite(values_of(run.steps, "step_seconds"))
     ends = np.concatenate(([0.0], np.cumsum(lengths)))
     alone = [stage for stage in run.stages if stage.name not in run.by_stage]
     whole = {stage.name: stage.result.seconds for stage in alone if stage.result}
@@ -45,7 +43,7 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
         if gap.stage in whole:
             whole[gap.stage] -= float(_finite(gap.seconds))
     pauses = [whole.pop(one.stage, float(_finite(one.seconds))) for one in run.evaluations]
-    places = np.searchsorted(step, column(run.evaluations, "step"))
+    places = np.searchsorted(step, values_of(run.evaluations, "step"))
     before = np.bincount(places, pauses, minlength=len(ends)).cumsum()
     return ends[1:] + before[:-1], ends[places] + np.cumsum(pauses)
 
@@ -61,17 +59,17 @@ def evaluations_of(run: Run) -> Course:
         seconds[:] = math.nan
     stages = [stage.name for stage in run.stages if stage.kept]
     return Course(
-        epoch=column(kept, "epoch"),
+        epoch=values_of(kept, "epoch"),
         seconds=seconds[np.isin([one.stage for one in run.evaluations], stages)],
-        loss=column(kept, "loss"),
-        top1=100 * column(kept, "top1"),
+        loss=values_of(kept, "loss"),
+        top1=100 * values_of(kept, "top1"),
     )
 
 
 def updates_of(run: Run) -> Course:
     """Return as many updates as a chart shows, with the running median over all of them."""
-    step = column(run.steps, "step")
-    loss = thin(step, column(run.steps, "loss"))
+    step = values_of(run.steps, "step")
+    loss = thin(step, values_of(run.steps, "loss"))
     return Course(
         epoch=np.array([run.plan.epoch(int(each) + 1) for each in loss.step]),
         seconds=_clock(run)[0][np.searchsorted(step, loss.step)],

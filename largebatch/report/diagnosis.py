@@ -13,7 +13,6 @@ import numpy as np
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import percent, plural, three_digits
-from largebatch.report.mistakes import by_class
 from largebatch.report.noise import has_course, latest
 from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
@@ -26,11 +25,8 @@ A few times that loss is usual in the first epochs of large batches, because the
 BatchNorm lag behind the weights; ten times is not.
 """
 
-RECOVERED = 0.9
-"""Part of the loss of guessing below which a run recovered: it has learned something since."""
-
-WEAK_CLASS = 1 / 3
-"""Fraction of the run's top-1 below which a class is weak."""
+RECOVERED = 0.9  # part of the loss of guessing below which a run has learned something since
+WEAK_CLASS = 1 / 3  # part of the run's top-1 below which a class is weak
 
 FIT = 0.5
 """Share of the loss of guessing below which the training loss of a good run ends: above what label
@@ -44,14 +40,9 @@ SURE = 3
 """Standard errors by which a weak class is below the rest: more than the two of one comparison,
 because it is the lowest of many."""
 
-GAP = 0.25
-"""Difference of validation and training loss that is a gap, as a part of the loss of guessing."""
-
-GAINED = 0.01
-"""Least gain of top-1 by exact statistics that is reported, beyond its noise."""
-
-FEWEST_TIMED = 20
-"""Fewest updates whose waits are judged: the first ones fill queues."""
+GAP = 0.25  # difference of validation and training loss that is a gap, in losses of guessing
+GAINED = 0.01  # least gain of top-1 by exact statistics that is reported, beyond its noise
+FEWEST_TIMED = 20  # fewest updates whose waits are judged: the first ones fill queues
 
 EQUAL = 0.05
 """Difference of two training losses that counts as none, as a part of the loss of guessing: about
@@ -173,33 +164,34 @@ def _class_lost(it: Judged) -> Numbers | None:
     found = run.final_mistakes if run else None
     if found is None or _is_underfit(it.run):
         return None
-    classes, total = by_class(found), sum(found.sizes)
-    top1 = 1 - len(found.samples) / total
-    weak = [
-        one
-        for one in classes
-        if one.correct < WEAK_CLASS * top1 * one.size
-        and one.correct < top1 * one.size - SURE * math.sqrt(one.size * top1 * (1 - top1))
-    ]
-    if sum(one.size for one in weak) < WEAK_IMAGES * total:
+    sizes, labels = np.array(found.sizes), np.array(found.labels, dtype=np.int64)
+    correct, classes = sizes - np.bincount(labels, minlength=sizes.size), np.count_nonzero(sizes)
+    top1 = 1 - len(found.samples) / sizes.sum()
+    usual = np.sqrt(sizes * top1 * (1 - top1))
+    weak = (correct < WEAK_CLASS * top1 * sizes) & (correct < top1 * sizes - SURE * usual)
+    if sizes[weak].sum() < WEAK_IMAGES * sizes.sum():
         return None
-    lowest = weak[0]
-    if lowest.correct * len(classes) > lowest.size:
+    lowest = min(np.flatnonzero(weak), key=lambda label: correct[label] / sizes[label])
+    if correct[lowest] * classes > sizes[lowest]:
         return None
     return {
-        "name": lowest.name, "correct": lowest.correct, "size": lowest.size, "weak": len(weak),
-        "classes": len(classes),
+        "name": found.classes[lowest], "correct": correct[lowest], "size": sizes[lowest],
+        "weak": np.count_nonzero(weak), "classes": classes,
     }  # fmt: skip
 
 
 def _rose(run: Record) -> bool:
-    """Return True if the validation loss rose from its lowest while the training loss fell."""
     if len(run.val_loss) < 3 or not np.isfinite(run.val_loss).all():
         return False
     row = int(np.argmin(run.val_loss))
     low, end = float(run.val_loss[row]), float(run.val_loss[-1])
-    rose = end > RISEN * low and end - low > RISE / 2 * run.unit
-    return rose and not run.end >= run.training_at(float(run.val_epoch[row]))
+    if end <= RISEN * low or end - low <= RISE / 2 * run.unit:
+        return False
+    known = np.isfinite(run.epoch)
+    if not known.any() or not math.isfinite(run.val_epoch[row]):
+        return True
+    then = int(np.searchsorted(run.epoch[known], run.val_epoch[row], side="right")) - 1
+    return not run.end >= run.trend[known][max(0, then)]
 
 
 def _validation_rose(it: Judged) -> Numbers | None:
@@ -280,17 +272,9 @@ def _ends_worse(it: Judged) -> Numbers | None:
     return {"end": run.end, "small_end": small.end, "ends": ends}
 
 
-def _loss_is_equal(it: Judged) -> bool:
-    return it.small is not None and it.run.end <= it.small.end + EQUAL * it.run.unit
-
-
-def _has_fewer_updates(it: Judged) -> bool:
-    updates = it.run.updates, it.small.updates if it.small else None
-    return bool(updates[0] and updates[1] and updates[0] < updates[1])
-
-
 def _equal_loss(it: Judged) -> Numbers | None:
-    return _ends_worse(it) if _loss_is_equal(it) else None
+    found = _ends_worse(it)
+    return found if found and found["end"] <= found["small_end"] + EQUAL * it.run.unit else None
 
 
 def _fewer_updates(it: Judged) -> Numbers | None:
@@ -300,11 +284,10 @@ def _fewer_updates(it: Judged) -> Numbers | None:
     are needed; else an update does less, by its rate.
     """
     run, small, found = it.run, it.small, _ends_worse(it)
-    if found is None or _loss_is_equal(it) or not _has_fewer_updates(it):
+    if not (found and small and run.updates and small.updates and run.updates < small.updates):
         return None
-    assert small is not None
-    assert run.updates
-    then = loss_after(small, run.updates)
+    row = int(np.searchsorted(small.step - small.step[0], run.updates)) - 1
+    then = float(small.trend[max(0, row)])
     factor = epochs_factor(run, small)
     change = f"train for {factor:.2g} times the epochs, by the epoch law" if factor else _LONGER
     if run.end > then + EQUAL * run.unit:
@@ -316,20 +299,10 @@ def _fewer_updates(it: Judged) -> Numbers | None:
 
 
 def _higher_loss(it: Judged) -> Numbers | None:
-    run, small, found = it.run, it.small, _ends_worse(it)
-    if found is None or _loss_is_equal(it) or _has_fewer_updates(it):
-        return None
-    assert small is not None
-    rates = ""
-    if math.isfinite(run.peak + small.peak):
-        rates = f" (peak learning rates {run.peak:.3g} and {small.peak:.3g})"
-    return {**found, "rates": rates}
-
-
-def loss_after(run: Record, updates: int) -> float:
-    """Return the smoothed training loss after a number of updates."""
-    row = int(np.searchsorted(run.step - run.step[0], updates)) - 1
-    return float(run.trend[max(0, row)])
+    small, found, rates = it.small, _ends_worse(it), ""
+    if found and small and math.isfinite(it.run.peak + small.peak):
+        rates = f" (peak learning rates {it.run.peak:.3g} and {small.peak:.3g})"
+    return found and {**found, "rates": rates}
 
 
 def epochs_factor(run: Record, small: Record) -> float | None:
@@ -365,6 +338,7 @@ _EXPLAINED = frozenset({"diverged", "statistics off", "class lost", "pair"})
 _PAIR = frozenset(
     {"diverged", "rate beyond the edge", "spiked in warm-up", "statistics off", "class lost"}
 )
+_OTHER = _PAIR | {"pair"}
 
 # fmt: off
 RULES: tuple[Rule[Judged], ...] = (
@@ -396,12 +370,12 @@ RULES: tuple[Rule[Judged], ...] = (
          "(polish); compare weight decay and rate with the small run",
          text="the training losses end alike, at {end:.3g} and {small_end:.3g} in small batches, "
          "and {ends}"),
-    Rule(kind="fewer updates", holds=_fewer_updates, link="loss", unless=_PAIR, group="pair",
+    Rule(kind="fewer updates", holds=_fewer_updates, link="loss", unless=_OTHER, group="pair",
          remedy="{change}",
          text="{updates:,} updates against {small_updates:,}: the training loss ends at "
          "{end:.3g}, and in small batches was {then:.3g} after as many updates and "
          "{small_end:.3g} at the end; {ends}"),
-    Rule(kind="underfit", holds=_higher_loss, link="loss", unless=_PAIR, group="pair",
+    Rule(kind="underfit", holds=_higher_loss, link="loss", unless=_OTHER, group="pair",
          remedy=_FIND_RATE,
          text="the training loss ends at {end:.3g} against {small_end:.3g}{rates}; {ends}"),
     Rule(kind="generalisation gap", holds=_validation_rose, link="loss", unless=_EXPLAINED,

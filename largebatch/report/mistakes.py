@@ -1,14 +1,9 @@
-"""What a model gets wrong, and whether a change of its accuracy is more than chance."""
+"""Whether a change of the accuracy of a model is more than chance."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from largebatch.report.run import Stage
-from largebatch.tracking.events import Mistakes
-
-_PAIRS = 10  # are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +42,3 @@ def change_from(before: Stage, after: Stage) -> Change:
     then, now = set(before.mistakes.samples), set(after.mistakes.samples)
     fixed, broken = len(then - now), len(now - then)
     return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
-
-
-class Pair(NamedTuple):
-    """A class, for what its images are taken, and how many of how many."""
-
-    label: str
-    predicted: str
-    images: int
-    size: int
-
-
-def pairs(found: Mistakes) -> list[Pair]:
-    """Return what is mixed up most."""
-    counts = Counter(zip(found.labels, found.predicted, strict=True))
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return [
-        Pair(found.classes[label], found.classes[predicted], number, found.sizes[label])
-        for (label, predicted), number in ranked[:_PAIRS]
-    ]
-
-
-class ClassResult(NamedTuple):
-    """A class, and how many of its images are right."""
-
-    name: str
-    correct: int
-    size: int
-
-
-def by_class(found: Mistakes) -> list[ClassResult]:
-    """Return all classes that have images, that of the lowest accuracy first."""
-    wrong = Counter(found.labels)
-    rows = [
-        ClassResult(name, size - wrong[label], size)
-        for label, (name, size) in enumerate(zip(found.classes, found.sizes, strict=True))
-        if size
-    ]
-    return sorted(rows, key=lambda row: row.correct / row.size)

@@ -1,29 +1,21 @@
 """The gradient noise scale over a run, and what it means for its batch."""
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from largebatch.formatting import three_digits
 from largebatch.report.run import Run
 from largebatch.tracking.events import Step
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
 
-PARTS = 12
-"""Number of parts into which the updates of a run are divided; each has its own estimate."""
-
-LEAST = 25
-"""Minimum number of updates in a part; fewer give no useful estimate."""
-
-BOUNDED = 4 * LEAST
-"""Updates that are advised: the interval of a single part often has no upper bound."""
-
-MORE_STEPS = 0.2
-"""Fraction of steps that the critical batch needs beyond linear scaling (arXiv:2410.21676)."""
+PARTS = 12  # into which the updates of a run are divided; each has its own estimate
+LEAST = 25  # updates in a part; fewer give no useful estimate
+BOUNDED = 4 * LEAST  # updates that are advised: the interval of one part often has no upper bound
+MORE_STEPS = 0.2  # that the critical batch needs beyond linear scaling (arXiv:2410.21676)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Some updates of a run that follow each other, and the noise scale over them."""
 
     first: int

@@ -1,14 +1,16 @@
-"""The report of one run: what its page says and shows, and its overview as a PNG file."""
+"""The report of one run: its verdict, what its page shows, and its overview as a PNG file."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
-from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.report import charts
-from largebatch.report.mistakes import change_from, pairs
+from largebatch.recipe.arithmetic.describe import describe_division
+from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
+from largebatch.report.mistakes import change_from
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -23,15 +25,100 @@ from largebatch.report.pages import (
     Table,
     columns_over,
 )
-from largebatch.report.run import INPUT_BOUND, Run, images_per_second, shares, short_commit
+from largebatch.report.run import (
+    INPUT_BOUND,
+    Run,
+    images_per_second,
+    median,
+    shares,
+    short_commit,
+    values_of,
+)
 from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
-from largebatch.report.verdict import Verdict, verdict
 from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
-    from largebatch.report.style import Canvas, Figure
+    from largebatch.report.diagnosis import Cause
+    from largebatch.report.style import Figure
 
-_NOTES, _LAYERS = 50, 10  # the newest notes and the most changed layers are shown
+_NOTES, _LAYERS, _PAIRS = 50, 10, 10  # the newest notes, most changed layers, frequent mistakes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run went."""
+
+    words: str
+    good: bool
+    causes: "tuple[Cause, ...]" = ()
+    """Causes of a worse model, if the run finished; costs and corrections are not among them."""
+
+
+def verdict(run: Run) -> Verdict:
+    """Describe how a run ended, and for one that finished its likely causes of a worse model.
+
+    What accuracy is good for a data set is not known here. So the end is compared with always
+    predicting one class, and with the best of the run.
+    """
+    if not run.finished:
+        return Verdict(_unfinished(run), good=False)
+    last = run.last_stage
+    if last is None:
+        return Verdict("The run finished; its accuracy was not measured.", good=False)
+    # Only runs that finished are diagnosed, so that a run that pauses does not load the rules.
+    from largebatch.report.diagnosis import find_causes
+    from largebatch.report.record import record_of
+
+    record = record_of(run)
+    causes = tuple(cause for cause in find_causes(record) if cause.harms)
+    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
+    one = max(sizes, default=0) / end.samples
+    best = max(run.kept_evaluations, key=lambda found: found.top1)
+    unknown_mistakes = replace(last, after=best, mistakes=None)
+    best_stage = next((stage for stage in run.stages if stage.after == best), unknown_mistakes)
+    bad = ""
+    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
+        bad = f"; always predicting the most frequent class gives {percent(one)} %"
+    elif change_from(best_stage, last).beyond_noise:
+        bad = f", below the {percent(best.top1)} % after {best.step:,} steps ({best.stage})"
+    if bad:
+        likely = f" Likely cause: {causes[0].figure}." if causes else ""
+        words = f"The run finished, but the final top-1 is {percent(end.top1)} %{bad}.{likely}"
+        return Verdict(words, good=False, causes=causes)
+    words = "the best of the run"
+    if best.top1 > end.top1:
+        words = f"within the noise of its best, {percent(best.top1)} %"
+    words = f"{_losses(run)}the final top-1 is {percent(end.top1)} %, {words}."
+    examined = {"losses against guessing", "accuracy by class"}
+    unknown = [name for name in record.unchecked if name in examined]
+    if unknown:
+        words += f" Not checked, because it was not recorded: {', '.join(unknown)}."
+    if causes:
+        found = "; ".join(cause.figure for cause in causes)
+        return Verdict(f"The run finished: {words} Faults: {found}.", good=False, causes=causes)
+    begin = "The run finished and no fault was found: " if run.steps else "Polishing finished: "
+    return Verdict(begin + words, good=not unknown)
+
+
+def _losses(run: Run) -> str:
+    losses = values_of(run.steps, "loss")
+    few = max(1, len(losses) // 20)
+    begin, end = median(losses[:few]), median(losses[-few:])
+    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
+
+
+def _unfinished(run: Run) -> str:
+    done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
+    if run.summary is None:
+        words = f"The run has no summary: it was killed or is running. Its log ends after {done}."
+    elif run.summary.status == "failed":
+        words = f"The run failed after {done}."
+    else:
+        words = f"The run was {run.summary.status} after {done}. Resume it with --resume."
+    last = run.steps[-1] if run.steps else None
+    if last is not None and not last.skipped and not math.isfinite(last.loss):
+        words += f" Its training loss was not finite at step {last.step:,}."
+    return words + (" Accuracy was not measured." * (not run.evaluations))
 
 
 def make_page(run: Run) -> str:
@@ -54,7 +141,7 @@ def make_page(run: Run) -> str:
             Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
             Section(
                 title="Most frequent wrong predictions",
-                parts=list(_mistakes(run.final_mistakes)),
+                parts=list(wrong_predictions(run.final_mistakes)),
             ),
             Section(
                 title="Recipe",
@@ -84,13 +171,14 @@ def headlines(run: Run) -> Iterator[Headline]:
         yield Headline(
             "Training speed", f"{rate:,.0f}", "images/s", f"{workers}{', input bound' * bound}"
         )
-    yield Headline("Global batch", f"{plan.global_batch:,}", "images", _division(plan))
+    division = describe_division(plan).partition(" = ")[2]
+    division += "".join(f"; {it.global_batch:,} from step {it.step:,}" for it in plan.batch_changes)
+    yield Headline("Global batch", f"{plan.global_batch:,}", "images", division)
     skipped = run.summary.skipped_steps if run.summary else 0
     passes = f"{plan.epoch(run.num_steps):,.1f} epochs"
     if skipped:
         passes += f", {skipped:,} skipped: gradients not finite"
-    steps = "step" if run.num_steps == 1 else "steps"
-    yield Headline("Updates", f"{run.num_steps:,}", steps, passes)
+    yield Headline("Updates", f"{run.num_steps:,}", "steps", passes)
     time, unit = duration(run.summary.seconds).split(" ") if run.summary else (MISSING, "")
     yield Headline("Wall time", time, unit, "of all parts of the run" * (len(run.starts) > 1))
 
@@ -108,13 +196,6 @@ def _gain(run: Run) -> Headline:
     return Headline(
         "Gain by polishing", points(before.after.top1, after.after.top1), "points", note, colour
     )
-
-
-def _division(plan: Plan) -> str:
-    """Format the division of a global batch without factors of 1, and later global batches."""
-    micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
-    later = (f"; {one.global_batch:,} from step {one.step:,}" for one in plan.batch_changes)
-    return f"{plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}{''.join(later)}"
 
 
 def _subtitle(run: Run) -> str:
@@ -200,56 +281,31 @@ def _stage_notes(run: Run) -> Iterator[str]:
         yield f"{note.stage}, step {note.step:,}: {note.text}."
 
 
-class _Kind(NamedTuple):
-    """A chart that runs may have."""
-
-    name: str
-    title: str
-    draw: "Callable[[Canvas, Run], None]"
-    rows: Callable[[Run], Any]
-    """What it shows; without any there is no chart."""
-
-    height: float
-    caption: str
-
-
-# fmt: off
-_CHARTS = (
-    _Kind("loss", "Loss and learning rate", charts.draw_loss, lambda run: run.steps, 440,
-          "Training loss of every update (faint) and its running median; validation loss (dots); "
-          "learning rate (below). The two losses need not meet: only training images are "
-          "augmented, and only the training loss may be label-smoothed."),
-    _Kind("accuracy", "Accuracy", charts.draw_accuracy, lambda run: run.evaluations, 340,
-          "Accuracy on the validation images. A hollow mark is a stage that was discarded."),
-    _Kind("throughput", "Training speed", charts.draw_throughput, lambda run: run.steps, 240,
-          "Training images per second on all workers: every update (faint), running median, and "
-          "the whole run (dashed). Dips are slow updates, for example without data."),
-    _Kind("noise", "Gradient noise scale", charts.draw_noise, has_course, 260,
-          "tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large as the "
-          "gradient, for consecutive parts of the run, from squared norms at two batch sizes. Bars "
-          "are 95 % intervals; one that leaves the chart has no upper end. Larger batches than the "
-          "noise scale save few steps."),
-)
-# fmt: on
-
-
 def charts_of(run: Run) -> dict[str, Chart]:
     """Return the charts for which a run has numbers, by name."""
-    return {
-        kind.name: Chart(
-            name=kind.name,
-            title=kind.title,
-            draw=_of(run, kind.draw),
-            height=kind.height,
-            caption=kind.caption,
-        )
-        for kind in _CHARTS
-        if kind.rows(run)
-    }
-
-
-def _of(run: Run, draw: "Callable[[Canvas, Run], None]") -> "Callable[[Canvas], None]":
-    return lambda figure: draw(figure, run)
+    # fmt: off
+    charts = (
+        Chart(name="loss", title="Loss and learning rate", height=440,
+              draw=lambda figure: draw_loss(figure, run),
+              caption="Training loss of every update (faint) and its running median; validation "
+              "loss (dots); learning rate (below). The two losses need not meet: only training "
+              "images are augmented, and only the training loss may be label-smoothed."),
+        Chart(name="accuracy", title="Accuracy", draw=lambda figure: draw_accuracy(figure, run),
+              caption="Accuracy on the validation images. A hollow mark is a stage that was "
+              "discarded."),
+        Chart(name="throughput", title="Training speed", height=240,
+              draw=lambda figure: draw_throughput(figure, run),
+              caption="Training images per second on all workers: every update (faint), running "
+              "median, and the whole run (dashed)."),
+        Chart(name="noise", title="Gradient noise scale", height=260,
+              draw=lambda figure: draw_noise(figure, run),
+              caption="tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large "
+              "as the gradient, for consecutive parts of the run. Bars are 95 % intervals; one "
+              "that leaves the chart has no upper end. Larger batches save few steps."),
+    )
+    # fmt: on
+    shown = run.steps, run.evaluations, run.steps, has_course(run)
+    return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
 
 
 def _before(run: Run, name: str) -> list[Part]:
@@ -277,13 +333,8 @@ def _drift(run: Run) -> list[Part]:
     drift = run.drift
     if drift is None:
         return []
-    changed = sorted(  # what is not finite first
-        drift.layers,
-        key=lambda it: (
-            math.isfinite(it.mean_shift + it.log_variance_ratio),
-            -max(it.mean_shift, it.log_variance_ratio),
-        ),
-    )
+    most = {it: max(it.mean_shift, it.log_variance_ratio) for it in drift.layers}
+    changed = sorted(most, key=lambda it: -most[it] if math.isfinite(most[it]) else -math.inf)
     column = columns_over(changed[:_LAYERS])
     columns = [
         column("Layer", lambda it: it.name, None),
@@ -301,67 +352,56 @@ def _drift(run: Run) -> list[Part]:
     return [Table(name="drift", columns=columns, sortable=False), note]
 
 
-def _mistakes(found: Mistakes | None) -> Iterator[Part]:
+def wrong_predictions(found: Mistakes | None) -> Iterator[Table]:
+    """Yield the table of the classes that are mixed up most; nothing without mistakes."""
     if found is None or not found.samples:
         return
-    column = columns_over(pairs(found))
+    counts = Counter(zip(found.labels, found.predicted, strict=True))
+    column = columns_over(sorted(counts, key=lambda pair: (-counts[pair], pair))[:_PAIRS])
     yield Table(
         columns=[
-            column("Class", lambda pair: pair.label, None),
-            column("Predicted as", lambda pair: pair.predicted, None),
-            column("Images", lambda pair: f"{pair.images:,} of {pair.size:,}", None),
+            column("Class", lambda pair: found.classes[pair[0]], None),
+            column("Predicted as", lambda pair: found.classes[pair[1]], None),
+            column("Images", lambda pair: f"{counts[pair]:,} of {found.sizes[pair[0]]:,}", None),
         ],
         sortable=False,
     )
 
 
 def _environment(run: Run) -> dict[str, str]:
-    plan, summary = run.plan, run.summary
-    facts = {
-        "Workers": run.workers,
-        "Device batch": f"{plan.device_batch:,}",
-        "Accumulation": ", then ".join(
-            f"{accumulation:,}" for _, _, accumulation in plan.within(range(plan.steps))
-        ),
+    facts = {"Workers": run.workers, "Device batch": f"{run.plan.device_batch:,}"}
+    if run.summary is None:
+        return facts
+    memory = run.summary.peak_memory_bytes
+    return facts | {
+        "Backend": run.summary.backend,
+        "Peak memory": MISSING if memory is None else f"{memory / 2**30:.2f} GiB",
+        "Commit": short_commit(run.summary.commit),
+        **run.summary.versions,
     }
-    if summary is not None:
-        memory = summary.peak_memory_bytes
-        facts |= {
-            "Backend": summary.backend,
-            "Peak memory": MISSING if memory is None else f"{memory / 2**30:.2f} GiB",
-            "Commit": short_commit(summary.commit),
-            **summary.versions,
-        }
-    return facts
 
 
 def write_overview(run: Run, folder: Path) -> None:
-    """Write the six numbers and the first four charts as report.png, for a quick look."""
-    shown = [*charts_of(run).values()][:4]
-    save_png(
-        folder / OVERVIEW,
-        lambda figure: _draw_overview(figure, run, shown),
-        size=(1120, 700),
-        pixels=1600,
-    )
+    """Write the six numbers and the charts as report.png, for a quick look."""
+    shown, left = list(charts_of(run).values()), MARGIN / 1120
 
+    def draw(figure: "Figure") -> None:
+        grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
+        head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+        head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
+        head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
+        for place, number in enumerate(headlines(run)):
+            x = left + place * (1 - left) / 6
+            head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
+            head.text(x, 0.2, number.label, color=MUTED, va="top")
+        if not shown:
+            body.add_subplot().set_axis_off()  # the layout needs one
+            return
+        quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
+        for place, chart in enumerate(shown):
+            fills_row = len(shown) % 2 and chart is shown[-1]
+            quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
+            write_title(quarter, chart.title)
+            chart.draw(quarter)
 
-def _draw_overview(figure: "Figure", run: Run, shown: list[Chart]) -> None:
-    grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])
-    head, body = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-    left = MARGIN / 1120
-    head.text(left, 0.82, run.name, size=21, weight="bold", va="top")
-    head.text(1 - left, 0.79, _subtitle(run), color=MUTED, ha="right", va="top")
-    for place, number in enumerate(headlines(run)):
-        x = left + place * (1 - left) / 6
-        head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
-        head.text(x, 0.2, number.label, color=MUTED, va="top")
-    if not shown:
-        body.add_subplot().set_axis_off()  # the layout needs one
-        return
-    quarters = body.add_gridspec(-(-len(shown) // 2), min(2, len(shown)))
-    for place, chart in enumerate(shown):
-        fills_row = len(shown) % 2 and chart is shown[-1]
-        quarter = body.add_subfigure(quarters[-1, :] if fills_row else quarters[place])
-        write_title(quarter, chart.title)
-        chart.draw(quarter)
+    save_png(folder / OVERVIEW, draw, size=(1120, 700), pixels=1600)

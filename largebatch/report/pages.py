@@ -61,9 +61,6 @@ class Column:
     form: str | None = None
     """Format specification of numbers, such as `,.2f`; None: the values are text."""
 
-    unit: str = ""
-    """Text after each number."""
-
     before: Sequence[str] = ()
     """Earlier values, in grey before each value; empty strings for none."""
 
@@ -90,7 +87,7 @@ class Column:
         """Yield what a table shows of each value."""
         for place, value in enumerate(self.values):
             missing = _is_missing(value)
-            shown = f"{value:{self.form}}{self.unit}" if self.is_number and not missing else value
+            shown = f"{value:{self.form}}" if self.is_number and not missing else value
             yield {
                 "text": MISSING if missing else shown,
                 "number": value if self.is_number and not missing else None,

@@ -10,43 +10,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.errors import CheckpointError, RecipeError, shorten
+from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.keys import Loss
-from largebatch.recipe.loading import parse_recipe
 from largebatch.report.noise import has_course
-from largebatch.report.run import FloatArray, Run, column, median, read_run
+from largebatch.report.run import SCHEDULE, FloatArray, Run, median, read_run, values_of
 from largebatch.tracking.events import LOG
 
-_SCHEDULE = {"train", "clean"}
-
-EARLY = 0.15
-"""Least share of the rows that count as the start of a run; a longer warm-up counts whole."""
-
-SHORT = 5
-"""Updates of the shortest running median: a spike of two of them does not count."""
+EARLY = 0.15  # least share of the rows that are the start of a run; a longer warm-up counts whole
+SHORT = 5  # updates of the shortest running median: a spike of two does not count
 
 RISE = 0.25
 """Rise of the smoothed training loss that is a spike, as a part of the loss of guessing: a quarter
 of all that can be learned is lost again."""
 
-RISEN = 1.25
-"""Least factor of such a rise, and of a rise of the validation loss."""
-
-NEAR = 20
-"""Least number of rows in which the scatter of losses is estimated."""
+RISEN = 1.25  # least factor of such a rise, and of a rise of the validation loss
+NEAR = 20  # least number of rows in which the scatter of losses is estimated
 
 SCATTER = 4
 """Standard deviations of single updates' losses that a rise must exceed. Without any spike the
 highest and lowest running median of five are 2.5 (150 updates) to 4.0 (10,000) of them apart."""
 
-OUTLIER = 8
-"""Standard deviations by which a single update of a rise is no noise, however short the rise."""
+OUTLIER = 8  # standard deviations by which one update of a rise is no noise, however short
+LEAST_ROWS = 6  # fewest rows before a rise for an estimate from these alone
 
-LEAST_ROWS = 6
-"""Fewest rows before a rise for an estimate from these alone."""
-
-DEVIATION = 1.4826
-"""Standard deviation of a normal distribution, over the median of its absolute values."""
+DEVIATION = 1.4826  # of a normal distribution, over the median of its absolute values
 
 _VALIDATION = "(val|valid|validation|eval|test)"
 _COLUMNS = {
@@ -225,14 +212,6 @@ class Record:
             return 0.0
         return float(np.median(off) * DEVIATION / math.sqrt(1.5))
 
-    def training_at(self, epoch: float) -> float:
-        """Return the smoothed training loss at an epoch; NaN without epochs."""
-        known = np.isfinite(self.epoch)
-        if not known.any() or not math.isfinite(epoch):
-            return math.nan
-        row = int(np.searchsorted(self.epoch[known], epoch, side="right")) - 1
-        return float(self.trend[known][max(0, row)])
-
     @property
     def noise(self) -> float:
         """Two standard errors of the last top-1; a point if not known."""
@@ -260,26 +239,22 @@ def read_record(path: Path, *, classes: int | None = None) -> Record:
 
 def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
-    steps = [step for step in run.steps if step.stage in _SCHEDULE and not step.skipped]
+    steps = [step for step in run.steps if step.stage in SCHEDULE and not step.skipped]
     kept = run.kept_evaluations
-    try:
-        recipe = None if run.recipe is None else parse_recipe(run.recipe)
-    except RecipeError:  # of another version
-        recipe = None
-    mistakes = run.final_mistakes
+    recipe, mistakes = run.parsed, run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,
-        step=column(steps, "step"),
+        step=values_of(steps, "step"),
         epoch=np.array([run.plan.epoch(step.step + 1) for step in steps], dtype=np.float64),
-        loss=column(steps, "loss"),
-        lr=column(steps, "lr"),
+        loss=values_of(steps, "loss"),
+        lr=values_of(steps, "lr"),
         by_update=True,
         updates=run.num_steps,
         epochs=run.plan.epoch(run.num_steps),
-        val_epoch=column(kept, "epoch"),
-        val_loss=bounded(column(kept, "loss")),
-        top1=column(kept, "top1"),
+        val_epoch=values_of(kept, "epoch"),
+        val_loss=bounded(values_of(kept, "loss")),
+        top1=values_of(kept, "top1"),
         val_samples=kept[-1].samples if kept else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,

@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.formatting import MISSING, plural
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import (
     EVENTS,
     LOG,
@@ -44,11 +46,8 @@ from largebatch.tracking.events import (
 FloatArray = npt.NDArray[np.float64]
 _E = TypeVar("_E")
 
-INPUT_BOUND = 0.1
-"""Fraction of the time spent waiting for images from which a run is called input bound."""
-
-_SCHEDULE = frozenset({"train", "clean"})
-"""The stages whose updates are those of the schedule."""
+INPUT_BOUND = 0.1  # of the time spent waiting for images, from which a run is called input bound
+SCHEDULE = frozenset({"train", "clean"})  # the stages whose updates are those of the schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,7 @@ class Run:
     """A run folder."""
 
     path: Path
-    folder: str
-    """Its name."""
-
+    folder: str  # its name
     starts: tuple[Start, ...]
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
@@ -97,6 +94,14 @@ class Run:
     summary: Summary | None
     recipe: str | None
     """The text of recipe.yaml."""
+
+    @cached_property
+    def parsed(self) -> Recipe | None:
+        """The recipe; None if there is none, or it is one of another version."""
+        try:
+            return None if self.recipe is None else parse_recipe(self.recipe)
+        except RecipeError:
+            return None
 
     @property
     def name(self) -> str:
@@ -162,13 +167,13 @@ class Run:
 
         Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
         """
-        own = [stage for stage in self.stages if stage.kept and stage.name in _SCHEDULE]
+        own = [stage for stage in self.stages if stage.kept and stage.name in SCHEDULE]
         return own[-1] if own else next(iter(self.stages), None)
 
     @property
     def polishing(self) -> tuple[Stage, ...]:
         """The stages that come after the schedule, those that were discarded too."""
-        return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
+        return tuple(stage for stage in self.stages[1:] if stage.name not in SCHEDULE)
 
     @property
     def last_stage(self) -> Stage | None:
@@ -204,7 +209,7 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
-def column(events: Iterable[object], name: str) -> FloatArray:
+def values_of(events: Iterable[object], name: str) -> FloatArray:
     """Return the numbers of events in one of their fields."""
     return np.array([*map(attrgetter(name), events)], dtype=np.float64)
 
@@ -219,7 +224,7 @@ def images_per_second(run: Run) -> float | None:
     """Return the summary's rate, else the median step's; None if nothing was timed."""
     if run.summary is not None and run.summary.images_per_second is not None:
         return run.summary.images_per_second
-    rate = median(column(run.steps, "images_per_second"))
+    rate = median(values_of(run.steps, "images_per_second"))
     return None if math.isnan(rate) else rate
 
 
@@ -235,7 +240,7 @@ def shares(run: Run) -> tuple[float, float]:
     """
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
-    data, reduction = (column(steps, name) for name in ("data_seconds", "reduction_seconds"))
+    data, reduction = (values_of(steps, name) for name in ("data_seconds", "reduction_seconds"))
     return float(data.sum()) / whole, float(reduction.sum()) / whole
 
 
@@ -268,8 +273,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-_REMADE = {"remark", "stage", "update skipped"}
-"""Kinds of notes that a resumed run makes again; the others are events on the machine."""
+_REMADE = {"remark", "stage", "update skipped"}  # kinds of notes that a resumed run makes again
 
 
 def _read_log(path: Path) -> list[Event]:

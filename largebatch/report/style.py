@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     Figure: TypeAlias = figure.Figure
     Text: TypeAlias = text.Text
 
-MARGIN = 14
-"""In points, around and between what is drawn into a PNG file."""
+MARGIN = 14  # in points, around and between what is drawn into a PNG file
 
 INK, MUTED, RULE, PAPER = "#1c2430", "#667180", "#e4e7eb", "#ffffff"
 COLOURS = {
@@ -61,7 +60,6 @@ _STYLE = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -71,7 +69,6 @@ _STYLE = {
     "axes.titlesize": 11.5,
     "font.size": 11.5,
     "grid.color": RULE,
-    "grid.linewidth": 0.8,
     "lines.linewidth": 1.8,
     "lines.markeredgecolor": PAPER,
     "svg.fonttype": "none",

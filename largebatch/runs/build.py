@@ -23,15 +23,14 @@ from largebatch.errors import MissingPackageError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.fitting import fitted_plan
+from largebatch.runs.fitting import fitted_plan, kept_plan
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
 from largebatch.training.graph import require_graphs
-from largebatch.training.session import Session
-from largebatch.training.updates import Updates, synchronous_updates
+from largebatch.training.session import Session, Updates, synchronous_updates
 
 
 @contextmanager
@@ -63,32 +62,36 @@ def join(
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe, options: Options, facts: Facts, *, fits: int | None = None
-) -> Iterator[Session]:
+def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build every object of a run, on all workers; trackers can be added later.
 
-    `facts` and errors are those of join. `fits` is the largest device batch to choose; None:
-    measured.
+    `facts` and errors are those of join.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
         # One sample at most: whether workers would share spans where memory is short.
-        most = 1 if accelerator.kind() else None
+        most = 1 if accelerator.kind() or options.resume else None
         splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
     facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name, fits=fits)
+        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         section, device = recipe.model, backend.device
         model = build_model(recipe, device)
         require_trainable(model, section.name)
         chosen = []
-        asked = fits or recipe.execution.device_batch
-        if accelerator.is_remote(device) and protocol is None and asked is None:
-            plan, reason = fitted_plan(recipe, plan, model, backend)
-            chosen.append(reason)
+        if protocol is None and recipe.execution.device_batch is None:
+            kept, remark = None, None
+            if options.resume:
+                kept, remark = kept_plan(recipe, options.out, backend)
+            if remark is not None and plan != kept:
+                chosen.append(remark)
+            if kept is not None:
+                plan = kept
+            elif accelerator.is_remote(device):
+                plan, reason = fitted_plan(recipe, plan, model, backend)
+                chosen.append(reason)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
         require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
@@ -152,10 +155,9 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
-    size = pipeline.plan.statistics_batch
-    starts = range(0, pipeline.plan.train_samples, size)
-    ends = (min(start + size, pipeline.plan.train_samples) for start in starts)
-    parts = (pipeline.training_samples(range(*span)) for span in zip(starts, ends, strict=True))
+    size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
+    starts = range(0, len(positions), size)
+    parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
     with closing(pipeline.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
 
@@ -169,21 +171,17 @@ def with_profiler(
     """
     if options.profile is None:
         return session, nullcontext()
-    training = session.training
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     first, last = options.profile
-    made, end = session.state.progress.step, min(until, training.plan.updates)
+    made, end = session.state.progress.step, min(until, session.plan.updates)
     if options.resume == "auto":  # the same command starts the run and every restart
         first = max(first, made + 1)
         if first > last:
             return session, nullcontext()
     if not made < first <= last <= end:
-        raise PlanError(
-            f"--profile {first}:{last}: expected a first and a last update among those that are "
-            f"to be made, {made + 1} to {end}"
-        )
-    if training.backend.rank:
+        raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
+    if session.backend.rank:
         return session, nullcontext()
 
     def action(number: int) -> ProfilerAction:
@@ -194,7 +192,7 @@ def with_profiler(
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(options.out / TRACE))
-        training.step_log.resume_clock()
+        session.step_log.resume_clock()
 
     profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler

@@ -71,11 +71,11 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
         begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
         session.saver.restore(replace(checkpoint, stages=[], state=begun))
         session.evaluator.store_average()
-        stage = current_stage(checkpoint, session.training.plan)
+        stage = current_stage(checkpoint, session.plan)
 
         def polish() -> bool:
             assert session.polish.statistics is not None
-            if session.training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(options.out, options)
             session.judge.end(stage, num_steps=session.state.progress.updates)
             polish_statistics(session.judge, session.polish.statistics)
@@ -97,8 +97,7 @@ def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
-                f"--set {override}: a checkpoint has its own recipe; only execution and evaluation "
-                "can be changed"
+                f"--set {override}: of a checkpoint only execution and evaluation can be changed"
             )
     if overrides:
         text = dump_yaml(checkpoint.recipe)
@@ -138,7 +137,6 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
     trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
-    tracking = recipe.tracking.model_copy(update={"trackers": trackers})
-    if trackers and tracking.job_type is None:
-        tracking = tracking.model_copy(update={"job_type": "polish"})
+    job_type = recipe.tracking.job_type or ("polish" if trackers else None)
+    tracking = recipe.tracking.model_copy(update={"trackers": trackers, "job_type": job_type})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

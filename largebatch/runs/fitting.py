@@ -1,20 +1,32 @@
-"""The device batch that fits the memory of an accelerator, and a smaller one after it did not."""
+"""The device batch that fits the memory of an accelerator, and a smaller one after it did not.
+
+It is kept in the run folder: a resumed run rounds as before and measures nothing.
+"""
 
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
-from largebatch.errors import DeviceMemoryError
+from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import CheckpointError, DeviceMemoryError, PlanError, SmallerBatchError
+from largebatch.formatting import plural
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
+from largebatch.storage import write_whole
 from largebatch.training.session import Session
+
+KEPT = "device_batch.json"
+"""File in a run folder with its device batch."""
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
@@ -79,24 +91,61 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     )
 
 
-class SmallerBatchError(Exception):
-    """A part of a run ended for want of memory, saved; the next one has a smaller device batch."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    device_batch: int
+    workers: int
+    device: str
+    """Type of the workers' devices."""
 
-    def __init__(self, device_batch: int) -> None:
-        super().__init__(device_batch)
-        self.device_batch = device_batch
+
+_KEPT = TypeAdapter(_Kept)
 
 
-def halve(session: Session) -> SmallerBatchError:
-    """Save a run that ran out of memory as of its last update; return what ends this part of it.
+def keep(folder: Path, backend: Backend, device_batch: int) -> None:
+    """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
+    kept = _Kept(device_batch, backend.world_size, backend.device.type)
+    try:
+        write_whole(folder / KEPT, _KEPT.dump_json(kept))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
-    Raises DeviceMemoryError, with a smaller device batch, where this process cannot go on.
+
+def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, str | None]:
+    """Return the plan with the device batch of the run in `folder`, and a remark on it.
+
+    The plan is None if that device batch is unknown, was another number of workers' or another type
+    of device's, or does not divide the recipe. Worker 0 reads for all.
     """
-    training, recipe = session.training, session.saver.recipe
-    plan, backend, reducer = training.plan, training.backend, session.state.updater.reducer
-    in_passes = reducer.in_passes
-    reducer.zero()
-    gc.collect()  # the tensors of the pass that failed
+    content = None
+    with suppress(OSError):
+        content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
+    try:
+        kept = _KEPT.validate_json(broadcast_bytes(content, backend))
+    except ValidationError:  # a run of an earlier version has none
+        return None, None
+    remark = f"device batch {kept.device_batch:,}, as in this run before"
+    with suppress(PlanError):
+        if kept == _Kept(kept.device_batch, backend.world_size, backend.device.type):
+            given = recipe.with_execution(device_batch=kept.device_batch)
+            return make_plan(given, workers=kept.workers, backend=backend.name), remark
+    return None, (
+        f"{remark} on {plural(kept.workers, 'worker')} ({kept.device}), cannot be that of "
+        f"{plural(backend.world_size, 'worker')} ({backend.device.type})"
+    )
+
+
+def halve(session: Session, folder: Path) -> SmallerBatchError:
+    """Keep a smaller device batch in the folder of a run that ran out of memory.
+
+    A single worker saves the run as of its last update. Several resume it from its newest
+    checkpoint, because the others wait for this one in the middle of an update.
+
+    Raises DeviceMemoryError, with a smaller device batch, if the recipe gives another or this
+    worker cannot reach the folder.
+    """
+    recipe, plan, backend = session.saver.recipe, session.plan, session.backend
+    reducer = session.state.updater.reducer
     asked, fits = recipe.execution.device_batch, plan.device_batch // 2
     free = recipe.with_execution(device_batch=None)
     smaller = make_plan(free, workers=plan.workers, fits=fits).device_batch
@@ -106,16 +155,23 @@ def halve(session: Session) -> SmallerBatchError:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
         )
-    if asked is not None or backend.name != "serial":
+    alone = backend.name == "serial"
+    if asked is not None or not (folder / KEPT).exists():  # on a disk of another host
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
-    training.step_log.flush()
-    since = f"update {step:,}" if in_passes else "the newest checkpoint"
-    session.log.note("train", f"{where}: continuing after {since} with {smaller:,}")
-    if step and in_passes:  # else weights or results may be those of half an update
+    saves = alone and reducer.in_passes  # else weights or results may be those of half an update
+    since = f"update {step:,}" if saves else "the newest checkpoint"
+    message = f"{where}: continuing after {since} with {smaller:,}"
+    if alone:
+        reducer.zero()
+        gc.collect()  # the tensors of the pass that failed
+        session.step_log.flush()
+    session.log.note("train", message)
+    if step and saves:
         session.saver.save()
-    return SmallerBatchError(smaller)
+    keep(folder, backend, smaller)
+    return SmallerBatchError(message, alone=alone)
 
 
 def whole_spans(num: int, span: int) -> int:

@@ -16,13 +16,18 @@ from pydantic import TypeAdapter, ValidationError
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import worker_rank
-from largebatch.errors import CheckpointError, DivergedError, LargebatchError, shorten
+from largebatch.errors import (
+    CheckpointError,
+    DivergedError,
+    LargebatchError,
+    SmallerBatchError,
+    shorten,
+)
 from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
-from largebatch.runs.fitting import SmallerBatchError
 from largebatch.runs.options import Options, Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
@@ -37,6 +42,7 @@ from largebatch.tracking.events import (
     Summary,
     Tracker,
     now,
+    write_json,
 )
 from largebatch.tracking.log import JsonLines, require_unlocked
 from largebatch.training.checkpoint import (
@@ -64,15 +70,11 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
     recipe, note = session.saver.recipe, partial(session.log.note, "train")
-    tracking = recipe.tracking.model_copy(
-        update={
-            "group": recipe.group,
-            "job_type": recipe.tracking.job_type or "train",
-        }
-    )
+    job_type = recipe.tracking.job_type or "train"
+    tracking = recipe.tracking.model_copy(update={"group": recipe.group, "job_type": job_type})
     config = {
         **recipe.model_dump(mode="json", exclude={"tracking"}),
-        "plan": {key: getattr(session.training.plan, key) for key in _PLANNED},
+        "plan": {key: getattr(session.plan, key) for key in _PLANNED},
         "commit": source_commit() if tracking.trackers else None,
     }
     trackers: list[Tracker] = [Console()]
@@ -131,7 +133,7 @@ def record(
     `work` returns True if the run is complete. Only worker 0 writes to the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
-    if session.training.backend.rank == 0:
+    if session.backend.rank == 0:
         opened = open_folder(session, folder, resume=resume)
     with opened as trackers:
         session.log.trackers.extend(trackers)
@@ -152,7 +154,7 @@ def record(
             with suppress(CheckpointError):
                 _finish(session, folder, status, draws=draws, diverged=diverged)
             raise
-        stopped = session.training.requests.stopped
+        stopped = session.requests.stopped
         status = "finished" if complete else "interrupted" if stopped else "paused"
         return _finish(session, folder, status, draws=draws)
 
@@ -160,7 +162,7 @@ def record(
 def _finish(
     session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
-    plan, state, backend = session.training.plan, session.state, session.training.backend
+    plan, state, backend = session.plan, session.state, session.backend
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
     summary = Summary(
@@ -190,8 +192,8 @@ def _finish(
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
-            summary.write(folder / SUMMARY)
-            if draws and not session.training.requests.stopped:  # a stopped run has no time for it
+            write_json(folder / SUMMARY, summary)
+            if draws and not session.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
         except OSError as error:
             raise _unwritable(folder, error) from None
@@ -252,8 +254,7 @@ def require_same_run(
     unknown = sorted(set(allow) - changed.keys())
     if unknown:
         raise CheckpointError(
-            f"--allow {unknown[0]}: that is the same there and here; these differ: "
-            f"{shorten(list(changed))}"
+            f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )
     for key, text in changed.items():
         if key.startswith("optimizer.") and key.endswith(".kind"):
@@ -324,6 +325,5 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
-            f"{folder}: already holds files; choose another --out, or add --resume to continue "
-            "the run in it"
+            f"{folder}: already holds files; choose another --out, or add --resume"
         )

@@ -35,6 +35,9 @@ class InterruptedStudyError(Exception):
 class Requests:
     """Counts requests to stop."""
 
+    latest = -math.inf
+    """Time of the last request that any of these was given, by the monotonic clock."""
+
     def __init__(self) -> None:
         self._first: float | None = None
         self.again = False
@@ -47,7 +50,7 @@ class Requests:
 
     def add(self) -> None:
         """Count a signal."""
-        now = time.monotonic()
+        now = Requests.latest = time.monotonic()
         if self._first is None:
             self._first = now
         self.again = self.again or now - self._first > TOGETHER_SECONDS
@@ -107,41 +110,17 @@ def stop_requests(
         yield wants_stop
 
 
-@contextmanager
-def noting_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a request to stop, whichever handler handled it.
+def noting_requests() -> Callable[[], bool]:
+    """Return a function that returns True after a request from now on, whoever takes it.
 
-    A run handles requests until its last update; a series of runs needs the later ones too. Signals
-    reach only a program's main thread; in others the function returns False.
+    A run handles requests until its last update; a series of runs needs the later ones too.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    noted = bytearray()
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def came() -> bool:
-        with suppress(BlockingIOError):
-            noted.extend(os.read(read, 4096))
-        return any(number in STOPS for number in noted)
-
-    try:
-        yield came
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
+    begun = time.monotonic()
+    return lambda: Requests.latest > begun
 
 
 def describe_saved(folder: Path) -> str:
-    """Describe the newest checkpoint of a run folder.
-
-    >>> describe_saved(Path("no such folder"))
-    'nothing is saved'
-    """
+    """Describe the newest checkpoint of a run folder."""
     from largebatch.tracking.events import CHECKPOINTS  # pydantic's models of all events
 
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)

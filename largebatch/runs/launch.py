@@ -42,6 +42,7 @@ from largebatch.errors import (
     DivergedError,
     LargebatchError,
     PeerLostError,
+    SmallerBatchError,
     WorkerFailedError,
     shorten,
 )
@@ -52,9 +53,9 @@ HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """Seconds that the others have to exit after a worker failed."""
 
-CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
-"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, or
-Ctrl-C before it could save; besides LOST."""
+CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
+"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, that
+the run can resume with a smaller device batch, or Ctrl-C before it could save; besides LOST."""
 
 _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 """Exit codes caused by another worker's failure or a request to stop, most informative first; NCCL
@@ -77,8 +78,8 @@ def start_workers(
     thread runs, whose locks would stay locked in the copies, and if no accelerator was used.
 
     Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
-    diverged, else WorkerFailedError with the failing worker's traceback; KeyboardInterrupt after
-    the second request.
+    diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
+    traceback; KeyboardInterrupt after the second request.
     """
     configure_libraries()
     listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
@@ -255,7 +256,11 @@ def _cause(
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
         return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
-    kinds = {USER: LargebatchError, DIVERGED: DivergedError}
+    kinds: dict[int, type[Exception]] = {
+        USER: LargebatchError,
+        DIVERGED: DivergedError,
+        MEMORY: SmallerBatchError,
+    }
     if not Path(failure.error_file).exists():
         kinds = {}
     return kinds.get(failure.exitcode, WorkerFailedError)(_describe(failure))
@@ -297,6 +302,8 @@ def reporting_errors() -> Iterator[None]:
         yield
     except DivergedError as error:
         code, message = DIVERGED, str(error)
+    except SmallerBatchError as error:
+        code, message = MEMORY, str(error)
     except LargebatchError as error:
         code, message = USER, str(error)
     except PeerLostError as error:

@@ -3,11 +3,12 @@
 from typing import Any, assert_never
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
 from largebatch.models import classifier_weights, hidden_matrices, param_groups
+from largebatch.optim.adamw import build_adamw
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree, require_shampoo
@@ -77,7 +78,7 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
             return optimizer
         case optimizers.AdamW():
             betas = section.beta1, section.beta2
-            return AdamW(groups, lr=lr, betas=betas, eps=section.eps)
+            return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
         case optimizers.LAMB():
             from largebatch.optim.lamb import LAMB  # needs timm
 
@@ -97,8 +98,7 @@ def _build_muon(
     matrices = hidden_matrices(model)
     if not matrices:
         raise RecipeError(
-            f"optimizer.kind: muon: {type(model).__name__} has no matrices besides its first layer "
-            "and its classifier; take sgd or adamw"
+            f"optimizer.kind: muon: {type(model).__name__} has no hidden matrices; take another"
         )
     others = _build_others(section.others, model, matrices, muon_lr=lr)
     settings = section.model_dump(exclude={"kind", "others"})
@@ -125,9 +125,11 @@ def _build_others(
     ]
     match section:
         case optimizers.MuonSGD():
-            return SGD(groups, momentum=section.momentum, nesterov=section.nesterov)
+            momentum, nesterov = section.momentum, section.nesterov
+            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=False)
         case optimizers.MuonAdamW():
-            return AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps)
+            betas = section.beta1, section.beta2
+            return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
         case _:
             assert_never(section)
 

@@ -205,7 +205,7 @@ class Options(Machine):
         OF_FOLDER,
         Parameter(converter=_updates, n_tokens=1, metavar="FROM:TO"),
     ] = None
-    """Write trace.json of these updates, counted from 1, and a table of it in the report."""
+    """Write trace.json, of these updates, counted from 1."""
 
     allow: Annotated[Sequence[str], OF_FOLDER, Parameter(metavar="KEY")] = ()
     """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""

@@ -70,7 +70,7 @@ def polish_weights(
         before = evaluator.validation()
         drift = evaluator.statistics(samples or len(train))
         after = evaluator.validation()
-        if session.training.backend.rank == 0:
+        if session.backend.rank == 0:
             tensors = model.state_dict().items()
             state = {key: value.cpu().clone().contiguous() for key, value in tensors}  # untied
             write_whole(out, safetensors.torch.save(state, metadata={"format": "pt"}))

@@ -17,7 +17,13 @@ import torch
 from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
-from largebatch.errors import BackendError, PlanError, WorkerFailedError, printable
+from largebatch.errors import (
+    BackendError,
+    PlanError,
+    SmallerBatchError,
+    WorkerFailedError,
+    printable,
+)
 from largebatch.formatting import plural
 from largebatch.models import is_timms, kernels
 from largebatch.optional import require_timm
@@ -25,7 +31,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
-from largebatch.runs.fitting import SmallerBatchError, halve
+from largebatch.runs.fitting import halve, keep
 from largebatch.runs.folder import (
     check_folder,
     finished_summary,
@@ -74,8 +80,7 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         recipe = load_recipe(recipe, changes)
     elif not isinstance(recipe, Recipe):
         raise TypeError(
-            "recipe: expected the name of an installed recipe, the path of a file or what "
-            f"load_recipe returns, got {type(recipe).__name__}"
+            f"recipe: expected a name, a path or of load_recipe, got {type(recipe).__name__}"
         )
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
@@ -110,13 +115,11 @@ def _require_options(options: Options) -> None:
     workers, least = options.workers, options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
-            "--restarts starts the processes of --workers again; leave it out, and start this "
-            "command again with --resume auto"
+            "--restarts starts --workers again; leave it out, and repeat this with --resume auto"
         )
     if least is not None and not (options.restarts and 1 <= least <= workers):
         raise BackendError(
-            f"--min-workers {least} is the least number of workers to restart with: it needs "
-            f"--restarts, and expected 1 to {workers}, the number of --workers"
+            f"--min-workers {least}: expected --restarts, and from 1 to {workers}, as --workers"
         )
     if workers != 1:
         require_alone(workers)
@@ -131,6 +134,7 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
     before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
+    If one ran out of memory, all are started again with a smaller device batch.
     """
     from largebatch.runs.launch import start_workers
 
@@ -138,67 +142,69 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
         import_module("torch._dynamo")
         if is_timms(recipe.model.name):
             require_timm()
-    workers, restarts = options.workers, options.restarts
+    workers, left = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
-    for left in reversed(range(restarts + 1)):
+    while True:
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(
+            return start_workers(
                 command,
                 workers=workers,
                 horovod=options.backend == "horovod",
                 forked=partial(run_worker, recipe, options) if forks else None,
             )
+        except SmallerBatchError as error:
+            reason = str(error)
         except WorkerFailedError as error:
             if not left:
                 raise
+            reason, left = str(error), left - 1
             if describe_saved(options.out) == saved:
                 for number in range(workers - 1, least - 1, -1):  # the next one that divides it
                     with suppress(PlanError):
                         make_plan(recipe, workers=number, backend=options.backend)
                         workers = number
                         break
-            if limit is not None:  # it is the command's, not each start's
-                limit_left = max(0.0, limit - (time.monotonic() - start))
-                options = replace(options, time_limit=limit_left)
-            options = replace(options, resume="auto")
-            sys.stderr.write(
-                f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
-                f"starting {plural(workers, 'worker')} again, {plural(left - 1, 'restart')} left\n"
-            )
-        else:
-            return
+        if limit is not None:  # it is the command's, not each start's
+            limit_left = max(0.0, limit - (time.monotonic() - start))
+            options = replace(options, time_limit=limit_left)
+        options = replace(options, resume="auto")
+        sys.stderr.write(
+            f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
+            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n"
+        )
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker of a run; after it ran out of memory, again with a smaller device batch."""
-    begun, limit, fits = time.monotonic(), options.time_limit, None
+    """Run one worker; if it is alone and ran out of memory, again with a smaller device batch."""
+    begun, limit = time.monotonic(), options.time_limit
     while True:
         try:
-            return _run_worker(recipe, options, fits)
+            return _run_worker(recipe, options)
         except SmallerBatchError as error:
-            fits = error.device_batch
+            if not error.alone:
+                raise
         gc.collect()  # the tensors of the session before
         left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
         options = replace(options, resume="auto", allow=(), time_limit=left)
 
 
-def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
-    """Run one worker; raise SmallerBatchError where it can continue after memory ran out."""
+def _run_worker(recipe: Recipe, options: Options) -> Summary:
+    """Run one worker; raise SmallerBatchError if the run can continue after memory ran out."""
     folder = options.out
-    with open_session(recipe, options, {"command": "train"}, fits=fits) as session:
-        training, saver = session.training, session.saver
-        checkpoint = read_checkpoint(folder, training.backend, resume=options.resume)
+    with open_session(recipe, options, {"command": "train"}) as session:
+        saver = session.saver
+        checkpoint = read_checkpoint(folder, session.backend, resume=options.resume)
         if checkpoint is not None:
-            here, splits = recipe.mathematics.model_dump(mode="json"), training.pipeline.splits
+            here, splits = recipe.mathematics.model_dump(mode="json"), session.pipeline.splits
             require_same_run(checkpoint, here, splits, folder, allow=options.allow)
-            require_resumable(checkpoint, training.plan, folder)
+            require_resumable(checkpoint, session.plan, folder)
             saver.restore(checkpoint, source=str(folder))
-            finished = finished_summary(folder, training.backend)
+            finished = finished_summary(folder, session.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                if training.backend.rank == 0:
+                if session.backend.rank == 0:
                     sys.stdout.write(printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
@@ -206,20 +212,22 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
 
             drawn = recipe.model.head_std is not None
             file = Path(recipe.model.weights)
-            begin_with(file, session.state, training.backend, drawn=drawn)
-        until = training.plan.updates if options.max_steps is None else options.max_steps
+            begin_with(file, session.state, session.backend, drawn=drawn)
+        until = session.plan.updates if options.max_steps is None else options.max_steps
         profiled, profiler = with_profiler(session, options, until=until)
 
         def train() -> bool:
-            if training.backend.rank == 0:
+            if session.backend.rank == 0:
                 remember(folder, options)
-            pipeline = training.pipeline
+                keep(folder, session.backend, session.plan.device_batch)
+            session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
+            pipeline = session.pipeline
             remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
-            if recipe.precision != "fp32" and training.backend.device.type == "cpu":
+            if recipe.precision != "fp32" and session.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
                 remarks.append(_COMPILING)
-            if session.training.backend.device.type in kernels.DEVICES:
+            if session.backend.device.type in kernels.DEVICES:
                 from largebatch.models.fusion import describe_pairs
 
                 remarks += describe_pairs(session.state.model)
@@ -230,7 +238,7 @@ def _run_worker(recipe: Recipe, options: Options, fits: int | None) -> Summary:
                 session.log.note("train", remark)
             with suppress(torch.OutOfMemoryError), profiler:
                 return run_stages(profiled, until=until)
-            raise halve(session)  # here, where the failed pass is no longer referenced
+            raise halve(session, folder)  # here, where the failed pass is no longer referenced
 
         resumes, draws = bool(options.resume), options.report
         return record(session, folder, train, resume=resumes, draws=draws)

@@ -24,7 +24,6 @@ from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Groups, GroupsByBytes
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
-from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -37,10 +36,9 @@ from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.monitors import Monitors
 from largebatch.training.saving import Saver
-from largebatch.training.session import Session
+from largebatch.training.session import Session, Updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Requests, RunLog, StepLog
-from largebatch.training.updates import Training, Updates
 
 _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
     {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -122,25 +120,10 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     `began` is the start of this worker in seconds since 1970.
     """
     plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
-    nonfinite, optimizer = recipe.nonfinite, recipe.optimizer
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
     group = Serial(backend.device) if alone else backend
-    training = Training(
-        state=state,
-        plan=plan,
-        pipeline=pipeline,
-        backend=backend,
-        criterion=build_criterion(recipe.loss),
-        spans=Spans(state.model, group, sync_workers=plan.sync_workers),
-        log=log,
-        step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
-        requests=requests,
-        seed=recipe.seed,
-        skip_nonfinite=nonfinite.action == "skip" and not state.scaler.is_enabled(),
-        graph=recipe.execution.graph,
-    )
     saver = Saver(
         recipe=recipe,
         state=state,
@@ -155,9 +138,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         backend=backend,
         views=recipe.evaluation.views,
         graph=recipe.execution.graph is not False,
-        average_samples=optimizer.statistics_samples
-        if isinstance(optimizer, ScheduleFree)
-        else None,
+        average_samples=getattr(recipe.optimizer, "statistics_samples", None),
     )
     judge = Judge(
         evaluator=evaluator,
@@ -167,7 +148,18 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         measures_gap="generalization_gap" in recipe.monitor,
     )
     return Session(
-        training=training,
+        state=state,
+        plan=plan,
+        pipeline=pipeline,
+        backend=backend,
+        criterion=build_criterion(recipe.loss),
+        spans=Spans(state.model, group, sync_workers=plan.sync_workers),
+        log=log,
+        step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
+        requests=requests,
+        seed=recipe.seed,
+        skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        graph=recipe.execution.graph,
         updates=updates,
         judge=judge,
         polish=polish,

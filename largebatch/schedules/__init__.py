@@ -13,7 +13,6 @@ from largebatch.schedules.functions import inverse as inverse
 from largebatch.schedules.functions import multistep as multistep
 from largebatch.schedules.functions import piecewise as piecewise
 from largebatch.schedules.functions import polynomial as polynomial
-from largebatch.schedules.functions import restarts as restarts
 from largebatch.schedules.functions import sine as sine
 from largebatch.schedules.functions import skip as skip
 from largebatch.schedules.functions import step as step

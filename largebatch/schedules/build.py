@@ -84,7 +84,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
+def _build(  # noqa: PLR0911 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
 ) -> Policy:
     last = segment.steps - 1
@@ -116,9 +116,6 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
         case schedule.CosineCycles(low_lr=low, cycle=cycle):
             steps = segment.length("cycle", cycle, limit=2 * last)
             return functions.cosine_cycles(peak=peak, low=low, steps=steps)
-        case schedule.Restarts(low_lr=low, every=every, lengthen=lengthen):
-            steps = segment.length("every", every, limit=last)
-            return functions.restarts(peak=peak, low=low, steps=steps, lengthen=lengthen)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, segment)
         case _:
@@ -126,7 +123,13 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
 
 
 def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
-    boundaries = _boundaries(pieces, segment)
+    boundaries, epochs, steps = list[int](), 0.0, 0
+    for piece in pieces[:-1]:  # lengths are added before they are rounded
+        assert piece.length is not None
+        epochs += piece.length.epochs or 0.0
+        steps += piece.length.steps or 0
+        rounded = segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0
+        boundaries.append(steps + rounded)
     parts = []
     for place, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
         key = f"{segment.key}.pieces.{place}"
@@ -139,20 +142,6 @@ def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
         part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
         parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
     return functions.piecewise(parts, boundaries=boundaries)
-
-
-def _boundaries(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> list[int]:
-    """Return the first step of each later piece; lengths are added before they are rounded."""
-    boundaries = []
-    epochs, steps = 0.0, 0
-    for piece in pieces[:-1]:
-        assert piece.length is not None
-        epochs += piece.length.epochs or 0.0
-        steps += piece.length.steps or 0
-        boundaries.append(
-            steps + (segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
-        )
-    return boundaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

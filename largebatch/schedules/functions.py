@@ -117,7 +117,7 @@ def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Po
 def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     """Fall from `peak` at step 0 to `end` at `steps` along half a cosine, then stay at `end`.
 
-    Loshchilov and Hutter 2017 (arXiv:1608.03983, equation 5), without restarts.
+    Loshchilov and Hutter 2017 (arXiv:1608.03983, equation 5); `piecewise` gives its restarts.
 
     >>> rate = cosine(peak=2.0, steps=4)
     >>> [round(rate(step), 12) for step in (0, 2, 4, 9)]
@@ -125,7 +125,12 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     """
     _require("length", steps=steps)
     _require_order(end, peak)
-    return lambda step: _between(end, peak, _half_cosine(min(step, steps) / steps))
+
+    def rate(step: float) -> float:
+        phase = min(step, steps) / steps
+        return _between(end, peak, (1.0 + math.cos(math.pi * phase)) / 2.0)
+
+    return rate
 
 
 def triangular(
@@ -204,44 +209,6 @@ def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
     return lambda step: rise(step + half)
 
 
-def restarts(*, peak: float, low: float, steps: int, lengthen: float = 1.0) -> Policy:
-    """Fall from `peak` to `low` along half a cosine in `steps` steps and restart at the peak.
-
-    Each fall is `lengthen` times as long as the one before. This is SGDR (Loshchilov and Hutter
-    2017, arXiv:1608.03983, equation 5, T_mult).
-
-    >>> rate = restarts(peak=5.0, low=1.0, steps=2, lengthen=2.0)
-    >>> [round(rate(step), 12) for step in (0, 1, 2, 4, 6)]
-    [5.0, 3.0, 5.0, 3.0, 5.0]
-    """
-    _require("length", steps=steps, lengthen=lengthen)
-    _require_order(low, peak)
-
-    def rate(step: float) -> float:
-        time = step / steps
-        phase = time % 1.0 if lengthen == 1.0 else _phase(time, lengthen)
-        return _between(low, peak, _half_cosine(phase))
-
-    return rate
-
-
-def _phase(time: float, lengthen: float) -> float:
-    """Return the completed share of the current fall, below 1; `time` counts first falls.
-
-    Fall n begins at 1 + m + ... + m^(n-1) = (m^n - 1) / (m - 1).
-    """
-
-    def begin(number: int) -> float:
-        return (lengthen**number - 1.0) / (lengthen - 1.0)
-
-    number = int(math.log1p(time * (lengthen - 1.0)) / math.log(lengthen))
-    while begin(number + 1) <= time:  # the logarithm may be an ulp too small
-        number += 1
-    while begin(number) > time:
-        number -= 1
-    return (time - begin(number)) / lengthen**number
-
-
 def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
     """Follow the pieces in turn; each begins at a boundary and counts from there.
 
@@ -306,10 +273,6 @@ def _between(low: float, peak: float, share: float) -> float:
     if share < 0.5:
         return low + (peak - low) * share
     return peak - (peak - low) * (1.0 - share)
-
-
-def _half_cosine(phase: float) -> float:
-    return (1.0 + math.cos(math.pi * phase)) / 2.0
 
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {

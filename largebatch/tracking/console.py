@@ -12,7 +12,8 @@ from datetime import timedelta
 from statistics import fmean
 from typing import TextIO
 
-from largebatch.formatting import plural, three_digits
+from largebatch.formatting import three_digits
+from largebatch.recipe.arithmetic.describe import describe_division
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -25,14 +26,9 @@ from largebatch.tracking.events import (
     Summary,
 )
 
-LINE_SECONDS = 5.0
-"""Seconds between lines on training."""
-
-BAR_SECONDS = 0.5
-"""Seconds between moves of the bar in a notebook."""
-
-TIMED_UPDATES = 100
-"""Updates whose mean length predicts the time left: that of one update may be far off."""
+LINE_SECONDS = 5.0  # seconds between lines on training
+BAR_SECONDS = 0.5  # seconds between moves of the bar in a notebook
+TIMED_UPDATES = 100  # whose mean length predicts the time left: that of one update may be far off
 
 
 class Console:
@@ -93,26 +89,20 @@ class Console:
 
     def _show_start(self, event: Start) -> None:
         plan, step = event.plan, event.resume_step
-        affine = plan.affine_steps
         self._steps = plan.updates
-        steps = f"{plan.steps} " + (f"and {affine} more " if affine else "") + "steps"
-        workers = plural(plan.workers, "worker")
-        division = f"{workers} x {plan.accumulation} x {plan.device_batch}"
-        work = (
-            f"{steps} of {plan.global_batch} samples = {division}, "
-            f"{plan.steps_per_epoch:.2f} steps an epoch"
-        ) + "".join(
-            f"; {change.global_batch} samples from step {change.step}"
-            for change in plan.batch_changes
-        )
+        more = f"and {plan.affine_steps} more " if plan.affine_steps else ""
+        per_epoch = f"{plan.steps_per_epoch:.2f} steps an epoch"
+        work = f"{plan.steps} {more}steps of {describe_division(plan)} samples, {per_epoch}"
+        for change in plan.batch_changes:
+            work += f"; {change.global_batch} samples from step {change.step}"
         samples = plan.workers * plan.accumulation * plan.device_batch
         trains = step < plan.updates and samples == plan.global_batch
         self._resumed = step > 0 and trains
+        if self._resumed:
+            work += f"; resumed at step {step}"
         if not trains:  # but polishes, on any number of workers
-            work = f"after {step} of {steps} of {plan.global_batch} samples"
-        self._show(
-            f"{event.recipe}: {work}" + (f"; resumed at step {step}" if self._resumed else "")
-        )
+            work = f"after {step} of {plan.steps} steps of {plan.global_batch} samples"
+        self._show(f"{event.recipe}: {work}")
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1

@@ -21,21 +21,14 @@ _PACKAGES = (
 )
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that can change a result."""
-    found = {package: _version(package) for package in _PACKAGES}
-    return {"python": platform.python_version()} | {
-        package: version for package, version in found.items() if version is not None
-    }
-
-
-@cache
-def _version(package: str) -> str | None:
-    """Return the version of an installed package; reading it takes milliseconds."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def source_commit() -> str | None:

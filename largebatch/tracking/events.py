@@ -316,10 +316,6 @@ class Summary(Tabular):
             for it in self.stages
         ]
 
-    def write(self, path: Path) -> None:
-        """Write the summary as JSON."""
-        write_json(path, self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:

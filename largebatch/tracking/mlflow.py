@@ -14,27 +14,18 @@ from largebatch.errors import clip
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
-from largebatch.tracking.scalars import (
-    Plotted,
-    Scalars,
-    ScalarTracker,
-    dotted,
-    read_id,
-    write_id,
-)
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
 are many minutes."""
 
-FLUSH_SECONDS = 2.0
-"""Seconds of updates that are sent in one request, and that a killed run may lose."""
+FLUSH_SECONDS = 2.0  # of updates that are sent in one request, and that a killed run may lose
 
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 460
 """Parameters per request, and characters per parameter, that every version of MLflow accepts."""
 
-_MOST_METRICS = 1000
-"""Metrics per request."""
+_MOST_METRICS = 1000  # metrics per request
 
 _STATUS = {"finished": "FINISHED", "paused": "FINISHED", "failed": "FAILED"}
 """MLflow's status of a run by ours; any other is KILLED."""

@@ -19,8 +19,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 
 CONFIDENCE = 0.95
 
-NOISE_UPDATES = 100
-"""Number of updates in a run's running mean; single updates are far too noisy."""
+NOISE_UPDATES = 100  # in the running mean of a run; single updates are far too noisy
 
 
 class Squares(NamedTuple):

@@ -30,11 +30,7 @@ from largebatch.tracking.events import (
     System,
 )
 
-MOST_WORKERS = 16
-"""Number of workers above which only the least, the mean and the most are plotted."""
-
-BEST = {"val/top1": max, "val/top5": max, "val/loss": min}
-"""What the best value of a number is."""
+MOST_WORKERS = 16  # above them only the least, the mean and the most are plotted
 
 Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
 """Events with numbers to plot."""
@@ -54,9 +50,6 @@ class Scalars:
         """Row of a table for the last given numbers: one per update, which is its number unless
         earlier ones took more. Numbers that the row of their update has, those of a further part
         and of an earlier update get a row of their own; it never falls."""
-
-        self.best: dict[str, tuple[float, float]] = {}
-        """Best and last value of each name in BEST that was given."""
 
         self._step: int | None = None
         self._names: set[str] = set()
@@ -79,10 +72,6 @@ class Scalars:
             self.row = max(event.step, self.row + 1)
             self._step, self._names = event.step, set()
         self._names |= values.keys()
-        for name in BEST.keys() & values.keys():
-            last = values[name]
-            known = filter(math.isfinite, (*self.best.get(name, ())[:1], last))
-            self.best[name] = BEST[name](known, default=last), last
         return values
 
 

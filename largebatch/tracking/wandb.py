@@ -5,6 +5,7 @@ offline in the run folder and can be uploaded later with `wandb sync`. Later par
 offline too until it is uploaded, because W&B would overwrite what it gets late.
 """
 
+import math
 import os
 import shlex
 import uuid
@@ -16,26 +17,19 @@ from typing import Any
 from largebatch.errors import reason_of
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
-from largebatch.tracking.events import LOG, METRICS, REPORT, Start, Summary
-from largebatch.tracking.scalars import (
-    BEST,
-    Plotted,
-    Scalars,
-    ScalarTracker,
-    read_id,
-    write_id,
-)
+from largebatch.tracking.events import LOG, METRICS, REPORT, Evaluation, Start, Summary
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, logged, read_id, write_id
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
 _CONFIGURED |= {"folder"}
 """Keys of a summary that the configuration has."""
 
-_ARGUMENTS = ("entity", "group", "job_type", "name", "notes", "project", "tags")
-"""Arguments that override variables which W&B reads itself."""
-
-
-def _variable(argument: str) -> str:
-    return "WANDB_RUN_GROUP" if argument == "group" else f"WANDB_{argument.upper()}"
+_BEST = {"top1": max, "top5": max, "loss": min}  # how the best of an evaluation is found
+_VARIABLES = {
+    name: f"WANDB_{'RUN_GROUP' if name == 'group' else name.upper()}"
+    for name in ("entity", "group", "job_type", "name", "notes", "project", "tags")
+}
+"""Variables that W&B reads itself, by the argument that would override them."""
 
 
 _ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
@@ -81,9 +75,9 @@ class Wandb(ScalarTracker):
         self._scalars.row = max(self._scalars.row, self._run.step - 1)  # W&B drops earlier rows
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for name, best in BEST.items():
+        for name, best in _BEST.items():
             summary = f"{best.__name__},last"
-            self._run.define_metric(name, step_metric="step", summary=summary)
+            self._run.define_metric(f"val/{name}", step_metric="step", summary=summary)
 
     def _init(self, mode: str | None) -> Any:  # noqa: ANN401 -- W&B's
         commit = str(self._config.get("commit") or "").removesuffix("+")
@@ -96,8 +90,8 @@ class Wandb(ScalarTracker):
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
             **{
                 name: self._given[name]
-                for name in _ARGUMENTS
-                if self._given[name] and not os.environ.get(_variable(name))
+                for name, variable in _VARIABLES.items()
+                if self._given[name] and not os.environ.get(variable)
             },
         )
 
@@ -109,8 +103,11 @@ class Wandb(ScalarTracker):
         found = {key: value for key, value in asdict(summary).items() if key not in _CONFIGURED}
         found["final"] = {name: found.pop(name) for name in METRICS}
         found["stages"] = {stage.pop("name"): stage for stage in found["stages"]}
-        for name, (best, last) in self._scalars.best.items():  # W&B has those of this part
-            found[name] = {BEST[name].__name__: best, "last": last}
+        evaluations = [it for it in logged(self._folder / LOG) if isinstance(it, Evaluation)]
+        for name, best in _BEST.items() if evaluations else ():  # W&B has those of this part
+            values = [getattr(it, name) for it in evaluations]
+            known = best(filter(math.isfinite, values), default=values[-1])
+            found[f"val/{name}"] = {best.__name__: known, "last": values[-1]}
         self._run.summary.update(found)
         report = self._folder / REPORT
         if report.exists():

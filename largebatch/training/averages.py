@@ -1,7 +1,7 @@
 """Averages of a model's weights: EMA and SWA, updated while it trains.
 
-EMA moves after every update: ema = decay * ema + (1 - decay) * model. After the first update it is
-the model (arXiv:1512.00567, section 8, evaluates such an average). SWA is the plain mean of the
+EMA moves in every update: ema = decay * ema + (1 - decay) * model. After the first update it is the
+model (arXiv:1512.00567, section 8, evaluates such an average). SWA is the plain mean of the
 weights at a regular interval over the last part of the schedule (arXiv:1803.05407, algorithm 1).
 
 PyTorch's AveragedModel holds and loads the averages. It does not update them, because that would
@@ -29,19 +29,22 @@ class _Average:
         """Number of states of the model in the average, counted on the host."""
         return int(self._average.n_averaged)
 
-    def count(self, step: int) -> None:
-        """Count the model after the update of a step; `follow` then averages it."""
-        self._average.n_averaged += int(self._includes(step))
+    def move(self, skipped: Tensor | None) -> None:
+        """Do what every update does, so that a graph can replay it: nothing for SWA.
+
+        Nothing moves where `skipped` is true on the device.
+        """
 
     @torch.no_grad()
-    def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Average the model after the update of a step; copy it the first time."""
+    def count(self, step: int) -> None:
+        """Count the model after the update of a step, which has called `move`; copy the first."""
         if not self._includes(step):
             return
+        self._average.n_averaged += 1
         if self.num_models == 1:
             torch._foreach_copy_(self._averages, self._live)
         else:
-            self._move(skipped)
+            self._add()
 
     @torch.no_grad()
     def store(self) -> None:
@@ -62,8 +65,8 @@ class _Average:
     def _includes(self, step: int) -> bool:
         raise NotImplementedError
 
-    def _move(self, skipped: Tensor | None) -> None:
-        raise NotImplementedError
+    def _add(self) -> None:
+        """Add the model to the average, unless `move` has done so."""
 
 
 class EMA(_Average):
@@ -80,7 +83,8 @@ class EMA(_Average):
     def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it
         return True
 
-    def _move(self, skipped: Tensor | None) -> None:
+    @torch.no_grad()
+    def move(self, skipped: Tensor | None) -> None:
         """Move towards the model, unless `skipped` is true on the device."""
         if skipped is None:
             torch._foreach_lerp_(self._averages, self._live, self._share)
@@ -101,7 +105,7 @@ class SWA(_Average):
     def _includes(self, step: int) -> bool:
         return step + 1 in self._after
 
-    def _move(self, skipped: Tensor | None) -> None:  # noqa: ARG002 -- EMA's needs it
+    def _add(self) -> None:
         torch._foreach_lerp_(self._averages, self._live, 1 / self.num_models)
 
 

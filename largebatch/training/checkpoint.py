@@ -86,9 +86,8 @@ class Checkpoint:
         """
         if is_averaging(self.state["optimizer"]["param_groups"]):
             raise CheckpointError(
-                f"{source}: holds a Schedule-Free run before the end of its schedule, and so not "
-                f"the average that is evaluated: `largebatch polish {source} --out DIR` writes it "
-                "with its BatchNorm statistics; or resume the run to its end"
+                f"{source}: holds a Schedule-Free run before the end of its schedule, without its "
+                f"average: resume it, or run `largebatch polish {source} --out DIR`"
             )
         weights: dict[str, Tensor] = self.state["model"]
         return weights
@@ -314,8 +313,7 @@ def _require_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
     ]
     if bad:
         raise CheckpointError(
-            f"{path}: not written: {bad[0]} holds values that are not finite ({len(bad)} tensors "
-            "in all)"
+            f"{path}: not written: not finite are {bad[0]} and {len(bad) - 1} others"
         )
 
 

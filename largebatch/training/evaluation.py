@@ -105,7 +105,8 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
             labels = tally.add(scores, labels)
             each(scores, labels)
     tally.sum(backend)
-    samples = tally.samples
+    table = tally.table.numpy().sum(axis=1).tolist()
+    samples, (correct, top5, loss) = int(table[0]), table[1:]
     if expected is not None and samples != expected:
         raise ValueError(
             f"{samples} samples were counted on {plural(backend.world_size, 'worker')}, expected "
@@ -113,14 +114,16 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
         )
     if not samples:
         raise ValueError("there is nothing to evaluate: no worker was given a batch")
-    return tally.metrics()
+    return Metrics(
+        top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=samples
+    )
 
 
 class _Tally:
     """Counts in float64, where integers below 2**53 are exact; nothing waits until `sum`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._table = torch.zeros(4, 0, dtype=torch.float64, device=device)
+        self.table = torch.zeros(4, 0, dtype=torch.float64, device=device)
         """By class: samples, correct ones, those whose label is among the five highest scores, and
         the sum of the losses. It has no columns until the first batch."""
 
@@ -134,16 +137,16 @@ class _Tally:
         self._outside = self._outside + outside.count_nonzero()
         self._limits = torch.stack(torch.cat([self._limits, outside]).aminmax())
         logits, labels = logits.flatten(0, -2), within.flatten()
-        if not self._table.shape[1]:
-            self._table = self._table.new_zeros(4, logits.shape[1])
+        if not self.table.shape[1]:
+            self.table = self.table.new_zeros(4, logits.shape[1])
         best = five_best(logits).eq(labels.unsqueeze(1))
         loss = F.cross_entropy(logits.double(), labels, reduction="none")
         rows = torch.stack([torch.ones_like(loss), best[:, 0], best.any(1), loss])
-        self._table = self._table.index_add(1, labels, rows)
+        self.table = self.table.index_add(1, labels, rows)
         return within
 
     def sum(self, backend: Backend) -> None:
-        width = self._table.shape[1]
+        width = self.table.shape[1]
         own = torch.tensor([width, width**2, width > 0])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
         backend.all_reduce(found).wait()
@@ -159,19 +162,9 @@ class _Tally:
                 f"{outside} labels, such as {' and '.join(map(str, such))}, are not class numbers: "
                 f"the model has {common} classes, 0 to {common - 1}; leave unlabelled samples out"
             )
-        table = self._table if width else self._table.new_zeros(4, common)
+        table = self.table if width else self.table.new_zeros(4, common)
         sum_over_workers(table, backend)
-        self._table = table.cpu()  # sync: the result is wanted
-
-    @property
-    def samples(self) -> int:
-        return int(self._table[0].sum())
-
-    def metrics(self) -> Metrics:
-        samples, correct, top5, loss = self._table.numpy().sum(axis=1).tolist()
-        return Metrics(
-            top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=int(samples)
-        )
+        self.table = table.cpu()  # sync: the result is wanted
 
 
 def five_best(scores: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ class Work:
     global_batch: int
     skip_nonfinite: bool
     measure_norm: Callable[[], Tensor] | None
+    follow: Callable[[Tensor | None], object]
 
     def __post_init__(self) -> None:
         self._one = torch.ones((), device=self.reducer.device)
@@ -171,6 +172,7 @@ class Work:
             skipped = results.scale < before
         results.skipped = skipped
         self.spans.update(skipped)
+        self.follow(skipped)
 
     def _step(self, skipped: Tensor | None) -> None:
         results, optimizer, scaler = self.results, self.optimizer, self.scaler
@@ -206,6 +208,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     seed: Callable[[int], int],
     skip_nonfinite: bool = False,
     measure_norm: Callable[[], Tensor] | None = None,
+    follow: Callable[[Tensor | None], object] = lambda _: None,
     graph: UseGraph = False,
     note: Callable[[str], object] = _LOG.info,
 ) -> Generator[Update, None, None]:
@@ -217,7 +220,8 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     one worker is in every sum, so all workers skip the same step. The host does not wait for that
     result, except with optimizers that it must tell: all but LARS and torch's fused ones.
     `measure_norm` is called after the gradients are summed, while they are still scaled, and before
-    the optimizer, which may overwrite them.
+    the optimizer, which may overwrite them. `follow` is called at the end of an update, with
+    `Update.skipped`.
 
     With `graph` an update is recorded once for each shape of a batch, on a GPU, and replayed with
     the same bits as a result; what cannot be recorded runs after the graph. `note` gets one
@@ -234,6 +238,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         global_batch=global_batch,
         skip_nonfinite=skip_nonfinite,
         measure_norm=measure_norm,
+        follow=follow,
     )
     recorded = open_graphs(work, graph, note)
     for step in steps:

@@ -1,24 +1,125 @@
-"""A run on one worker: what its stages use. `stages` has what happens with it, in order."""
+"""A run on one worker: what its stages use, and the training loop over the batches of one.
+
+`stages` has what happens with it, in order.
+"""
 
 import time
 from bisect import bisect_right
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
+from largebatch.data.pipeline import Pipeline
+from largebatch.distributed.backend import Backend
+from largebatch.models.batchnorm import Spans
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import Polish
-from largebatch.tracking.events import Start, now
+from largebatch.tracking.events import StageName, Start, now
+from largebatch.training.graph import UseGraph
 from largebatch.training.judging import Evaluator, Judge
+from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.saving import Saver
 from largebatch.training.state import TrainState
-from largebatch.training.step_log import RunLog
-from largebatch.training.updates import Part, Training, Updates
+from largebatch.training.step_log import Requests, RunLog, StepLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Training:
+    """The objects that make the updates of a run, on one worker. Attributes are never rebound."""
+
+    state: TrainState
+    plan: Plan
+    pipeline: Pipeline
+    backend: Backend
+    criterion: Criterion
+    spans: Spans
+    log: RunLog
+    step_log: StepLog
+    requests: Requests
+    seed: int
+    skip_nonfinite: bool
+    graph: UseGraph
+
+
+class Part(NamedTuple):
+    """The updates of a stage that remain, a range of the plan's."""
+
+    stage: StageName
+    steps: range
+    end: int
+    """The update after which this part of the run ends."""
+
+    clean: bool
+    """True if they are on clean images."""
+
+
+Updates = Callable[[Training, Part], Generator[None, None, None]]
+"""Makes the updates of a stage, and yields after one or several of them: whenever every worker has
+the same state, so that it can be evaluated and saved.
+
+An extension may yield only at the end of the part and where `plan.evaluate_after` and the
+checkpoints of the recipe need it.
+"""
+
+
+def train_pieces(
+    train_piece: Callable[..., Generator[Update, None, None]], plan: Plan, steps: range
+) -> Generator[Update, None, None]:
+    """Make updates of the plan, each piece with its own global batch and accumulation."""
+    for piece, global_batch, accumulation in plan.within(steps):
+        yield from train_piece(steps=piece, accumulation=accumulation, global_batch=global_batch)
+
+
+def synchronous_updates(
+    training: Training, part: Part, *, after: Callable[[], object] = lambda: None
+) -> Generator[None, None, None]:
+    """Make synchronous updates by the training loop; call `after` and yield after each."""
+    state, plan, step_log = training.state, training.plan, training.step_log
+    batches = training.pipeline.training(part.steps, clean=part.clean)
+
+    train_piece = partial(
+        train,
+        state.model,
+        state.updater.optimizer,
+        batches,
+        state.updater.schedule,
+        training.criterion,
+        state.updater.reducer,
+        training.spans,
+        state.scaler,
+        seed=step_seeds(training.seed, training.backend.rank),
+        skip_nonfinite=training.skip_nonfinite,
+        measure_norm=step_log.monitors.measure_norm,
+        follow=state.move_average,
+        graph=training.graph,
+        note=partial(training.log.note_once, part.stage),
+    )
+    updates = train_pieces(train_piece, plan, part.steps)
+    step_log.resume_clock()
+    with closing(batches), closing(updates):
+        for update in updates:
+            log_update(part.stage, update, state, step_log)
+            after()
+            yield
+            if not step_log.is_training:  # it was flushed, for something other than updates
+                step_log.resume_clock()
+
+
+def log_update(stage: StageName, update: Update, state: TrainState, step_log: StepLog) -> None:
+    """Count an update that was made, and log it; raises as StepLog.flush."""
+    seconds = step_log.lap()
+    step_log.read_own()  # of the update before, which is counted before this one
+    images = step_log.plan.batch_at(update.step)
+    state.count(update.step, images=images, seconds=seconds)
+    step_log.add(stage, update, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session(Training):
     """The objects of one run on one worker. Attributes are never rebound."""
 
-    training: Training
     updates: Updates
     """Makes the updates of a stage: `synchronous_updates`, or those of an extension."""
 
@@ -30,11 +131,6 @@ class Session:
     """Start of this worker's construction, in seconds since 1970."""
 
     @property
-    def state(self) -> TrainState:
-        """What changes while the run trains."""
-        return self.training.state
-
-    @property
     def evaluator(self) -> Evaluator:
         """Measures the current model."""
         return self.judge.evaluator
@@ -44,11 +140,6 @@ class Session:
         """Writes checkpoints."""
         return self.judge.saver
 
-    @property
-    def log(self) -> RunLog:
-        """Takes the events of the run."""
-        return self.training.log
-
     def begin(self) -> None:
         """Emit the start of the run, or of a resumed part of it."""
         self.log.emit(
@@ -56,31 +147,31 @@ class Session:
                 time=now(),
                 resume_step=self.state.progress.step,
                 recipe=self.saver.recipe.name,
-                plan=self.training.plan,
-                layers=self.training.step_log.monitors.layers,
+                plan=self.plan,
+                layers=self.step_log.monitors.layers,
                 weights_sha256=self.state.weights_sha256,
             )
         )
 
     def make_updates(self, part: Part) -> None:
         """Make these updates of a stage; evaluate, compare and save between them."""
-        training, saver = self.training, self.saver
-        points = training.plan.evaluate_after  # in rising order, up to 100,000 of them
+        saver = self.saver
+        points = self.plan.evaluate_after  # in rising order, up to 100,000 of them
         done = part.steps.start
-        with closing(self.updates(training, part)) as updates:
+        with closing(self.updates(self, part)) as updates:
             for _ in updates:
-                before, done = done, training.state.progress.step
+                before, done = done, self.state.progress.step
                 passed = bisect_right(points, before) < bisect_right(points, done)
                 evaluates = passed and done < part.steps.stop  # the stage's end has its own
                 saves = evaluates or saver.is_due(since=before)  # compares weights too
                 if saver.comparison_is_due(since=before) and not saves:
                     saver.compare()
                 if evaluates:
-                    training.step_log.flush()
-                    training.state.progress.note(self.judge.evaluate(part.stage))
+                    self.step_log.flush()
+                    self.state.progress.note(self.judge.evaluate(part.stage))
                 if saves:
-                    training.step_log.flush()
+                    self.step_log.flush()
                     saver.save()
-                if training.requests.stopped or done >= part.end:
+                if self.requests.stopped or done >= part.end:
                     break
-        training.step_log.flush()
+        self.step_log.flush()

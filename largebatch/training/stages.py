@@ -22,9 +22,8 @@ from largebatch.tracking.events import StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.judging import Judge
-from largebatch.training.session import Session
+from largebatch.training.session import Part, Session
 from largebatch.training.state import TrainState
-from largebatch.training.updates import Part
 
 
 def run_updates(
@@ -42,7 +41,7 @@ def run_updates(
     """
     state, judge = session.state, session.judge
     end = min(steps.stop, until + state.progress.discarded)
-    over = state.progress.step >= end or session.training.requests.stopped
+    over = state.progress.step >= end or session.requests.stopped
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
     if over and not unjudged:
         return
@@ -61,7 +60,7 @@ def run_updates(
     if diverged is not None:
         state.progress.discard_until(steps.stop)
     if state.progress.step == steps.stop:
-        if steps.stop == session.training.plan.steps:  # the schedule has ended
+        if steps.stop == session.plan.steps:  # the schedule has ended
             session.evaluator.store_average()
         judge.end(name, num_steps=made, note=diverged, failed=diverged is not None)
 
@@ -82,7 +81,8 @@ def run_average(
         state.average = None
         return
     judge.begin()
-    state.store_average()
+    state.average.store()
+    state.average = None
     section = session.polish.statistics
     if kind is SWA and judge.decides and section is not None:
         judge.measure_statistics(name, section)
@@ -136,9 +136,9 @@ def run_stages(session: Session, *, until: int) -> bool:
     """
     state, begin = session.state, 0
     ended = {result.name for result in state.stages}
-    with collected_by_hand(), fastest_convolutions(session.training.plan):
+    with collected_by_hand(), fastest_convolutions(session.plan):
         for stage in STAGES:
-            end = stage.end(session.training.plan)
+            end = stage.end(session.plan)
             if stage.name not in ended:
                 stage.run(session, range(begin, end), until)
                 if state.progress.step < end:

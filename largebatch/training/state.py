@@ -126,21 +126,21 @@ class TrainState:
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = self.build_affine()
 
+    def move_average(self, skipped: Tensor | None) -> None:
+        """Move the average in an update, unless `skipped` is true on the device.
+
+        If so, call `count_skipped` before the next update.
+        """
+        if self.average is not None:
+            self.average.move(skipped)
+
     def count(self, step: int, *, images: int, seconds: float) -> None:
-        """Count the update of a step on the host; `follow` it then."""
+        """Count the update of a step on the host, in which the average was moved."""
         self.progress.step = step + 1
         self.progress.images += images
         self.progress.train_seconds += seconds
         if self.average is not None:
             self.average.count(step)
-
-    def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Update the average after the update of a step, which was counted.
-
-        If `skipped` is true on the device, call `count_skipped` before the next update.
-        """
-        if self.average is not None:
-            self.average.follow(step, skipped)
 
     def count_skipped(self) -> None:
         """Count the last update as skipped."""
@@ -164,12 +164,6 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
-
-    def store_average(self) -> None:
-        """Copy the average into the model."""
-        assert self.average is not None
-        self.average.store()
-        self.average = None
 
     def _average_state(self) -> dict[str, Any]:
         return self.average.state_dict() if self.average is not None else {}

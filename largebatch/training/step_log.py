@@ -31,6 +31,7 @@ class RunLog:
     def __init__(self, folder: Path, state: TrainState) -> None:
         self.folder, self._state = folder, state
         self.trackers: list[Tracker] = []
+        self._texts: set[str] = set()
 
     def emit(self, event: Event) -> None:
         """Send an event to the trackers."""
@@ -39,6 +40,12 @@ class RunLog:
     def note(self, stage: StageName, text: str, *, kind: NoteKind = "remark") -> None:
         """Emit a note."""
         self.emit(Note(kind=kind, stage=stage, step=self._state.progress.step, text=text))
+
+    def note_once(self, stage: StageName, text: str) -> None:
+        """Emit a remark, unless one with this text was emitted in any stage."""
+        if text not in self._texts:
+            self._texts.add(text)
+            self.note(stage, text)
 
 
 class Requests:
@@ -72,10 +79,6 @@ class Requests:
         """Return 1 if this worker is asked to stop, and 1 on worker 0 if it is time to save."""
         late = self._backend.rank == 0 and self.save_is_late()
         return [float(self._wants_stop()), float(late)]
-
-    def is_pending(self) -> bool:
-        """Return True if this worker has a request."""
-        return any(self.own())
 
     def take(self, stop: float, save: float) -> None:
         """Set `stopped` and `save_due` by the sums of `own` over the workers."""
@@ -145,22 +148,13 @@ class DivergenceCheck:
         )
 
 
-class _Own(NamedTuple):
-    """Values of an update that are equal on every worker, so that they need no sum."""
-
-    monitored: list[float]
-    skipped: bool = False
-    loss_scale: float = 1.0
-    scaled_by: float = 1.0
-
-
 class _Pending(NamedTuple):
     """The last update that was counted, whose loss is still being summed."""
 
     step: Step
     update: Update
     own_values: Tensor
-    """The content of `own`, on the device."""
+    """The content of `own`, on the device; equal on every worker, so that it needs no sum."""
 
     sums: Tensor
     """The sums over the workers of `StepLog.values_to_sum`; complete after `wait`."""
@@ -170,8 +164,9 @@ class _Pending(NamedTuple):
     made: torch.Event | None
     """The end of the update on the device; None on a CPU."""
 
-    own: _Own | None = None
-    """None until it is read."""
+    own: list[float] | None = None
+    """Whether it was skipped, the loss scale, what the gradients were scaled by, and the values of
+    monitors; None until they are read."""
 
 
 class StepLog:
@@ -294,12 +289,11 @@ class StepLog:
             if self._stream is not None and pending.made is not None:
                 self._stream.wait_event(pending.made)
             values = pending.own_values.tolist()  # sync: with the update before, on a CPU with this
-        own = _Own(values)
-        if pending.update.skipped is not None:
-            own = _Own(values[3:], bool(values[0]), *values[1:3])
-        if own.skipped:
+        if pending.update.skipped is None:
+            values = [0.0, 1.0, 1.0, *values]
+        if values[0]:
             self._count_skipped()
-        self._pending = pending._replace(own=own)
+        self._pending = pending._replace(own=values)
 
     def _record(self) -> None:
         if self._pending is None:
@@ -309,22 +303,23 @@ class StepLog:
             self._pending.wait()
             sums = self._pending.sums.tolist()  # sync: with the update before
         pending, self._pending = self._pending, None
-        own, update = pending.own, pending.update
-        assert own is not None
+        assert pending.own is not None
+        skipped, loss_scale, scaled_by, *monitored = pending.own
+        update = pending.update
         self._backend.started()
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if update.squares is None else len(update.squares)
         self._requests.take(stop, save)
         step = replace(
             pending.step,
-            skipped=own.skipped,
-            loss_scale=own.loss_scale,
+            skipped=bool(skipped),
+            loss_scale=loss_scale,
             loss=loss,
             data_seconds=update.data.seconds(),
             reduction_seconds=update.reduction.seconds(),
-            **self.monitors.noise(update.step, rest[:squares], loss_scale=own.scaled_by),
+            **self.monitors.noise(update.step, rest[:squares], loss_scale=scaled_by),
         )
-        self._emit(replace(step, **self.monitors.fields(own.monitored, skipped=own.skipped)))
+        self._emit(replace(step, **self.monitors.fields(monitored, skipped=step.skipped)))
         if system := self.monitors.system(step, rest[squares:]):
             self._emit(system)
         try:

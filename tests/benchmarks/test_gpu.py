@@ -165,7 +165,7 @@ def test_a_failed_command_is_reported_as_failed() -> None:
 def test_the_scripts_and_tests_of_every_part_are_there() -> None:
     for part in gpu.PARTS:
         for rehearse in (False, True):
-            _, _, module, *words = part.command(rehearse=rehearse)
+            _, _, module, *words = part.command(rehearse=rehearse, share=part.share)
             tests = [word for word in words if word.endswith(".py")]
             assert bool(tests) == (module == "pytest")
             scripts = [f"{module.replace('.', '/')}.py"] if module != "pytest" else []
@@ -175,23 +175,32 @@ def test_the_scripts_and_tests_of_every_part_are_there() -> None:
 def test_parts_that_do_not_fit_the_time_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    parts = [gpu.Part(name, share, "x", "x") for name, share in (("a", 8), ("b", 30), ("c", 4))]
+    named = (("a", 8), ("b", 90), ("c", 12), ("d", 4))
+    parts = [gpu.Part(name, share, "x --seconds 6", "x") for name, share in named]
     monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
     monkeypatch.setattr(accelerator, "count", lambda: 1)
-    shares: list[float] = []
+    shares: list[tuple[float, float]] = []
 
     def run(command: list[str], share: float, environment: dict[str, str]) -> str:
-        shares.append(share)
+        shares.append((round(share), round(float(command[-1]))))
         return "done in 1 of 1 seconds"
 
     monkeypatch.setattr(gpu, "run", run)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--seconds", "10"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--seconds", str(10 + gpu.AROUND)])
     with pytest.raises(SystemExit) as end:
         gpu.main()
     assert not end.value.code
-    assert [round(share) for share in shares] == [8, 4]
-    assert "b: not run, less than half of its 30 seconds remained" in capsys.readouterr().out
+    assert shares == [(8, 6), (10, 5), (4, 6)]
+    assert f"b: {gpu.NO_TIME}" in capsys.readouterr().out
+
+
+def test_what_comes_first_and_the_graphs_each_fit_the_time() -> None:
+    shares = {part.name: part.share for part in gpu.PARTS}
+    first = list(shares)[: list(shares).index("tests")]
+    assert {"norm", "lars", "resnet50", "resnet50_28", "polish", "roofline"} <= set(first)
+    for group in (first, [part.name for part in gpu.GRAPH]):
+        assert sum(shares[name] for name in group) <= 660 - gpu.AROUND
 
 
 def test_an_unknown_part_is_named() -> None:

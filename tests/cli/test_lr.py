@@ -21,7 +21,7 @@ def test_each_recipe_has_the_rates_that_were_published(
     assert heads[0] == "resnet50-32768-mlperf: batch 32,768, lars, eta 0.001"
     assert heads[2].endswith(", sgd")
     peaks = [line for line in lines if line.split()[0] == "peak"]
-    found = [re.findall("peak +([^ ]+) .*epoch ([^)]+)", line)[0] for line in peaks[:2]]
+    found = [re.findall("peak lr +([^ ]+) .*epoch ([^)]+)", line)[0] for line in peaks[:2]]
     assert found == [("21.2", "15.99"), ("24.699", "30.95")]
     assert lines[-1] == f"drawn: {figure}"
     with Image.open(figure) as image:
@@ -41,4 +41,4 @@ def test_recipes_of_one_name_are_told_apart_by_their_paths(
     assert main([*words, "--by", "samples"]) == DONE
     shown = capsys.readouterr().out
     assert re.findall(r"(.*): batch", shown) == ["digits_96", str(folder)]
-    assert re.findall(r"peak +([^ ]+) at step 75", shown) == ["0.5", "0.25"]
+    assert re.findall(r"peak lr +([^ ]+) at step 75", shown) == ["0.5", "0.25"]

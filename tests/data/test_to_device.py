@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerator
 import pytest
 import torch
 from decoding import (
@@ -17,6 +18,7 @@ from decoding import (
     run_cached,
     view,
 )
+from on_forked_workers import on_forked_workers
 from torch import Tensor
 
 from largebatch.data.decoders import pixel_cache, torchvision
@@ -66,6 +68,20 @@ def test_images_are_sent_once_as_bytes_with_their_labels(
     for images, labels in batches:
         assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
         assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def sent() -> dict[str, int]:
+    transfer = Transfer(accelerator.simulate())
+    images, labels = transfer.room(4, 8, 8, 3), torch.arange(4)
+    transfer.send(images, labels)
+    return accelerator.COUNTS.totals()
+
+
+def test_a_batch_is_sent_while_the_last_update_runs() -> None:
+    """The default stream, in which updates are, launches nothing, and the host does not wait."""
+    found = on_forked_workers(sent, workers=1)
+    assert (found["transfers"], found["aside"]) == (2, 2)
+    assert found["launches"] == found["syncs"] == found["pageable"] == 0
 
 
 def iter_batches(batches: list[Batch]) -> Batches:

@@ -174,18 +174,6 @@ def test_a_layer_counts_its_own_spans() -> None:
     assert model.get_buffer("idle.running_var").equal(torch.ones(3, dtype=torch.float64))
 
 
-def test_attaching_again_clears_nan_moments() -> None:
-    """They would stay in the kernel's moving average, whatever it is multiplied by."""
-    model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 4)
-    spans = Spans(model, CPU)
-    model(torch.full((4, 3), torch.nan))
-    spans.attach()
-    model(images(4, 3).float())
-    spans.reduce()
-    spans.update()
-    assert bool(model.state_dict()["0.running_mean"].isfinite().all())
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_skipped_step_leaves_no_trace_even_of_nan_moments(
     momentum: float | None,

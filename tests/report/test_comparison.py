@@ -16,6 +16,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, make_comparison_page
 from largebatch.report.course import updates_of
+from largebatch.report.mistakes import change_from
 
 
 def ended_at(folder: Path, *top1: float) -> Path:
@@ -89,7 +90,7 @@ def test_a_difference_is_beyond_noise_by_two_standard_errors(tmp_path: Path, sec
     assert other.top1 - best.top1 == pytest.approx(100 * (second - 0.95))
     # two standard errors of two independent samples, by hand
     noise = 2 * np.sqrt((0.95 * 0.05 + second * (1 - second)) / 360)
-    assert other.change_from(best).beyond_noise == (0.95 - second > noise)
+    assert change_from(best.last, other.last).beyond_noise == (0.95 - second > noise)
 
 
 def test_images_that_both_runs_get_wrong_make_no_noise(tmp_path: Path) -> None:
@@ -100,8 +101,8 @@ def test_images_that_both_runs_get_wrong_make_no_noise(tmp_path: Path) -> None:
         run.write()
     # McNemar's test: 6 images changed, all of them one way, and 6 > 2 * sqrt(6)
     ((best, other),) = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
-    assert other.change_from(best).noise == pytest.approx(2 * np.sqrt(6))
-    assert other.change_from(best).beyond_noise
+    assert change_from(best.last, other.last).noise == pytest.approx(2 * np.sqrt(6))
+    assert change_from(best.last, other.last).beyond_noise
 
 
 def test_times_are_measured_to_round_accuracies_that_runs_reached(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from largebatch.report.diagnosis import (
     find_causes,
     require_comparable,
 )
+from largebatch.report.page import verdict
 from largebatch.report.record import (
     RISE,
     Record,
@@ -32,7 +33,6 @@ from largebatch.report.record import (
     smoothing_floor,
 )
 from largebatch.report.run import read_run
-from largebatch.report.verdict import verdict
 from largebatch.training.loop import cross_entropy
 
 

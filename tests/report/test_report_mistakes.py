@@ -1,11 +1,11 @@
-"""What a model gets wrong, as its page shows it: classes and pairs."""
+"""What a model gets wrong, as its page shows it: the pairs of classes."""
 
 from pathlib import Path
 
 import numpy as np
 from fake_runs import FakeRun
 
-from largebatch.report.mistakes import Pair, by_class, pairs
+from largebatch.report.page import wrong_predictions
 from largebatch.report.run import read_run
 from largebatch.tracking.events import Mistakes
 
@@ -22,18 +22,12 @@ def test_what_is_mixed_up_most_comes_first() -> None:
     counted = [[int(((labels == i) & (predicted == j)).sum()) for j in range(4)] for i in range(4)]
     off = {(i, j): counted[i][j] for i in range(4) for j in range(4) if i != j}
     first = max(off, key=lambda pair: (off[pair], -pair[0], -pair[1]))
-    assert pairs(found)[0] == Pair(
-        "abcd"[first[0]], "abcd"[first[1]], off[first], sum(counted[first[0]])
-    )
-    assert [pair.images for pair in pairs(found)] == sorted(off.values(), reverse=True)[:10]
-
-
-def test_the_classes_of_the_lowest_accuracy_come_first() -> None:
-    found = Mistakes(
-        stage="train", step=1, classes=("a", "b", "absent", "never"), sizes=(4, 10, 0, 2),
-        samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0),
-    )  # fmt: skip
-    assert by_class(found) == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
+    (table,) = wrong_predictions(found)
+    label, predicted, images = (column.values for column in table.columns)
+    assert (label[0], predicted[0]) == ("abcd"[first[0]], "abcd"[first[1]])
+    assert images[0] == f"{off[first]} of {sum(counted[first[0]])}"
+    most = sorted(off.values(), reverse=True)[:10]
+    assert [int(shown.split()[0]) for shown in images] == most
 
 
 def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path) -> None:

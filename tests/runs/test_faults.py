@@ -89,7 +89,7 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_end_alike(
 ) -> None:
     out = tmp_path / "run"
     often = "execution.checkpoints.every_steps=2"
-    full_after(6)  # recipe.yaml, options.json and one checkpoint, each with its folder
+    full_after(8)  # recipe.yaml, two more and one checkpoint, each with its folder
     with pytest.raises(CheckpointError, match=r"step-0000000\d.*No space left .* --resume"):
         run(recipe(often), out=out)
     assert saves(out) == [2]

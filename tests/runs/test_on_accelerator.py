@@ -1,9 +1,8 @@
 """Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU.
 
-Updates are replayed from graphs, up to the optimizers, whose kernels here are not LARS's tables.
+Updates are replayed from graphs: Muon's whole, others up to the optimizer (no tables of LARS here).
 """
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from short_runs import AFFINE, BEFORE, CLEAN, HALF, STATISTICS, a_recipe, content, log
-from torch import Tensor, nn
+from short_runs import (
+    AFFINE,
+    BEFORE,
+    CLEAN,
+    EMA,
+    HALF,
+    STATISTICS,
+    SWA,
+    WHOLE,
+    a_recipe,
+    apart,
+    content,
+    distance,
+    log,
+    with_and_without_graphs,
+)
+from torch import nn
 
 from largebatch import run
 from largebatch.accelerator import CPU
@@ -26,12 +40,12 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DeviceMemoryError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs import fitting
 from largebatch.tracking.events import StageName
-from largebatch.training import updates
+from largebatch.training import session
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import Update
 
-EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
 JUDGED = "keep: better, held_out: 200"
 FEW = ("duration={steps: 6}", "schedule.warmup={steps: 1}")
 CHANNELS_LAST = "execution.memory_format=channels_last"
@@ -98,67 +112,22 @@ CASES = {
 }
 
 
-TIMES = re.compile("second|gpu|cpu|bytes|time")
-"""What is measured of the machine."""
-
-
 def on_cpu(recipe: Recipe, folder: Path) -> None:
     """Train on the CPU of a worker, which the accelerator of another test does not reach."""
     run(recipe, out=folder)
 
 
-def on_accelerator(
-    recipe: Recipe, folder: Path, stops: tuple[int | None, ...] = (None,)
-) -> dict[str, dict[str, int]]:
-    """Train there, resuming after each stop; return the lines at which the host waited."""
+def on_accelerator(recipe: Recipe, folder: Path) -> dict[str, dict[str, int]]:
+    """Train there; return the lines at which the host waited."""
     accelerator.simulate()
     accelerator.use_graphs()
     late_group.register()
-    for number, stop in enumerate(stops):
-        run(recipe, out=folder, max_steps=stop, resume=number > 0)
+    run(recipe, out=folder)
     waits = accelerator.COUNTS.syncs, accelerator.COUNTS.pageable
     return {
         name: {line: number for line, number in counter.items() if number}
         for name, counter in zip(("syncs", "pageable"), waits, strict=True)
     }
-
-
-def leaves(value: object, name: str = "") -> dict[str, Any]:
-    """Return every tensor and number of a checkpoint by its path, but for seconds."""
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)  # type: ignore[assignment]  # pairs, too
-    else:
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, part in items:
-        if not TIMES.search(str(key)):
-            found |= leaves(part, f"{name}/{key}")
-    return found
-
-
-def apart(one: Path, other: Path, most: float) -> dict[str, float]:
-    """Return by how much more than this part two runs differ, in anything they saved or logged."""
-    ours, theirs = leaves(content(one)), leaves(content(other))
-    for event in ("step", "evaluation"):
-        ours |= leaves(log(one, event), event)
-        theirs |= leaves(log(other, event), event)
-    assert ours.keys() == theirs.keys()
-    found = {
-        name: distance(value, theirs[name])
-        for name, value in ours.items()
-        if not isinstance(value, str | None)
-    }
-    parts = {name: most / 10 if name.endswith("/loss") else most for name in found}
-    return {name: value for name, value in found.items() if not value <= parts[name]}
-
-
-def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
-    """Return how far apart two values are, as a part of the largest."""
-    one, other = (torch.as_tensor(value).double() for value in (ours, theirs))
-    scale = one.abs().max().clamp(min=1e-3) if one.numel() else 1
-    return float((one - other).abs().max() / scale) if one.numel() else 0.0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -171,13 +140,45 @@ def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     assert apart(tmp_path / "cpu", tmp_path / "device", most) == {}
 
 
-def test_a_resumed_run_ends_with_identical_bits(tmp_path: Path) -> None:
+def in_little_memory(recipe: Recipe, folder: Path, stop: int | None) -> int:
+    """Train until a stop, and go on with more memory; return how often memory was measured."""
+    accelerator.simulate()
+    accelerator.use_graphs()
+    accelerator.ALLOCATED.limit = 8_000_000
+    with mock.patch.object(fitting, "measure", wraps=fitting.measure) as measured:
+        run(recipe, out=folder, max_steps=stop)
+        if stop is not None:
+            accelerator.ALLOCATED.limit = accelerator.MEMORY
+            run(recipe, out=folder, resume=True)
+    return measured.call_count
+
+
+def test_a_resumed_run_keeps_its_device_batch_and_ends_with_identical_bits(tmp_path: Path) -> None:
     """Stopped in the middle of the affine stage."""
-    stop = BEFORE + 2
-    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA)
-    on_forked_workers(on_accelerator, recipe, tmp_path / "whole", workers=1)
-    on_forked_workers(on_accelerator, recipe, tmp_path / "parts", (stop, None), workers=1)
+    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA, changes=("execution.cache=none",))
+    for name, stop in (("whole", None), ("parts", BEFORE + 2)):
+        found = on_forked_workers(in_little_memory, recipe, tmp_path / name, stop, workers=1)
+        assert found == 1
     assert apart(tmp_path / "whole", tmp_path / "parts", 0.0) == {}
+    plans = [start["plan"] for start in log(tmp_path / "parts", "start")]
+    assert [plan["device_batch"] for plan in plans] == [48, 48]
+
+
+def on_simulated(case: str, folder: Path) -> None:
+    accelerator.simulate()
+    accelerator.use_graphs()
+    with_and_without_graphs(case, folder)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_resumed_run_in_graphs_ends_with_the_bits_of_one_without(
+    case: str, tmp_path: Path
+) -> None:
+    on_forked_workers(on_simulated, case, tmp_path, workers=1)
+    assert apart(tmp_path / "eager", tmp_path / "parts", 0.0) == {}
+    texts = [note["text"] for note in log(tmp_path / "parts", "note")]
+    replayed = [text for text in texts if "graph" in text]
+    assert len(replayed) == len(set(replayed)) > 0
 
 
 @pytest.mark.parametrize(
@@ -227,14 +228,14 @@ def until_memory_shrinks(recipe: Recipe, folder: Path) -> str | None:
     """
     accelerator.simulate()
     accelerator.ALLOCATED.limit = accelerator.MEMORY
-    real = updates.log_update
+    real = session.log_update
 
     def log_update(stage: StageName, update: Update, *parts: Any) -> None:  # noqa: ANN401 -- of any kind
         real(stage, update, *parts)
         if update.step == 3:
             accelerator.ALLOCATED.limit = 6_000_000
 
-    with mock.patch.object(updates, "log_update", log_update):
+    with mock.patch.object(session, "log_update", log_update):
         try:
             run(recipe, out=folder)
         except DeviceMemoryError as error:

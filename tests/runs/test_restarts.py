@@ -6,15 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from killed import kill_worker
-from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log
+from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log, weights
 
 from largebatch import run
 from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
 from largebatch.runs import launch
 from largebatch.runs import run as runs
 from largebatch.runs.options import Options
-from largebatch.runs.run import JOB, restarting
+from largebatch.runs.run import JOB, restarting, start
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(
@@ -110,6 +111,22 @@ def test_the_time_limit_is_that_of_all_starts_together(
     options = Options(out=tmp_path, time_limit=250.0, workers=2, restarts=2)
     restarting(a_recipe(CLEAN), options)
     assert machine.limits == [250.0, 150.0, 0.0]
+
+
+@pytest.mark.usefixtures("ends")
+def test_after_one_worker_ran_out_of_memory_all_continue_with_half_of_the_device_batch(
+    tmp_path: Path,
+) -> None:
+    changes = ("execution.checkpoints.every_steps=2", "model.arguments.drop_rate=0")
+    recipe = a_recipe(CLEAN, changes=changes)
+    run(recipe, out=tmp_path / "whole")
+    options = Options(out=tmp_path / "run", workers=2, imports=["short_of_memory"], report=False)
+    assert start(recipe, options, forks=True).status == "finished"
+    starts = log(tmp_path / "run", "start")
+    assert [it["resume_step"] for it in starts] == [0, 2]
+    assert [it["plan"]["device_batch"] for it in starts] == [48, 24]
+    found, whole = (weights(tmp_path / name) for name in ("run", "whole"))
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("workers", "restarts"), [(2, 0), (2, 1), (1, 0)])

@@ -100,28 +100,15 @@ def test_a_policy_that_decays_indefinitely_does_not_overflow(name: str) -> None:
     assert 0.0 <= ours(10**7 + 1) <= 0.25
 
 
-@given(
-    length=st.integers(1, 500),
-    lengthen=st.sampled_from([1.0, 1.5, 2.0, 3.0]),
-    peak=st.floats(1e-3, 10),
-)
-def test_restarts_are_those_of_torch(length: int, lengthen: float, peak: float) -> None:
-    """CosineAnnealingWarmRestarts takes whole lengthenings alone; the others add up by hand."""
-    ours = functions.restarts(peak=peak, low=0.0, steps=length, lengthen=lengthen)
-    begins = [length * sum(lengthen**past for past in range(number)) for number in range(5)]
-    for number, begin in enumerate(begins):
-        for share in (0.0, 0.25, 0.5, 0.875):
-            step = begin + share * length * lengthen**number
-            expected = peak * (1 + math.cos(math.pi * share)) / 2
-            assert ours(step) == pytest.approx(expected, rel=1e-6, abs=1e-9 * peak)
-    if lengthen.is_integer():
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
-        theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
-            optimizer, T_0=length, T_mult=int(lengthen)
-        )
-        for step in (0, 1, length - 1, length, length + 1, 4 * length):
-            theirs.step(step)
-            assert ours(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9, abs=1e-12)
+def test_cosine_pieces_are_the_warm_restarts_of_torch() -> None:
+    """SGDR (arXiv:1608.03983), each fall twice as long."""
+    pieces = [cosine(peak=3.0, steps=steps) for steps in (4, 8, 16)]
+    ours = functions.piecewise(pieces, boundaries=[4, 12])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4, T_mult=2)
+    for step in range(28):
+        theirs.step(step)
+        assert ours(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
 
 
 def listed(rates: list[float]) -> functions.Policy:
@@ -191,11 +178,6 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         cosine,
         {"peak": 1.0, "steps": 3, "end": 0.1},
         {"peak": NO_RATE, "steps": NO_LENGTH, "end": (*NO_RATE, 2.0)},
-    ),
-    "restarts": (
-        functions.restarts,
-        {"peak": 1.0, "low": 0.1, "steps": 3, "lengthen": 2.0},
-        OF_TWO_RATES | {"lengthen": (0.5, NAN, INF)},
     ),
     "cosine_cycles": (
         functions.cosine_cycles, {"peak": 1.0, "low": 0.1, "steps": 3}, OF_TWO_RATES,

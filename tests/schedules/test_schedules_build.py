@@ -198,10 +198,6 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
             "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1047}}",
             "decay.cycle .* at most 1046",
         ),
-        (
-            "schedule.decay={kind: restarts, low_lr: 0.1, every: {steps: 524}}",
-            "decay.every .* at most 523",
-        ),
         ("schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}", "start_lr"),
         ("schedule.start_lr=0.5", "start_lr"),
         (pieces(FIX.replace("10", "36"), LAST), "pieces.0.length"),

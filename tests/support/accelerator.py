@@ -40,6 +40,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import largebatch.accelerator
+from largebatch.data.decoders import pixel_cache
 from largebatch.models import kernels
 from largebatch.optim import kernels as lars_kernels
 
@@ -73,6 +74,8 @@ class Counts:
     syncs: Counter[str] = field(default_factory=Counter)
     transfers: Counter[str] = field(default_factory=Counter)
     pageable: Counter[str] = field(default_factory=Counter)
+    aside: Counter[str] = field(default_factory=Counter)
+    """Transfers to the device in other streams than the default one, whose work goes on."""
 
     def clear(self) -> None:
         """Set all counts to zero."""
@@ -402,6 +405,7 @@ def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) ->
         COUNTS.pageable[line] += 1
         _note_wait(line)
         _hold_if_hung()
+    COUNTS.aside[line] += not to_host and not in_default_stream()
 
 
 def _note_wait(line: str) -> None:
@@ -720,11 +724,12 @@ def use_graphs() -> None:
         mock.patch.object(target, name, {NAME, late_group.BACKEND}).start()
 
 
-def use_kernels(*, computes: bool = True, of_models: bool = True) -> None:
+def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: bool = False) -> None:
     """Run Triton's kernels on the device, each counted as one launch.
 
     Its interpreter computes them, slowly; otherwise their results are never written. Those of
-    optimizers are quick; those of models are left out unless `of_models`.
+    optimizers are quick; those of models are left out unless `of_models`, the one that crops images
+    unless `of_images`.
     """
     launch = largebatch.accelerator.launch
     mock.patch.object(kernels.batchnorm(), "PARTS", 8).start()  # the interpreter is slow
@@ -750,6 +755,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True) -> None:
         (largebatch.accelerator, "launch", launch_on_raw),
         (kernels, "DEVICES", {NAME} if of_models else set()),
         (lars_kernels, "DEVICES", {NAME}),
+        (pixel_cache, "DEVICES", {NAME} if of_images else set()),
         *((module, "_WORK", dict(works)) for module in (kernels, lars_kernels)),
     ):
         mock.patch.object(target, name, replacement).start()

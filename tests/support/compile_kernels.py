@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from largebatch import accelerator
+from largebatch.data.decoders import pixel_cache
 from largebatch.models.kernels import fused
 from largebatch.optim.kernels import Rule
 from largebatch.optim.kernels.table import Table
@@ -23,6 +24,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.float64: "*fp64",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 
 
@@ -48,7 +50,7 @@ def compiled(kernel: Any, target: GPUTarget, args: tuple[object, ...], constants
 
 
 def main() -> None:
-    """Compile what a bfloat16 layer with a sum and a ReLU launches, and an update of LARS."""
+    """Compile what a bfloat16 layer with a sum and a ReLU launches, an update of LARS, a crop."""
     launches: dict[str, tuple[Any, tuple[object, ...], dict[str, object]]] = {}
 
     def launch(kernel: Any, grid: object, *args: object, **constants: object) -> None:  # noqa: ANN401 -- Triton is untyped
@@ -79,6 +81,9 @@ def main() -> None:
     )
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.update([rule], torch.ones(()), torch.zeros(()))
+    pixels, numbers = torch.zeros(2, 32, 32, 3).byte(), torch.zeros(9, 2).long()
+    scale, order = torch.ones(2, 3, 1, 1), torch.channels_last
+    pixel_cache._cut_out_at_once(pixels, numbers, 32, scale, order)
     code = {
         name: compiled(kernel, target, args, constants)
         for name, (kernel, args, constants) in launches.items()
@@ -89,6 +94,7 @@ def main() -> None:
         assert "ld.global.v4" in code[name], f"{name} does not read 16 bytes at once"
     for name in {"update", *rows}:
         assert "cvt.rn.bf16" in code[name], f"{name} does not round to nearest"
+    assert "div.rn.f32" in code["cut_out"], "cut_out does not divide as PyTorch does"
     print(len(code), "kernels")
 
 

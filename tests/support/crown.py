@@ -29,7 +29,7 @@ from largebatch.recipe.arithmetic.plan import BatchPiece, Plan
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import cross_entropy, step_seeds, train
-from largebatch.training.updates import train_pieces
+from largebatch.training.session import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64

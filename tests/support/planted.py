@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by the first batch of a schedule",
-        "training/updates.py",
+        "training/session.py",
         "global_batch=global_batch)",
         "global_batch=plan.global_batch)",
         "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "training goes on from what was polished of an unfinished run",
         "runs/run.py",
-        "            require_resumable(checkpoint, training.plan, folder)\n",
+        "            require_resumable(checkpoint, session.plan, folder)\n",
         "",
         "runs/test_checkpoints.py::test_training_cannot_go_on_from_what_was_polished_of_an_unfinished_run",
     ),

@@ -13,9 +13,8 @@ from torch.optim import SGD, Optimizer
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer
+from largebatch.lab.protocols.server import Arrivals, ParameterServer, replay
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}

@@ -1,12 +1,14 @@
 """Runs on the digits that are a few updates long, and what they leave."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from largebatch import load_recipe
+from largebatch import load_recipe, run
 from largebatch.optional import require_torchvision
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.checkpoint import load_checkpoint
@@ -15,6 +17,7 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"
 AFFINE = "affine: {steps: 3, lr: 0.05}"
 STATISTICS = "statistics: {samples: 480}"
+EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
 JUDGED = "keep: better, held_out: 200"
 LEARNED = ("duration={steps: 40}", "schedule.warmup={steps: 10}")
 """Forty updates learn something."""
@@ -70,3 +73,66 @@ def log(folder: Path, event: str) -> list[dict[str, Any]]:
     """Return the records of a kind."""
     lines = (folder / "log.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+TIMES = re.compile("second|gpu|cpu|bytes|time|capturable")
+"""What is measured of the machine, or depends on it."""
+
+
+def leaves(value: object, name: str = "") -> dict[str, Any]:
+    """Return every tensor and number of a checkpoint by its path, but for seconds."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)  # type: ignore[assignment]  # pairs, too
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, part in items:
+        if not TIMES.search(str(key)):
+            found |= leaves(part, f"{name}/{key}")
+    return found
+
+
+def apart(one: Path, other: Path, most: float) -> dict[str, float]:
+    """Return by how much more than this part two runs differ, in anything they saved or logged."""
+    ours, theirs = leaves(content(one)), leaves(content(other))
+    for event in ("step", "evaluation"):
+        ours |= leaves(log(one, event), event)
+        theirs |= leaves(log(other, event), event)
+    assert ours.keys() == theirs.keys()
+    found = {
+        name: distance(value, theirs[name])
+        for name, value in ours.items()
+        if not isinstance(value, str | None)
+    }
+    parts = {name: most / 10 if name.endswith("/loss") else most for name in found}
+    return {name: value for name, value in found.items() if not value <= parts[name]}
+
+
+def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
+    """Return how far apart two values are, as a part of the largest."""
+    one, other = (torch.as_tensor(value).double() for value in (ours, theirs))
+    scale = one.abs().max().clamp(min=1e-3) if one.numel() else 1
+    return float((one - other).abs().max() / scale) if one.numel() else 0.0
+
+
+WHOLE = {
+    "EMA, clean, affine": (
+        ("clean: {steps: 4}", "affine: {steps: 4, lr: 0.05}", STATISTICS, EMA),
+        ("optimizer={kind: muon}", "schedule.peak_lr=0.01"),
+        BEFORE - 1,
+    ),
+    "SWA": ((SWA, STATISTICS), (), BEFORE - 2),
+}
+"""Stages, changes, and updates before the run is stopped, of which the last one is replayed."""
+
+
+def with_and_without_graphs(case: str, folder: Path) -> None:
+    """Train without graphs, and with them in two parts."""
+    stages, changes, stop = WHOLE[case]
+    eager = a_recipe(*stages, changes=(*changes, "execution.graph=false"))
+    run(eager, out=folder / "eager")
+    recipe = a_recipe(*stages, changes=changes)
+    run(recipe, out=folder / "parts", max_steps=stop)
+    run(recipe, out=folder / "parts", resume=True)

@@ -36,8 +36,8 @@ from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Step
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loop import Update, cross_entropy, step_seeds, train
+from largebatch.training.session import log_update
 from largebatch.training.state import TrainState, Updater
-from largebatch.training.updates import log_update
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -120,7 +120,8 @@ def training(
         growth_interval=1,
     )
     with Reducer(network.named_parameters(), backend) as reducer:
-        updater = Updater(case.optimizer(network), lambda _: 0.1, reducer)
+        updater = Updater(case.optimizer(network), lambda step: 0.1 * 0.8**step, reducer)
+        state = TrainState(model=network, updater=updater, scaler=scaler, average=None)
         made = train(
             network,
             updater.optimizer,
@@ -134,9 +135,10 @@ def training(
             accumulation=case.accumulation,
             global_batch=SAMPLES * case.accumulation * backend.world_size,
             seed=step_seeds(0, 0),
+            follow=state.move_average,
             **settings,
         )
-        yield TrainState(model=network, updater=updater, scaler=scaler, average=None), made
+        yield state, made
 
 
 def updates(
@@ -220,7 +222,7 @@ def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
     assert found["weights"] < tolerance
     assert found["skipped"] == (2 if case.init_scale == OVERFLOWS else 0)
     assert found["syncs"] == found["pageable"] == 0
-    assert found["transfers"] == case.kernels  # addresses of gradients, from pinned memory
+    assert found["transfers"] == 2 * case.kernels  # rates and addresses, from pinned memory
 
 
 def waiting_sgd(network: nn.Module) -> Optimizer:
@@ -282,8 +284,8 @@ def late_records() -> None:
     assert state.average is not None
     assert whole.average is not None
     assert state.average.num_models == whole.average.num_models == 3
-    state.store_average()
-    whole.store_average()
+    state.average.store()
+    whole.average.store()
     assert difference(state.model, whole.model) < 1e-6
 
 

@@ -39,8 +39,8 @@ def drift(model: nn.Module) -> None:
 
 
 def follow(average: EMA | SWA, step: int = 0) -> None:
+    average.move(None)
     average.count(step)
-    average.follow(step, None)
 
 
 def test_the_average_is_the_recursion_in_float64() -> None:
@@ -73,8 +73,8 @@ def test_a_skipped_update_is_not_averaged() -> None:
         if not skipped:
             drift(model)
             follow(expected, step)
+        state.move_average(torch.tensor(skipped))
         state.count(step, images=1, seconds=0.0)
-        state.follow(step, torch.tensor(skipped))
         if skipped:
             state.count_skipped()
     assert state.average is not None

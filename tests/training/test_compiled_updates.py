@@ -21,7 +21,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
-from largebatch.models.wrappers import failures_named
+from largebatch.models.wrappers import failures_named, uncompiled
 from largebatch.optim.lars import LARS
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
@@ -236,3 +236,23 @@ def test_a_model_that_cannot_be_compiled_is_refused(
     said = r"execution\.compile: .*no kernel for this layer; remove compile"
     with pytest.raises(RecipeError, match=said), failures_named():
         model(batches(Serial(CPU))[0].images).sum().backward()
+
+
+def test_blocks_of_two_threads_leave_models_compiled() -> None:
+    """As two threads enter and leave them, of which neither is inside the other's."""
+    traced: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        traced.append(graph)
+        return graph
+
+    model = compiles(nn.ReLU(), backend=backend)
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    model(torch.ones(1))
+    assert not traced
+    second.__exit__(None, None, None)
+    model(torch.ones(1))
+    assert traced

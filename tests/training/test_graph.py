@@ -36,8 +36,13 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
+from largebatch.models import hidden_matrices
 from largebatch.models.batchnorm import with_span
+from largebatch.optim import kernels as lars_kernels
+from largebatch.optim.adamw import build_adamw
+from largebatch.optim.muon import Muon
 from largebatch.polish import polish
+from largebatch.training.averages import EMA
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.graph import UseGraph, require_graphs
 
@@ -70,6 +75,7 @@ def updates(
         settings["batches"] = batches_of(settings.pop("sizes"), backend.device)
     with training(backend, case, network, **settings) as (state, made):
         yielded = []
+        state.average = average = EMA(state.model, decay=0.5)
         for _ in range(case.steps):
             COUNTS.clear()
             update = next(made)
@@ -77,9 +83,11 @@ def updates(
             found.waits = COUNTS.totals()["syncs"]
             yielded += [update.loss, update.loss_scale, update.finite, update.skipped]
             yielded.append(update.gradient_norm)
+            state.count(update.step, images=1, seconds=0.0)
         found.state = {name: it.cpu() for name, it in state.model.state_dict().items()}
         moments = state.updater.optimizer.state.values()
         found.momentum = [it.cpu() for each in moments for it in each.values()]
+        found.momentum += [it.cpu() for it in average.state_dict().values()]
     found.yielded = [it if it is None else it.item() for it in yielded]
     return found
 
@@ -138,6 +146,19 @@ def frozen_first(network: nn.Module) -> Optimizer:
     return optimizer
 
 
+def adamw(network: nn.Module) -> Optimizer:
+    return build_adamw([{"params": list(network.parameters())}], lr=0.01)
+
+
+def muon(network: nn.Module) -> Optimizer:
+    """Return Muon of the second convolution; the others have SGD, or AdamW without Triton."""
+    matrices = hidden_matrices(network)
+    taken = set(matrices)
+    rest = nn.ParameterList(it for it in network.parameters() if it not in taken)
+    others = sgd(rest) if lars_kernels.works(matrices[0].device) else adamw(rest)
+    return Muon(matrices, others, lr=0.02, weight_decay=0.1, normalize_weights=True)
+
+
 def norm() -> Tensor:
     """Stand in for a measurement of the caller, which a graph repeats."""
     return torch.ones((), device=accelerator.simulate()) * 2
@@ -155,6 +176,13 @@ def norm() -> Tensor:
             dropped,
             7,
             id="fp16, skipped",
+        ),
+        pytest.param(replace(TABLED, accumulation=3, optimizer=muon), small, 11, id="Muon"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=adamw),
+            dropped,
+            7,
+            id="AdamW, skipped",
         ),
     ],
 )
@@ -178,6 +206,9 @@ def test_an_update_is_one_launch(
         ),
         pytest.param(
             Case(steps=4), {"measure_norm": norm, "skip_nonfinite": True}, id="a measured norm"
+        ),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=muon), {}, id="Muon, skipped"
         ),
     ],
 )
@@ -210,11 +241,21 @@ def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
         dist.destroy_process_group()
 
 
+OVER_WORKERS = Case(span=4, accumulation=2, steps=5)
+
+
 @pytest.mark.parametrize(
-    ("recorded", "note"), [(True, "up to the optimizer"), (False, "only NCCL's sums")]
+    ("case", "recorded", "note"),
+    [
+        (OVER_WORKERS, True, "up to the optimizer"),
+        (OVER_WORKERS, False, "only NCCL's sums"),
+        (replace(OVER_WORKERS, optimizer=muon), True, "an update is one CUDA graph"),
+    ],
+    ids=["sums in the graph", "sums after it", "Muon's sums too"],
 )
-def test_sums_over_workers_are_in_the_graph_or_follow_it(recorded: bool, note: str) -> None:
-    case = Case(span=4, accumulation=2, steps=5)
+def test_sums_over_workers_are_in_the_graph_or_follow_it(
+    case: Case, recorded: bool, note: str
+) -> None:
     eager, found = on_forked_workers(over_workers, case, recorded, workers=2)
     assert_same_bits(found, eager)
     assert len(found.notes) == 1
@@ -345,3 +386,10 @@ def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> No
         with pytest.raises(RecipeError, match="execution.graph"):
             require_graphs(True, device, protocol=True)
         require_graphs("auto", device, protocol=True)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_graph_cannot_be_both_named_and_forbidden(mode: str) -> None:
+    assert load_recipe(DIGITS, [f"execution.compile={mode}"]).execution.graph == "auto"
+    with pytest.raises(RecipeError, match="execution"):
+        load_recipe(DIGITS, [f"execution.compile={mode}", "execution.graph=false"])

@@ -32,9 +32,9 @@ from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
+from largebatch.training.session import log_update
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
-from largebatch.training.updates import log_update
 
 CPU = Serial(torch.device("cpu"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

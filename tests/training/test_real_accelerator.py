@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import test_graph
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
+from short_runs import WHOLE, apart, with_and_without_graphs
 from test_accelerator import (
     CPU,
     HALF,
@@ -129,6 +131,12 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     [
         pytest.param(replace(test_graph.TABLED, optimizer=sgd), {}, id="SGD"),
         pytest.param(replace(test_graph.TABLED, span=4, accumulation=3), {}, id="accumulated"),
+        pytest.param(replace(test_graph.TABLED, optimizer=test_graph.muon), {}, id="Muon"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=test_graph.adamw),
+            {},
+            id="AdamW, skipped",
+        ),
         pytest.param(replace(HALF, init_scale=OVERFLOWS, steps=6), {}, id="fp16, skipped"),
         pytest.param(
             Case(span=4, steps=len(test_graph.SIZES)),
@@ -140,7 +148,7 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
 def test_updates_in_graphs_have_the_bits_of_updates_without(
     case: Case, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, and where Triton works with one graph for an update."""
+    """With dropout and an EMA, and where Triton works with one graph for an update."""
     if DEVICE.type not in accelerator.GRAPHS:
         pytest.skip("this accelerator has no graphs")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
@@ -152,6 +160,18 @@ def test_updates_in_graphs_have_the_bits_of_updates_without(
     assert len(found.notes) == 1
     if lars_kernels.works(DEVICE):
         assert found.notes == ["an update is one CUDA graph"]
+
+
+@needs_accelerator
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_runs_in_graphs_have_the_bits_of_runs_without(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a resume in the middle, EMA, SWA, clean images and an affine stage."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    with_and_without_graphs(case, tmp_path)
+    found = apart(tmp_path / "eager", tmp_path / "parts", 0.0)
+    assert found == {}
 
 
 @needs_accelerator

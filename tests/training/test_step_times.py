@@ -21,9 +21,9 @@ from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
+from largebatch.training.session import log_update
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
-from largebatch.training.updates import log_update
 
 CPU = Serial(torch.device("cpu"))
 

@@ -160,7 +160,7 @@ def tables(study: Study) -> Iterator[str]:
         for weights in ["last weights, peak", *ROWS, "last weights, end"]:
             cells = [top1(study, data, weights, kind) for kind in PASSES]
             if any(cells):
-                yield _row(weights, cells, lambda top1: top1.text(".1f"))
+                yield _row(weights, cells, _with_reach)
     yield ""
     yield (
         "| CIFAR-10, pass | workers | top-1 differs by, points | images classified differently, % "
@@ -181,6 +181,10 @@ def gains(study: Study, data: str, weights: str, over: str = "as left") -> list[
     other = top1(study, data, weights, over)
     polished = top1(study, data, weights, "polish augmented") if other else []
     return [ours - theirs for ours, theirs in zip(polished, other, strict=True)]
+
+
+def _with_reach(top1: Interval) -> str:
+    return f"{top1.mean:.1f}" + ("" if top1.reach is None else f" ± {top1.reach:.1f}")
 
 
 def _row(name: str, cells: Iterable[list[float]], words: Callable[[Interval], str]) -> str:

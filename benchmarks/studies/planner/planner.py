@@ -84,7 +84,7 @@ class Published:
         steps = self.epochs * math.ceil(IMAGES / self.global_batch)
         one = evaluation_seconds(on, workers=self.load.workers, samples=VALIDATION)
         evaluations = self.epochs / EVALUATE_EVERY * one
-        return on.start + steps * step_seconds(on, self.load).seconds + evaluations
+        return on.start + steps * sum(step_seconds(on, self.load).values()) + evaluations
 
 
 def read_runs(file: Path) -> list[Published]:

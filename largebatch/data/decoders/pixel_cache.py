@@ -4,7 +4,8 @@ A file in the user's cache holds the pixels of all images, then a checksum of th
 A run reads the whole file once before it uses it: it would not notice pixels damaged by the disk.
 
 On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
-stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`).
+stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`);
+one kernel does all of it where nothing is resized, or PyTorch's where Triton is missing.
 
 Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel, so a
 batch is two batched matrix products. The width is resized first, with rounding to integers between
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.data.augment import clean_request, reflected, translate
 from largebatch.data.decoders.prefetch import Part, Transfer, ahead, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
@@ -69,6 +71,12 @@ would mostly wait for Python's lock. The weights of all boxes then take 20 MB.""
 
 AT_ONCE = 2**25
 """Number of pixels resized at once on a device; as floats they take twelve bytes each."""
+
+
+DEVICES = {accelerator.TRITON}
+"""Types of devices with the kernel."""
+
+BLOCK = 1024  # numbers of a batch that a program of the kernel writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +281,9 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     """Yield one batch for each request, its numbers computed ahead, its images moved."""
     pixels, size = uploaded.pixels, view.image_size
     transfer, places = Transfer(pixels.device), _places(size, pixels.device)
-    scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
-    center, spread = transfer.send(*scale)
+    (scale,) = transfer.send(torch.tensor([view.mean, view.std]).mul_(255).view(2, 3, 1, 1))
     order = torch.channels_last if view.channels_last else torch.contiguous_format
+    at_once = pixels.device.type in DEVICES and _works(pixels.device)
 
     def number(request: Request) -> tuple[Request, Tensor]:
         shifts = np.zeros_like(request.boxes[:, :2]) if request.shifts is None else request.shifts
@@ -286,13 +294,60 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
     with closing(ahead(map(number, requests))) as numbered:
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
-            if (request.boxes[:, 2:] == size).all():
-                images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
-            else:
+            if (request.boxes[:, 2:] != size).any():
                 moves = request.shifts is not None
                 images = _resized(pixels, numbers, view, moves=moves)
-            images = images.sub(center).div_(spread)  # of bytes too, in float32
-            yield Batch(images.contiguous(memory_format=order), numbers[-1])
+            elif at_once and len(request.samples):
+                images = _cut_out_at_once(pixels, numbers, size, scale, order)
+                yield Batch(images, numbers[-1])
+                continue
+            else:
+                images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
+            yield Batch(_normalised(images, scale, order), numbers[-1])
+
+
+def _normalised(images: Tensor, scale: Tensor, order: torch.memory_format) -> Tensor:
+    """Return bytes, or floats of whole numbers, normalised in float32."""
+    return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)
+
+
+def _cut_out_at_once(
+    pixels: Tensor, numbers: Tensor, size: int, scale: Tensor, order: torch.memory_format
+) -> Tensor:
+    """Return what `_cut_out` does, normalised, by one kernel."""
+    from largebatch.data.decoders import triton_crop
+
+    _, height, width, _ = pixels.shape
+    num, is_last = numbers.shape[1], order == torch.channels_last
+    out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
+    grid = num, -(-3 * size * size // BLOCK)
+    sizes = height, width, size, num
+    constants = {"CHANNELS_LAST": is_last, "BLOCK": BLOCK}
+    accelerator.launch(triton_crop.cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
+    return out
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Return True if the kernel runs on a device and computes the bits of PyTorch's."""
+
+    def error() -> float:
+        pixels = torch.arange(2 * 7 * 9 * 3).remainder(251).byte().view(2, 7, 9, 3).to(device)
+        rows = [[1, 0], [0, 2], [3, 1], [5, 5], [5, 5], [0, 1], [-4, 2], [1, -3], [0, 1]]
+        numbers = torch.tensor(rows).to(device)
+        scale = torch.tensor([[121.0, 116.5, 104.1], [64.3, 61.8, 59.9]]).view(2, 3, 1, 1)
+        scale, shown = scale.to(device), 5
+        part = _cut_out(pixels, numbers, _places(shown, device), np.True_)
+        same = [
+            torch.equal(  # sync: once per device
+                _cut_out_at_once(pixels, numbers, shown, scale, order),
+                _normalised(part, scale, order),
+            )
+            for order in (torch.contiguous_format, torch.channels_last)
+        ]
+        return 1.0 - all(same)
+
+    return accelerator.try_kernels("pixels on the device", error)
 
 
 @lru_cache(maxsize=8)

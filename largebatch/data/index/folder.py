@@ -43,7 +43,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
         raise DataError(
             f"{folder}: there is no such folder; {expected}; found {_found(root)}. To divide class "
             f"folders: largebatch data import imagefolder {shlex.quote(str(root))} --val-fraction "
-            f"0.2 --out {shlex.quote(f'{root}-data')} (for a split of another name: --val-name)"
+            f"0.2 --out {shlex.quote(f'{root}-data')}"
         )
     with os.scandir(folder) as scanned:
         entries = sorted(
@@ -80,15 +80,11 @@ def read_classes(root: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; shards need this file, with the names of the classes, one "
-            f"per line, in the order of their labels"
+            f"{path}: {error.strerror}; shards need this file, with the name of a class per line"
         ) from None
     names = tuple(text.removesuffix("\n").split("\n"))
     if len(set(names)) < len(names) or not all(map(is_class_name, names)):
-        raise DataError(
-            f"{path}: expected one unique name per line, in the order of the labels; found "
-            f"{shorten(names)}"
-        )
+        raise DataError(f"{path}: expected one unique name per line; found {shorten(names)}")
     return names
 
 
@@ -130,11 +126,7 @@ def list_ignored(root: Path, split: str) -> dict[str, int]:
 
 
 def by_suffix(paths: Iterable[str]) -> dict[str, int]:
-    """Count ignored files by their suffix, the most frequent first.
-
-    >>> by_suffix(["a.GIF", "cat/b.gif", "cat/README"])
-    {'.gif': 2, 'without a suffix': 1}
-    """
+    """Count ignored files by their suffix, the most frequent first."""
     suffixes = (PurePath(path).suffix.lower() or "without a suffix" for path in paths)
     kinds = Counter(MISPLACED if suffix in EXTENSIONS else suffix for suffix in suffixes)
     return dict(kinds.most_common())

@@ -231,8 +231,7 @@ def open_content(
         reasons.append(f"{changed} (the index is {content.file})")
     if reasons:
         raise DataError(
-            f"{root}: the folder has changed since its index was built: {reasons[0]}. Rebuild the "
-            f"index with: largebatch data index {root}"
+            f"{root}: changed since it was indexed: {reasons[0]}; run: largebatch data index {root}"
         )
     return make(root, split, progress=progress)
 
@@ -241,8 +240,7 @@ def require_stored(root: Path, *, purpose: str) -> None:
     """Raise DataError unless both splits of a folder have a stored index."""
     if root.is_dir() and not all(any(find_stored(root, split)) for split in ("train", "val")):
         raise DataError(
-            f"{purpose}: {root}: no index is stored, and a run would build it before the log's "
-            f"clock starts; build it now with: largebatch data index {root}"
+            f"{purpose}: {root}: the log's clock needs an index; run: largebatch data index {root}"
         )
 
 
@@ -404,9 +402,8 @@ def _read(
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing:
         raise DataError(
-            f"{root / split}: {len(missing)} of {len(names)} classes have no image that can be "
-            f"used: {shorten(missing)}; add images, remove the folders, or import images of "
-            "subfolders: largebatch data import imagefolder"
+            f"{root / split}: {len(missing)} of {len(names)} classes have no usable image: "
+            f"{shorten(missing)}; add images, or run: largebatch data import imagefolder"
         )
     return content
 

@@ -71,14 +71,13 @@ class Question:
     """`out` is the folder of the runs."""
 
     minutes: float
-    workers: int = 1
     cluster: Cluster | None = None
     """Where the recipe is to run; None: this machine, which is measured."""
 
     @property
     def here(self) -> int:
         """Number of workers that measure on this machine."""
-        return self.workers if self.cluster is None else 1
+        return self.options.workers if self.cluster is None else 1
 
 
 @dataclass(slots=True)
@@ -118,10 +117,8 @@ class Measuring:
         update = step_seconds * question.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
-        options = question.options
-        found = measure(
-            recipe, data=options.data, dataset=options.dataset, workers=question.workers
-        )
+        own = question.options
+        found = measure(recipe, data=own.data, dataset=own.dataset, workers=own.workers)
         return cluster_of(found, name="this machine")
 
     def noise(self) -> NoiseScale:
@@ -303,7 +300,9 @@ def advise(question: Question) -> Advice:
     # Twice, because other programs slow one of them.
     step = min(estimate(recipe, plan).step_seconds for _ in range(2))
     cluster = question.cluster or measuring.cluster(step)
-    predict(workload(recipe, workers=question.workers), cluster)  # before minutes have gone by
+    predict(
+        workload(recipe, workers=question.options.workers), cluster
+    )  # before minutes have gone by
     measuring.seconds = step
     noise = measuring.noise()
     rows = compare(question, cluster, noise)
@@ -336,7 +335,7 @@ def _require_fitting(question: Question) -> None:
             f"{key}={value}"
         )
     if question.cluster is not None:  # an installed one has the times of one network
-        predict(workload(recipe, workers=question.workers), question.cluster)
+        predict(workload(recipe, workers=question.options.workers), question.cluster)
     out = question.options.out
     try:
         out.mkdir(parents=True)
@@ -352,7 +351,7 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Ro
     """
     rows: list[Row] = []
     recipe, batch = question.recipe, question.recipe.batch.global_batch
-    length = make_plan(recipe, workers=question.workers)
+    length = make_plan(recipe, workers=question.options.workers)
     epochs = length.epoch(length.steps)
 
     def by(scale: float, size: int) -> float:
@@ -364,7 +363,7 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Ro
         low, high = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
         try:
             there = at_batch(recipe, size, epochs=by(noise.value, size))
-            found = predict(workload(there, workers=question.workers), cluster)
+            found = predict(workload(there, workers=question.options.workers), cluster)
         except (RecipeError, PlanError):
             continue
         rows.append(Row(size, by(noise.value, size), low, high, found.seconds, found.cost))

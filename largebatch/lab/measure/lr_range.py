@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -207,47 +207,39 @@ def bound(rates: Sequence[float | None]) -> Bound | None:
     return Bound(math.exp(math.fsum(map(math.log, known)) / len(known)), min(known), max(known))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RangeTest:
     """Range test of a recipe over one or more seeds."""
 
     recipe: Recipe
     curves: tuple[Curve, ...]
+    overshoot: float
+    """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
 
-    @cached_property
-    def overshoot(self) -> float:
-        """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
-        optimizer = self.recipe.optimizer
-        nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
-        return overshoot(momentum_of(optimizer), nesterov=nesterov)
+    lower: Bound | None
+    """Rate at which the loss starts to fall."""
 
-    @property
-    def lower(self) -> Bound | None:
-        """Rate at which the loss starts to fall."""
-        return bound([curve.lower for curve in self.curves])
+    turn: Bound | None
+    """Rate at which the loss is lowest and turns."""
 
-    @property
-    def turn(self) -> Bound | None:
-        """Rate at which the loss is lowest and turns."""
-        return bound([curve.turn for curve in self.curves])
+    upper: Bound | None
+    """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
 
-    @property
-    def upper(self) -> Bound | None:
-        """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
-        turn, factor = self.turn, math.sqrt(self.overshoot)
-        if turn is None:
-            return None
-        return Bound(turn.value / factor, turn.low / factor, turn.high / factor)
 
-    @property
-    def peak_is(self) -> Literal["below", "inside", "above"] | None:
-        """Position of the recipe's peak_lr; None if the bound on its side is unknown."""
-        peak, lower, upper = self.recipe.schedule.peak_lr, self.lower, self.upper
-        if lower is not None and peak < lower.value:
-            return "below"
-        if upper is not None and peak > upper.value:
-            return "above"
-        return "inside" if lower is not None and upper is not None else None
+def judged(recipe: Recipe, curves: Sequence[Curve]) -> RangeTest:
+    """Return the bounds over the curves of several seeds."""
+    optimizer = recipe.optimizer
+    nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
+    ratio = overshoot(momentum_of(optimizer), nesterov=nesterov)
+    turn, factor = bound([curve.turn for curve in curves]), math.sqrt(ratio)
+    return RangeTest(
+        recipe=recipe,
+        curves=tuple(curves),
+        overshoot=ratio,
+        lower=bound([curve.lower for curve in curves]),
+        turn=turn,
+        upper=turn and Bound(turn.value / factor, turn.low / factor, turn.high / factor),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +349,7 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
             curves.append(curve_of(run.seed, rates.rates, losses))
     if own_rank():
         return None
-    test = RangeTest(rates.recipe, tuple(curves))
+    test = judged(rates.recipe, curves)
     write_json(options.out / RESULT, content(test))
     save_png(options.out / CHART, partial(draw, test=test), size=(800, 400), pixels=1200)
     return test
@@ -418,9 +410,6 @@ def describe(test: RangeTest) -> Iterator[str]:
     for name, found in known.items():
         if name != "turn" and found.high > APART * found.low:
             yield f"{name}: seeds differ by a factor of {found.high / found.low:.1f}; more --steps"
-    if test.peak_is is not None:
-        peak = rate(test.recipe.schedule.peak_lr)
-        yield f"peak_lr {peak} of the recipe is {test.peak_is} the bounds"
 
 
 def rate(value: float) -> str:
@@ -440,7 +429,6 @@ def content(test: RangeTest) -> dict[str, Any]:
         **{name: limit and asdict(limit) for name, limit in bounds.items()},
         "overshoot": test.overshoot,
         "peak_lr": test.recipe.schedule.peak_lr,
-        "peak_is": test.peak_is,
         "curves": [
             {name: getattr(curve, name) for name in ("seed", "diverged")}
             | {name: getattr(curve, name).tolist() for name in ("rates", "losses", "smooth")}

@@ -160,9 +160,9 @@ def rehearse(
         log = build_step_log(of_log, short, backend, state, emit=lambda _: None)
         backend.messages.clear()
         samples = min(plan.device_batch, plan.bn_span or 1)
-        update = _make_update(short, state, backend, criterion, partial(images, samples))
-        backend.all_reduce(log.values_to_sum(update.made))
-        backend.messages += update.of_micro_batch * (plan.accumulation - passes)
+        made, repeated = _make_update(short, state, backend, criterion, partial(images, samples))
+        backend.all_reduce(log.values_to_sum(made))
+        backend.messages += repeated * (plan.accumulation - passes)
         weights = list(model.parameters())
         parameters = sum(weight.nbytes for weight in weights)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -212,21 +212,16 @@ def activation_bytes(model: nn.Module, criterion: Criterion, images: Tensor, lab
     return total
 
 
-class _Made(NamedTuple):
-    made: Update
-    of_micro_batch: list[Message]
-    """Messages of the first micro-batch, which all others repeat."""
-
-
 def _make_update(
     plan: Plan,
     state: TrainState,
     backend: Rehearsed,
     criterion: Criterion,
     images: Callable[[], tuple[Tensor, Tensor]],
-) -> _Made:
-    """Make an update; further BatchNorm spans repeat the messages of one.
+) -> tuple[Update, list[Message]]:
+    """Make an update; return it with the messages of a micro-batch, which all others repeat.
 
+    Further BatchNorm spans repeat the messages of one.
     The step is plain SGD: LARS reads numbers on a CPU, and fake tensors have none.
     """
     firsts = list[int]()
@@ -254,4 +249,4 @@ def _make_update(
         seed=step_seeds(0, backend.rank),
     )
     made = next(updates)
-    return _Made(made, backend.messages[: firsts[1]] if len(firsts) > 1 else [])
+    return made, backend.messages[: firsts[1]] if len(firsts) > 1 else []

@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import BaseModel
-
+from largebatch.errors import clip
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
@@ -148,13 +148,8 @@ def _near(bounds: tuple[float, float] | None, expected: tuple[float, float]) -> 
     return bounds is not None and math.dist(bounds, expected) < 1e-6
 
 
-def _found(value: object, setting: str) -> str:
+def _found(recipe: Recipe, setting: str) -> str:
+    value: Any = recipe.model_dump(mode="json", exclude_none=True)
     for key in setting.split("."):
-        value = getattr(value, key)
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_defaults=True)
-    elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        return f"{len(value)} of them"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value)
+        value = value.get(key)
+    return clip(value if isinstance(value, str) else json.dumps(value), 60)

@@ -140,12 +140,9 @@ class Cluster(Section):
 def installed_clusters() -> dict[str, Cluster]:
     """Return the installed clusters by name."""
     folder = files("largebatch") / "lab" / "planner" / "clusters"
-    texts = {
-        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
-        for file in folder.iterdir()
-        if file.name.endswith(".yaml")
-    }
-    return {name: parse_cluster(texts[name], source=name) for name in sorted(texts)}
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+    found = [parse_cluster((folder / name).read_text("utf-8"), source=name) for name in names]
+    return {cluster.name: cluster for cluster in found}
 
 
 def load_cluster(name: str) -> Cluster:

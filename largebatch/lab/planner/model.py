@@ -128,25 +128,6 @@ class Load:
     """Pixels of an image, relative to 224 x 224."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Seconds of the parts of one optimizer step."""
-
-    compute: float
-    launch: float
-    exchange: float
-    """The part of the all-reduce that backward does not hide, and the wait for other workers."""
-
-    statistics: float
-    input: float
-    """Time of reading beyond that of all other parts."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        return self.compute + self.launch + self.exchange + self.statistics + self.input
-
-
 def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch that is large enough to hide all else."""
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
@@ -212,8 +193,12 @@ def _turns(on: Machine, workers: int) -> float:
     return workers / on.workers_per_node
 
 
-def step_seconds(on: Machine, load: Load) -> Step:
-    """Return the seconds of the parts of one optimizer step."""
+def step_seconds(on: Machine, load: Load) -> dict[str, float]:
+    """Return the seconds of the parts of one optimizer step, which add up to its time.
+
+    `exchange` is the part of the all-reduce that backward does not hide, and the wait for other
+    workers; `input` is the time of reading beyond that of all other parts.
+    """
     turns = _turns(on, load.workers)
     image = on.seconds_per_image * load.pixels * turns
     compute = load.accumulation * load.device_batch * image + on.update * turns
@@ -227,13 +212,13 @@ def step_seconds(on: Machine, load: Load) -> Step:
     statistics = on.statistics * math.log2(load.sync_workers) * load.accumulation * turns
     reading = load.accumulation * load.device_batch * turns / on.read
     busy = 0.0 if on.cores else compute + launch + exchange + statistics
-    return Step(
-        compute=compute,
-        launch=launch,
-        exchange=exchange,
-        statistics=statistics,
-        input=max(0.0, reading - busy),
-    )
+    return {
+        "compute": compute,
+        "launch": launch,
+        "exchange": exchange,
+        "statistics": statistics,
+        "input": max(0.0, reading - busy),
+    }
 
 
 def evaluation_seconds(on: Machine, *, workers: int, samples: int, pixels: float = 1.0) -> float:

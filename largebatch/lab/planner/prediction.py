@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from pydantic import JsonValue
@@ -216,12 +216,13 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     on = machine(cluster)
     if cluster.gpu is not None and work.decodes and work.settings["execution.decoder"] != "dali":
         on = replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
-    parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
+    first = step_seconds(on, _load(work, cluster, plan.accumulation))
+    parts = dict.fromkeys(first, 0.0)
     for part, size in work.sizes:
         for steps, _, accumulation in plan.within(part):
             step = step_seconds(on, _load(work, cluster, accumulation, size=size))
             for name in parts:
-                parts[name] += len(steps) * getattr(step, name)
+                parts[name] += len(steps) * step[name]
     usual = _pixels(work, cluster, work.sizes[-1][1])
     parts["evaluation"] = sum(
         times * evaluation_seconds(on, workers=workers, samples=samples, pixels=usual)
@@ -254,7 +255,7 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
         steps=plan.updates,
-        step=asdict(step_seconds(on, _load(work, cluster, plan.accumulation))),
+        step=first,
         parts=parts,
         seconds=seconds,
         low=seconds / spread,

@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
@@ -123,8 +122,7 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
     return EpochLaw(shortest, shortest / slope)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """A recipe for a batch, and the sources of its numbers."""
 
     recipe: Recipe
@@ -153,7 +151,13 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     points = reference_points()
     samples = IMAGES if base is None else base.data.train_split
     equivalent = batch * IMAGES / samples  # with as many updates in an epoch of ImageNet
-    _require_in_range(batch, equivalent, smallest=points[0].batch, share=samples / IMAGES)
+    if not points[0].batch <= equivalent <= LARGEST:
+        least, most = (math.ceil(points[0].batch * samples / IMAGES), LARGEST * samples // IMAGES)
+        raise RecipeError(
+            f"--batch {batch:,}: runs with LARS are known from {least:,} to {most:,} (by updates "
+            f"in an epoch {points[0].batch:,} to {LARGEST:,} of ImageNet); below, keep SGD, with a "
+            "learning rate of 0.1 for every 256 images (arXiv:1706.02677)"
+        )
     lower = [point for point in points if point.batch <= equivalent][-1]
     is_point = lower.batch == equivalent
     is_alone = is_point or lower is points[-1]
@@ -213,8 +217,10 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
         "schedule.warmup": f"for LARS; {warmup / epochs:.0%} of the run",
     }
     if has_spans:
+        fujitsu: Any = parse_recipe(read_installed("resnet50_86016_fujitsu"))
+        clean = epochs * fujitsu.polish.clean.steps / fujitsu.duration.steps
         tree["polish"] = {
-            "clean": {"epochs": _digits(clean_share() * epochs, 3)},
+            "clean": {"epochs": _digits(clean, 3)},
             "statistics": {"samples": min(VALIDATION, samples)},
         }
         comments |= {
@@ -222,26 +228,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish": "no reference point has it",
             "polish.clean": "the share of Fujitsu's entry",
         }
-    return Suggestion(
-        recipe=validate_tree(Recipe, tree, source=name), source=source, comments=comments
-    )
-
-
-def _require_in_range(batch: int, equivalent: float, *, smallest: int, share: float) -> None:
-    if smallest <= equivalent <= LARGEST:
-        return
-    least, most = math.ceil(smallest * share), math.floor(LARGEST * share)
-    if equivalent < smallest:
-        raise RecipeError(
-            f"--batch {batch:,}: suggestions are made from {least:,} to {most:,}, where runs with "
-            f"LARS are known. A batch below {least:,} does without LARS: keep SGD, with a learning "
-            f"rate of 0.1 for every 256 images (arXiv:1706.02677), here {0.1 * batch / 256:.2g}"
-        )
-    advice = f"give at most {most:,}" if most >= SPANS[0] else "these images are too few for any"
-    raise RecipeError(
-        f"--batch {batch:,}: {equivalent:,.0f} on ImageNet by updates in an epoch; the largest "
-        f"batch with a run to 75.9 % is {LARGEST:,} (Fujitsu's, MLPerf v0.6); {advice}"
-    )
+    return Suggestion(validate_tree(Recipe, tree, source=name), source, comments)
 
 
 def _span(batch: int, wanted: float) -> int:
@@ -259,13 +246,6 @@ def _span(batch: int, wanted: float) -> int:
 
 def _spans(batch: int) -> list[int]:
     return [span for span in SPANS if batch % span == 0]
-
-
-@cache
-def clean_share() -> float:
-    """Return the share of its run that Fujitsu's entry trained on clean images."""
-    recipe: Any = parse_recipe(read_installed("resnet50_86016_fujitsu"))
-    return float(recipe.polish.clean.steps / recipe.duration.steps)
 
 
 def _digits(value: float, number: int) -> float:

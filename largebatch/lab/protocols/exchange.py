@@ -19,7 +19,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.links import Link, QueueLink, open_links
 from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM, Applied, Arrival, ParameterServer, divide
+from largebatch.lab.protocols.server import MOMENTUM, Arrival, ParameterServer, divide
 from largebatch.lab.protocols.service import Gradient, Service, Shard, learn
 from largebatch.schedules.functions import Schedule
 
@@ -27,11 +27,9 @@ from largebatch.schedules.functions import Schedule
 class Record(NamedTuple):
     """The record of some updates, the same on every worker."""
 
-    end: int
-    """Number of updates made in all; fewer than requested if a learner was asked to stop."""
-
-    updates: list[tuple[Applied, float]]
-    """Updates of the first server, each with its seconds."""
+    updates: list[tuple[int, float, float]]
+    """Number, learning rate and seconds of the updates of the first server; fewer than requested if
+    a learner was asked to stop."""
 
     arrivals: list[list[Arrival]]
     """Gradients by server, in order of arrival."""
@@ -94,7 +92,7 @@ class Exchange:
                 ]
                 learn(shards, gradient, asks=asks)
         self._share(weights, optimizer, numbers, own)
-        return self._collect(own, mini_batches)
+        return self._collect(own)
 
     @torch.no_grad()
     def _share(
@@ -129,25 +127,14 @@ class Exchange:
                 kept = values[len(weights) + number].view_as(weight)
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
 
-    def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
-        values: dict[str, Any] = {}
+    def _collect(self, own: Service | None) -> Record:
+        values = None
         if own is not None:
-            values = {
-                "arrivals": own.server.arrivals,
-                "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
-                "end": mini_batches.end,
-            }
+            values = {"arrivals": own.server.arrivals, "updates": own.updates}
         gathered = gather_values(values, self.backend, self.backend.device)
-        found = [each for each in gathered if each]
+        found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
-        by_update = dict[int, list[Arrival]]()
-        for arrival in arrivals[0]:
-            by_update.setdefault(arrival.update, []).append(arrival)
-        updates = [
-            (Applied(update, lr, tuple(by_update[update])), seconds)
-            for update, lr, seconds in found[0]["updates"]
-        ]
-        return Record(found[0]["end"], updates, arrivals)
+        return Record([tuple(one) for one in found[0]["updates"]], arrivals)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ The servers of a run and the simulator use the same rule.
 
 import math
 from dataclasses import dataclass
-from typing import Self, assert_never
+from typing import Self
 
-from largebatch.recipe.protocols import Asynchronous, Hardsync, Protocol, Softsync
+from largebatch.recipe.protocols import Hardsync, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +44,16 @@ class Rule:
     def of(cls, protocol: Protocol, *, mini_batch: int) -> Self:
         """Return the rule of a protocol; `mini_batch` is in samples (mu)."""
         learners, gradients = protocol.learners, protocol.gradients
-        match protocol:
-            case Hardsync(reference_batch=reference):
-                rate = math.sqrt(learners * mini_batch / reference) if reference else 1.0
-                return cls(learners=learners, gradients=gradients, waits=True, rate=rate)
-            case Softsync(modulation=modulation, n=n):
-                pass
-            case Asynchronous(modulation=modulation):
-                n = learners
-            case _:
-                assert_never(protocol)
+        if isinstance(protocol, Hardsync):
+            reference = protocol.reference_batch
+            rate = math.sqrt(learners * mini_batch / reference) if reference else 1.0
+            return cls(learners=learners, gradients=gradients, waits=True, rate=rate)
         return cls(
             learners=learners,
             gradients=gradients,
             waits=False,
-            rate=1 / n if modulation == "n" else 1.0,
-            by_staleness=modulation == "staleness",
+            rate=1 / protocol.n if protocol.modulation == "n" else 1.0,
+            by_staleness=protocol.modulation == "staleness",
         )
 
     def factor(self, staleness: int) -> float:
@@ -89,11 +83,6 @@ class MiniBatches:
         self._rule, self._stop = rule, updates.stop
         self._next = updates.start * rule.gradients
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
-
-    @property
-    def end(self) -> int:
-        """Number of updates made in all when no mini-batch is left."""
-        return self._stop
 
     def next(self, learner: int) -> int | None:
         """Return the next mini-batch of a learner; None if none is left."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.links import Link
 from largebatch.lab.protocols.rule import MiniBatches
-from largebatch.lab.protocols.server import Applied, ParameterServer
+from largebatch.lab.protocols.server import ParameterServer
 
 _PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
 _NONE, _LOST = -1.0, -2.0
@@ -29,8 +29,8 @@ class Service:
 
     def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
         self.server = server
-        self.updates: list[tuple[Applied, float]] = []
-        """Updates made, each with the seconds since the previous one."""
+        self.updates: list[tuple[int, float, float]] = []
+        """Numbers, learning rates, and seconds since the previous update, of the updates made."""
 
         self.failure: Exception | None = None
         self._mini_batches = mini_batches
@@ -99,7 +99,7 @@ class Service:
         if applied is not None:
             seconds = time.perf_counter() - self._begun
             self._begun += seconds
-            self.updates.append((applied, seconds))
+            self.updates.append((applied.update, applied.lr, seconds))
             self._changed.notify_all()
         elif self.server.rule.waits:
             self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import simpy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+class Simulation(NamedTuple):
     """The result of a simulation."""
 
     arrivals: tuple[Arrivals, ...]
@@ -42,11 +41,6 @@ class Simulation:
 
     ends: FloatArray
     """Seconds from the start until all servers have made an update, one for each update."""
-
-    @property
-    def seconds_per_update(self) -> float:
-        """Mean seconds per update over the whole simulation."""
-        return float(self.ends[-1] / len(self.ends))
 
 
 def simulate(

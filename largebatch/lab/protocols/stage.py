@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 
 from torch import nn
 
@@ -24,8 +25,8 @@ from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Step
+from largebatch.training.session import Part, Training, Updates
 from largebatch.training.state import TrainState
-from largebatch.training.updates import Part, Training, Updates
 
 
 def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
@@ -93,7 +94,7 @@ class _Segment:
                 MiniBatches(rule, updates),
                 clock=updates.start,
                 gradient=self._gradients.of,
-                asks=training.requests.is_pending,
+                asks=lambda: any(training.requests.own()),
             )
             average_statistics(
                 training.state.model, training.backend, learners=self._exchange.learners
@@ -126,12 +127,22 @@ class _Segment:
             raise
 
     def _add(self, record: Record) -> DivergedError | None:
+        """Add each update to the log and the state, as the core does."""
+        state, plan, takes = self._training.state, self._training.plan, self._rule.gradients
+        losses = iter([arrival.loss for arrival in record.arrivals[0]])
         try:
-            state, plan = self._training.state, self._training.plan
-            for step in self._steps(record):
-                images = plan.batch_at(step.step)
-                state.count(step.step, images=images, seconds=step.step_seconds)
-                state.follow(step.step, None)
+            for update, lr, seconds in record.updates:
+                step = Step(
+                    stage=self._part.stage,
+                    step=update,
+                    epoch=plan.epoch(update + 1),
+                    loss=sum(islice(losses, takes)) / takes,
+                    lr=lr,
+                    step_seconds=seconds,
+                    images_per_second=plan.global_batch / seconds,
+                )
+                state.move_average(None)
+                state.count(update, images=plan.batch_at(update), seconds=seconds)
                 self._training.step_log.add_record(step)
         except DivergedError as error:
             return error
@@ -142,21 +153,6 @@ class _Segment:
         clean = self._part.clean
         with closing(self._training.pipeline.at([positions], clean=clean)) as batches:
             return next(batches)
-
-    def _steps(self, record: Record) -> Iterator[Step]:
-        """Yield the record of each update, as the core does."""
-        plan = self._training.plan
-        for applied, seconds in record.updates:
-            losses = [arrival.loss for arrival in applied.arrivals]
-            yield Step(
-                stage=self._part.stage,
-                step=applied.update,
-                epoch=plan.epoch(applied.update + 1),
-                loss=sum(losses) / len(losses),
-                lr=applied.lr,
-                step_seconds=seconds,
-                images_per_second=plan.global_batch / seconds,
-            )
 
     def forget(self, begun: int) -> None:
         """Remove the records of updates that are made again from the file; worker 0 only."""

@@ -25,7 +25,7 @@ from largebatch.lab.studies.metrics import Interval, interval, interval_line, ra
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, OnHosts, Task
+from largebatch.lab.studies.study import Cell, OnHosts, Slot
 from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
@@ -144,17 +144,17 @@ class HostsCell(Cell):
             "megabits": self.megabits,
         }
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Start the workers once, and record what they measure."""
-        own = {**task.options, "backend": "torch" if self.workers > 1 else "auto"}
+        del rate
         job = Job(
-            recipe=self.recipe.model_copy(update={"seed": task.slot.seed}),
-            options=Options(out=Path(), report=False, **own),
+            recipe=self.recipe.model_copy(update={"seed": slot.seed}),
+            options=replace(options, backend="torch" if self.workers > 1 else "auto"),
             on_hosts=self.on_hosts,
             samples=self.samples,
         )
         start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
-        return {"seed": task.slot.seed, **asdict(start), **circumstances()}
+        return {"seed": slot.seed, **asdict(start), **circumstances()}
 
 
 def recipe_on_hosts(
@@ -201,18 +201,17 @@ def measure(job: Job) -> Json:
     """Train, and return the result of this worker."""
     on_hosts = job.on_hosts
     with open_session(job.recipe, job.options, {"command": "study"}) as opened:
-        session, paced, training = opened, None, opened.training
-        rank = training.backend.rank
+        session, paced, rank = opened, None, opened.backend.rank
         if on_hosts.compute is not None:
             times = on_hosts.compute.times(job.samples, seed=job.recipe.seed, worker=rank)
-            paced = PacedCriterion(training.criterion, training.state.model, times)
-            session = replace(opened, training=replace(training, criterion=paced))
+            paced = PacedCriterion(opened.criterion, opened.state.model, times)
+            session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
         until = on_hosts.warm_up + on_hosts.updates
-        STAGES[0].run(session, range(training.plan.train_steps), until)
+        STAGES[0].run(session, range(session.plan.train_steps), until)
         session.saver.finish()
-        training.backend.barrier()  # nobody leaves while others need its server
+        session.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
             "seconds": steps.seconds[-on_hosts.updates :],

@@ -87,15 +87,6 @@ class Interval(NamedTuple):
         """Half the width; None for fewer values than ENOUGH_SEEDS."""
         return self.high - self.mean if self.number >= ENOUGH_SEEDS else None
 
-    def text(self, form: str, unit: str = "") -> str:
-        """Return the mean with its unit, and the reach if it is known.
-
-        >>> Interval(91, 88.52, 93.48, 3).text(".2f", " %"), Interval(91, 78, 104, 2).text(".0f")
-        ('91.00 % ± 2.48', '91')
-        """
-        reach = "" if self.reach is None else f" ± {self.reach:{form}}"
-        return f"{self.mean:{form}}{unit}{reach}"
-
     def with_ends(self, form: str, unit: str = "") -> str:
         """Return the mean with its unit, and the ends.
 
@@ -112,8 +103,8 @@ def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     So many intervals `together` hold the true means with CONFIDENCE (Bonferroni). Raises ValueError
     without a value.
 
-    >>> interval([0.90, 0.92, 0.91]).text(".3f")
-    '0.910 ± 0.025'
+    >>> interval([0.90, 0.92, 0.91]).with_ends(".3f")
+    '0.910 (0.885 to 0.935)'
     """
     found = list(values)
     if not found:
@@ -134,8 +125,8 @@ def difference(
 
     `together` as in interval.
 
-    >>> difference({1: 91.0, 2: 92.0, 3: 93.5}, {1: 90.0, 2: 91.5, 3: 92.0}).text(".2f")
-    '1.00 ± 1.24'
+    >>> difference({1: 91.0, 2: 92.0, 3: 93.5}, {1: 90.0, 2: 91.5, 3: 92.0}).with_ends(".2f")
+    '1.00 (-0.24 to 2.24)'
     """
     pairs = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
     return interval(pairs, together=together) if pairs else None

@@ -1,15 +1,13 @@
-"""A study of policies: their ranking, and a page of accuracy and cost.
+"""The ranking of the policies of a study, by accuracy and by the cost of an accuracy.
 
 Policies are compared within one recipe, where all else is the same, and by seed. Differences within
 the noise of seeds are reported as such. A cost to a target is the mean of the seeds that reached
 it; the cost of the others is only known to be higher than what was run.
 """
 
-import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 from largebatch.formatting import plural
@@ -20,35 +18,11 @@ from largebatch.lab.studies.metrics import (
     cost,
     difference,
     ratio,
-    trade_off,
 )
-from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Slot, Study
-from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
+from largebatch.lab.studies.study import Slot
+from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.recipe.writing import dump_yaml
-from largebatch.report.pages import (
-    Chart,
-    Code,
-    Column,
-    Page,
-    Part,
-    Section,
-    Series,
-    Table,
-    columns_over,
-    series,
-)
-
-__all__ = ["cells_of", "make_page"]
-
-_NOTE = (
-    "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
-    "the same seeds. A run that diverged counts as chance."
-)
-_TABLE = (
-    "A cost is that of updates and evaluations up to the first evaluation at the target, of the "
-    "seeds that reached it. Held-out images chose peak_lr."
-)
+from largebatch.report.pages import Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +65,7 @@ class Ranking:
             what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
             return [*found, f"no policy {what}"]
         if len(first.scores) < ENOUGH_SEEDS:
-            found.append(
-                f"{plural(len(first.scores), 'seed')}: the noise of seeds is hardly known; "
-                f"{ENOUGH_SEEDS} or more are needed"
-            )
+            found.append(f"{plural(len(first.scores), 'seed')}, of {ENOUGH_SEEDS} that are needed")
         cell = first.results
         if cell.diverged:
             found.append(f"{cell.diverged} of {len(cell.seeds)} seeds of {first.policy} diverged")
@@ -170,99 +141,14 @@ def reached_at(run: Result, target: float) -> Measurement | None:
     return None if run.diverged else cost(run.evaluations, target)
 
 
-def make_page(study: Study, folder: Path, records: Records) -> Page:
-    """Return the page of a study whose file is in `folder`, from its records."""
-    found = [
-        results_of(cell, records[cell.name])
-        for cell in cells_of(study, folder)
-        if cell.name in records
-    ]
-    return draw(study.name, found, targets=study.targets)
-
-
-def draw(name: str, cells: Sequence[CellResults], *, targets: Sequence[float] = ()) -> Page:
-    """Return the page of the cells; `targets` are fractions."""
-    variants = list(dict.fromkeys(cell.cell.variant for cell in cells))
-    looks = {variant: series(place, variant) for place, variant in enumerate(variants)}
-    inside: dict[str, list[CellResults]] = {}
-    for cell in cells:
-        inside.setdefault(cell.cell.configuration, []).append(cell)
-    findings, ranked, sections = [], list[Ranked](), []
-    for recipe, some in inside.items():
-        rankings = [rank(some), *(rank(some, target=target) for target in targets)]
-        findings += [f"{recipe}: {one.finding}." for one in rankings]
-        ranked += rankings[0].ranked
-        highest = max(rankings, key=lambda one: one.target or 0.0)
-        parts: list[Part] = [_schedule(highest.ranked[0].results)]
-        if highest.target is not None:
-            parts.insert(0, _chart(some, highest.target, looks))
-        sections.append(Section(title=recipe, parts=parts))
-    table = _table(ranked, targets, looks)
-    return Page(
-        title=name,
-        subtitle=", ".join(inside),
-        findings=findings,
-        is_sound=all(cell.finished and len(cell.seeds) >= ENOUGH_SEEDS for cell in cells),
-        note=_NOTE,
-        legend=("Policies", list(looks.values())),
-        sections=[Section(title="Policies", parts=[table], notes=[_TABLE]), *sections],
-        source="the records of a study",
-    )
-
-
-def _schedule(best: CellResults) -> Code:
-    """Return the schedule of a policy at its rate, as a section of a recipe."""
-    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
-    text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
-    return Code(name=f"schedule of {best.cell.variant}", text=text)
-
-
-def _spent(cell: CellResults, target: float) -> list[Measurement]:
+def costs(cell: CellResults, target: float) -> list[Measurement]:
     """Return the costs of the seeds that reached a target."""
     found = (reached_at(run, target) for run in cell.seeds)
     return [one for one in found if one is not None]
 
 
-def _table(ranked: Sequence[Ranked], targets: Sequence[float], looks: dict[str, Series]) -> Table:
-    cells = [one.results for one in ranked]
-    column = columns_over(cells)
-
-    def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
-        return column(title, lambda cell: (it := cell.mean(value)) and it.mean, form)
-
-    def costs(target: float) -> Iterator[Column]:
-        of, spent = f"{100 * target:g} %", [_spent(cell, target) for cell in cells]
-        steps = [fmean([one.step for one in some]) if some else math.nan for some in spent]
-        seconds = [fmean([one.seconds for one in some]) if some else math.nan for some in spent]
-        yield Column(f"Updates to {of}", steps, ",.0f")
-        yield Column(f"Seconds to {of}", seconds, ",.1f")
-        numbers = zip(spent, cells, strict=True)
-        yield Column(f"reached {of}", [f"{len(one)} of {len(cell.seeds)}" for one, cell in numbers])
-
-    below = [one.against and one.against.scaled(100).with_ends(".2f") for one in ranked]
-    columns = [
-        column("Policy", lambda cell: cell.cell.variant, None),
-        column("Recipe", lambda cell: cell.cell.configuration, None),
-        mean("Top-1, %", lambda run: 100 * run.top1, ".2f"),
-        column("±", lambda cell: cell.top1 and cell.top1.scaled(100).reach, ".2f"),
-        Column("Points below the best", below),
-        column("peak_lr", lambda cell: cell.rate, ",.8g"),
-        *(one for target in targets for one in costs(target)),
-        mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"),
-        column("Seeds", lambda cell: len(cell.seeds), "d"),
-        column("Diverged", lambda cell: cell.diverged, "d"),
-    ]
-    rows = [looks[cell.cell.variant] for cell in cells]
-    printed = {one.title for one in columns[:6] + columns[-2:]}
-    return Table(name="policies", columns=columns, series=rows, printed=printed)
-
-
-def _chart(cells: Sequence[CellResults], target: float, looks: dict[str, Series]) -> Chart:
-    """Return accuracy against the cost of a target, of one recipe."""
-    points = [
-        (looks[cell.cell.variant], fmean([one.step for one in some]), cell.top1.scaled(100))
-        for cell in cells
-        if (some := _spent(cell, target)) and cell.top1
-    ]
-    cost_of = f"Updates to {100 * target:g} %"
-    return trade_off(f"cost-{cells[0].cell.configuration}", cost_of, points)
+def schedule(best: CellResults) -> Code:
+    """Return the schedule of a policy at its rate, as a section of a recipe."""
+    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
+    text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
+    return Code(name=f"schedule of {best.cell.variant}", text=text)

@@ -21,13 +21,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from largebatch.distributed.environment import available_cores, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, Task, load_study
+from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, load_study
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
@@ -37,6 +39,15 @@ Report = Callable[[str], None]
 
 Records = Mapping[str, Mapping[str, Json]]
 """Records by the names of cells and runs."""
+
+
+class Task(NamedTuple):
+    """A claimed run, its searched rate if it has one, and its options."""
+
+    cell: Cell
+    slot: Slot
+    rate: float | None
+    options: Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,7 @@ class Runs:
                 trials = [record for record in found if record is not None]
                 rate = self.store.rate(cell, slot, partial(cell.rate, trials, slot))
                 folder = self.store.path(cell, slot).with_suffix("")
-                return Task(cell=cell, slot=slot, rate=rate, folder=folder, machine=self.machine)
+                return Task(cell, slot, rate, self.machine.of(cell, folder))
         return None
 
 
@@ -86,13 +97,11 @@ def kind_of(study: Study) -> ModuleType:
     Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
     `make_page(study, folder, records)` returns the page.
     """
-    from largebatch.lab.studies import policies, scaling, servers, settings, staleness
+    from largebatch.lab.studies import comparison, scaling, servers, staleness
 
     match study.kind:
-        case "policies":
-            return policies
-        case "settings":
-            return settings
+        case "policies" | "settings":
+            return comparison
         case "staleness":
             return staleness
         case "servers":
@@ -195,7 +204,7 @@ class _Pool:
         """Make a run here, or start its process."""
         if not self._in_processes:
             try:
-                self._done.append((task, task.cell.carry_out(task)))
+                self._done.append((task, task.cell.carry_out(task.slot, task.rate, task.options)))
             except (InterruptedStudyError, KeyboardInterrupt):
                 self._requests.add()
                 self._done.append((task, None))
@@ -224,25 +233,28 @@ class _Pool:
         return found
 
     def _result(self, connection: Connection, process: SpawnProcess, task: Task) -> Json | None:
+        answer: Json | Exception | None
         try:
-            kind, content = connection.recv()
+            answer = connection.recv()
+            process.join()
         except EOFError:
-            kind, content = "lost", ""
-        process.join()
-        if kind == "record":
-            return content  # type: ignore[no-any-return]
-        name = f"{task.cell.name} {task.slot.name}"
-        if kind == "lost" and not self.is_stopping:
-            content = f"its process ended with exit code {process.exitcode}"
-        if content and self.error is None:
-            error = LargebatchError if kind == "mistake" else WorkerFailedError
-            self.error = error(f"{name}: {content}")
+            process.join()
+            lost = f"its process ended with exit code {process.exitcode}"
+            answer = None if self.is_stopping else WorkerFailedError(_naming(task, lost))
+        if not isinstance(answer, Exception):
+            return answer
+        if self.error is None:
+            self.error = answer
             self._stop(signal.SIGTERM)
         return None
 
 
+def _naming(task: Task, message: object) -> str:
+    return f"{task.cell.name} {task.slot.name}: {message}"
+
+
 def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
-    """Make a run and send its record; end if the parent is gone."""
+    """Make a run and send its record, None if it was stopped; end if the parent is gone."""
     os.setsid()  # Ctrl-C is for the parent, which passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -253,13 +265,13 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        connection.send(("record", task.cell.carry_out(task)))
+        connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
     except (InterruptedStudyError, KeyboardInterrupt):
-        connection.send(("stopped", ""))
+        connection.send(None)
     except LargebatchError as error:
-        connection.send(("mistake", str(error)))
+        connection.send(LargebatchError(_naming(task, error)))
     except Exception:
-        connection.send(("failed", traceback.format_exc()))
+        connection.send(WorkerFailedError(_naming(task, traceback.format_exc())))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ tensors: if one tensor is most of the model, so is the part of its server.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -190,16 +190,15 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
 
 def findings(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
     """Yield how servers beside the workers compare with a central one."""
-    for row in rows:
-        for other in rows:
-            case = row.cell.configuration, row.cell.workers
-            pair = servers_of(other.cell) == 0 and servers_of(row.cell) == 1
-            times = ratio(other.throughputs, row.throughputs)
-            if pair and times and case == (other.cell.configuration, other.cell.workers):
-                yield (
-                    f"{case[0]} on {case[1]} workers, {how}: {other.cell.look} is "
-                    f"{times.with_ends('.2f', ' times')} as fast as {row.cell.look}."
-                )
+    for one, other in product(rows, rows):
+        name, workers = one.cell.configuration, one.cell.workers
+        pair = servers_of(one.cell) == 1 and servers_of(other.cell) == 0
+        times = ratio(other.throughputs, one.throughputs)
+        if pair and times and (name, workers) == (other.cell.configuration, other.cell.workers):
+            yield (
+                f"{name} on {workers} workers, {how}: {other.cell.look} is "
+                f"{times.with_ends('.2f', ' times')} as fast as {one.cell.look}."
+            )
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:

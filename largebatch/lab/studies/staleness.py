@@ -7,32 +7,30 @@ arrivals is the order in which gradients are computed here, one after the other,
 trains any number of learners.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from pydantic_core import to_json
-from torch import Tensor, nn
+from pydantic_core import to_jsonable_python
+from torch import Tensor
 
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.replay import replay
 from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer
+from largebatch.lab.protocols.server import ParameterServer, replay
 from largebatch.lab.protocols.simulator import Simulation, simulate
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, Study, Task, naming, recipe_of
+from largebatch.lab.studies.study import Cell, Slot, Study, naming, recipe_of
 from largebatch.lab.studies.trained import circumstances
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
@@ -45,7 +43,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.updates import Training
+from largebatch.training.session import Session
 
 _NOTE = (
     "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
@@ -69,18 +67,13 @@ class StalenessCell(Cell):
     mu: int
 
     @property
-    def learners(self) -> int:
-        """Number of learners (lambda)."""
-        return self.cluster.learners
-
-    @property
     def protocol(self) -> str:
         """The kind of protocol, and how the rate follows staleness."""
         if not self.sigma:
             return "hardsync"
         protocol = self.recipe.protocol
         assert isinstance(protocol, Softsync)
-        kind = "asynchronous" if self.sigma == self.learners else f"{self.sigma}-softsync"
+        kind = "asynchronous" if self.sigma == self.cluster.learners else f"{self.sigma}-softsync"
         return f"{kind}, modulation {protocol.modulation}"
 
     @property
@@ -94,12 +87,13 @@ class StalenessCell(Cell):
     @property
     def definition(self) -> Json:
         """Recipe and cluster."""
-        cluster = json.loads(to_json(self.cluster))  # keys become strings
+        cluster = to_jsonable_python(self.cluster)
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Train with one seed, in its stages."""
-        return train(self, seed=task.slot.seed, options=Options(out=task.folder, **task.options))
+        del rate
+        return train(self, seed=slot.seed, options=options)
 
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
@@ -154,19 +148,10 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     Raises InterruptedStudyError after a request to stop.
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with noting_requests() as was_asked_to_stop, open_session(recipe, options, {}) as session:
-        plan, evaluator = session.training.plan, session.evaluator
-        alone = Serial(session.training.backend.device)
-        model = build_model(session.saver.recipe, alone.device)
-        learners = _Learners(
-            cell=cell,
-            seed=seed,
-            training=session.training,
-            was_asked_to_stop=was_asked_to_stop,
-            model=model,
-            reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
-            spans=Spans(model, alone, sync_workers=1),
-        )
+    was_asked_to_stop = noting_requests()
+    with open_session(recipe, options, {}) as session:
+        plan, evaluator = session.plan, session.evaluator
+        learners = _Learners(cell, seed, session, was_asked_to_stop)
         stages: list[Json] = []
         diverged = None
 
@@ -210,7 +195,6 @@ class _DivergedError(Exception):
     """A loss is not finite."""
 
 
-@dataclass(kw_only=True)
 class _Learners:
     """The server, the model that gradients are computed on, and the results so far.
 
@@ -218,74 +202,71 @@ class _Learners:
     other, what each learner has read. Each learner has running statistics of its own.
     """
 
-    cell: StalenessCell
-    seed: int
-    training: Training
-    was_asked_to_stop: Callable[[], bool]
-    model: nn.Module
-    reducer: Reducer
-    spans: Spans
-    simulations: list[Simulation] = field(default_factory=list)
-    buffers: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The running statistics of every learner that has computed anything."""
+    def __init__(
+        self,
+        cell: StalenessCell,
+        seed: int,
+        session: Session,
+        was_asked_to_stop: Callable[[], bool],
+    ) -> None:
+        self.cell, self.seed, self.was_asked_to_stop = cell, seed, was_asked_to_stop
+        self.training = session
+        alone = Serial(self.training.backend.device)
+        self.model = build_model(session.saver.recipe, alone.device)
+        self.weights = list(self.model.parameters())
+        self.batches: Iterator[Batch] = iter(())
+        self.gradients = Gradients(
+            model=self.model,
+            weights=self.weights,
+            batch=lambda _: next(self.batches),
+            criterion=self.training.criterion,
+            reducer=Reducer(self.model.named_parameters(), alone, divisor=1.0),
+            spans=Spans(self.model, alone, sync_workers=1),
+            learners=cell.cluster.learners,
+            seed=seed,
+        )
+        self.simulations: list[Simulation] = []
+        self.buffers: dict[int, list[Tensor]] = {}
+        """The running statistics of every learner that has computed anything."""
 
     def train(self, steps: range, *, clean: bool) -> None:
         """Make the updates of a stage; raise _DivergedError."""
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
-        weights = list(self.model.parameters())
-        held = list(state.model.parameters())
-        model_bytes = float(sum(weight.nbytes for weight in weights))
+        model_bytes = float(sum(weight.nbytes for weight in self.weights))
         cluster = replace(self.cell.cluster, model_bytes=model_bytes)
         # A stage has draws of its own.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
         found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start)
         self.simulations.append(found)
         arrivals = found.arrivals[0]
-        server = ParameterServer(
-            held, state.updater.optimizer, state.updater.schedule, rule, clock=steps.start
-        )
+        held, updater = list(state.model.parameters()), state.updater
+        server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
-        with closing(self.training.pipeline.at(positions, clean=clean)) as batches:
-            gradient = self._gradient(weights, batches)
-            for applied in replay(server, arrivals, weights, gradient):
+        with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
+            for applied in replay(server, arrivals, self.weights, self._gradient):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is not finite")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
-        idle = self.cell.learners - len(self.buffers)
+        idle = self.cell.cluster.learners - len(self.buffers)
         for place, buffer in enumerate(state.model.buffers()):  # running statistics become the mean
             total = buffer.double() * idle
             for own in self.buffers.values():
                 total += own[place]
-            mean = total / self.cell.learners
+            mean = total / self.cell.cluster.learners
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
 
-    def _gradient(
-        self, weights: Sequence[nn.Parameter], batches: Iterator[Batch]
-    ) -> Callable[[int, int], tuple[Sequence[Tensor], float]]:
-        gradients = Gradients(
-            model=self.model,
-            weights=weights,
-            batch=lambda _: next(batches),
-            criterion=self.training.criterion,
-            reducer=self.reducer,
-            spans=self.spans,
-            learners=self.cell.learners,
-            seed=self.seed,
-        )
-
-        def of(learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
-            start = self.training.state.model.buffers
-            own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
-            for buffer, kept in zip(self.model.buffers(), own, strict=True):
-                buffer.copy_(kept)
-            found = gradients.of(mini_batch)
-            for kept, buffer in zip(own, self.model.buffers(), strict=True):
-                kept.copy_(buffer)
-            return found
-
-        return of
+    def _gradient(self, learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
+        """Return the gradient of a learner, which has running statistics of its own."""
+        start = self.training.state.model.buffers
+        own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
+        for buffer, kept in zip(self.model.buffers(), own, strict=True):
+            buffer.copy_(kept)
+        found = self.gradients.of(mini_batch)
+        for kept, buffer in zip(own, self.model.buffers(), strict=True):
+            kept.copy_(buffer)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +306,7 @@ class StalenessRow:
     @property
     def words(self) -> str:
         """Its point, for a sentence."""
-        return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.learners})"
+        return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.cluster.learners})"
 
 
 def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
@@ -335,19 +316,19 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
     """
     best = max(rows, key=lambda row: row.top1.mean)
     yield (
-        f"{name}: the highest top-1 is {best.top1.text('.2f', '%')}, of {best.words}, in "
+        f"{name}: the highest top-1 is {best.top1.with_ends('.2f', '%')}, of {best.words}, in "
         f"{best.seconds:,.4g} s of the simulated cluster."
     )
     fastest = min(rows, key=lambda row: row.seconds)
-    point = fastest.cell.mu, fastest.cell.learners
+    point = fastest.cell.mu, fastest.cell.cluster.learners
     for row in rows:
-        waits = not row.cell.sigma and (row.cell.mu, row.cell.learners) == point
+        waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
             gap = points.with_ends("+.2f", " points") if points else "unknown"
             yield (
                 f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
-                f"long as hardsync. Its top-1 is {fastest.top1.text('.2f', '%')}; minus "
+                f"long as hardsync. Its top-1 is {fastest.top1.with_ends('.2f', '%')}; minus "
                 f"hardsync's, {gap}."
             )
 
@@ -376,8 +357,8 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("Times", lambda row: row.cell.times, None),
         column("sigma", lambda row: row.cell.sigma, "d"),
         column("mu", lambda row: row.cell.mu, ",d"),
-        column("lambda", lambda row: row.cell.learners, ",d"),
-        column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
+        column("lambda", lambda row: row.cell.cluster.learners, ",d"),
+        column("mu x lambda", lambda row: row.cell.mu * row.cell.cluster.learners, ",d"),
         column("Top-1, %", lambda row: row.top1.mean, ".2f"),
         column("±", lambda row: row.top1.reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),

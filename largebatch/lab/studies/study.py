@@ -7,14 +7,14 @@ only says which variants there are, and which columns and findings the table has
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError
 from largebatch.lab.protocols.cluster import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
@@ -29,6 +29,7 @@ from largebatch.recipe.section import (
     Section,
     Updates,
 )
+from largebatch.runs.options import Options
 
 PAGE = "study.html"
 """Name of the page in the folder of a study."""
@@ -315,16 +316,21 @@ class Machine:
     data: Mapping[str, Path] = field(default_factory=dict)
     """Data folders of recipes, by their names in the study; that of "" is for all others."""
 
-    dataset: str | None = None
-    imports: tuple[str, ...] = ()
-    backend: BackendName = "auto"
-    timeout: float = TIMEOUT_SECONDS
+    options: Options = Options()
+    """All other options of the runs."""
+
+    def of(self, cell: "Cell", folder: Path) -> Options:
+        """Return the options of a run in a folder; only recipes of image folders get data."""
+        reads = cell.recipe.data.source == "folder"
+        given = self.data.get(cell.configuration, self.data.get("")) if reads else None
+        dataset = self.options.dataset if reads else None
+        return replace(self.options, out=folder, data=given, dataset=dataset, report=False)
 
     def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
         reading = {cell.configuration for cell in cells if cell.recipe.data.source == "folder"}
         unread = [f"--data {name}=..." for name in self.data if name and name not in reading]
-        every = self.data.get("") or self.dataset
+        every = self.data.get("") or self.options.dataset
         if every and not reading:
             unread.append(str(every))
         if unread:
@@ -388,37 +394,9 @@ class Cell:
         del trials, slot
         return None
 
-    def carry_out(self, task: "Task") -> dict[str, Any]:
-        """Make one run in its folder and return its record, as JSON."""
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> dict[str, Any]:
+        """Make one run in the folder `options.out` and return its record, as JSON."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A claimed run."""
-
-    cell: Cell
-    slot: Slot
-    rate: float | None
-    """Searched base rate; None without a search."""
-
-    folder: Path
-    """Its run folder."""
-
-    machine: Machine
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Machine options of the run; only recipes of image folders get a data folder."""
-        machine, reads = self.machine, self.cell.recipe.data.source == "folder"
-        given = machine.data.get(self.cell.configuration, machine.data.get(""))
-        return {
-            "data": given if reads else None,
-            "dataset": machine.dataset if reads else None,
-            "imports": machine.imports,
-            "backend": machine.backend,
-            "timeout": machine.timeout,
-        }
 
 
 def load_study(name: str | Path) -> Study:

@@ -10,10 +10,9 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from largebatch.lab.studies.study import (
     Setting,
     Slot,
     Study,
-    Task,
     naming,
     recipe_of,
 )
@@ -47,7 +45,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
-from largebatch.runs.run import run
+from largebatch.runs.options import Options
+from largebatch.runs.run import start
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Measured
@@ -170,15 +169,15 @@ class TrainedCell(Cell):
             return first[slot.trial - 1]
         return drawn_rate(found, low=low * own, high=high * own, number=slot.trial)
 
-    def carry_out(self, task: Task) -> Json:
+    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
         """Train one run in its folder, or resume there."""
-        options = {**task.options, "workers": self.setting.workers}
+        options = replace(options, workers=self.setting.workers)
         if self.setting.backend != "auto":
-            options["backend"] = self.setting.backend
-        recipe = self.recipe_of(task.slot, task.rate)
-        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{task.slot.name}"})
+            options = replace(options, backend=self.setting.backend)
+        recipe = self.recipe_of(slot, rate)
+        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{slot.name}"})
         recipe = recipe.model_copy(update={"tracking": filed})
-        return {**train(recipe, task.folder, options), "rate": task.rate}
+        return {**train(recipe, options), "rate": rate}
 
 
 def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int) -> float:
@@ -197,13 +196,11 @@ def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int
     study = optuna.create_study(direction="maximize", sampler=sampler)
     inside = optuna.distributions.FloatDistribution(low, high, log=True)
     for trial in trials:
-        assert trial.rate is not None
-        params = {"rate": min(max(trial.rate, low), high)}
-        study.add_trial(
-            optuna.trial.create_trial(
-                params=params, distributions={"rate": inside}, value=trial.top1
-            )
+        params = {"rate": min(max(trial.rate or low, low), high)}
+        made = optuna.trial.create_trial(
+            value=trial.top1, params=params, distributions={"rate": inside}
         )
+        study.add_trial(made)
     drawn: float = study.ask({"rate": inside}).params["rate"]
     return float(f"{drawn:.4g}")
 
@@ -262,21 +259,22 @@ def _lacks_library(setting: Setting) -> bool:
     return is_dali and not (find_spec("nvidia") and find_spec("nvidia.dali"))
 
 
-def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
-    """Train in a folder, or resume there, and return the record.
+def train(recipe: Recipe, options: Options) -> Json:
+    """Train in the folder `options.out`, or resume there, and return the record.
 
     Output goes to <folder's name>.log beside the folder. A run that diverges is a result with the
     accuracy of chance. Raises InterruptedStudyError if it is requested to stop.
     """
+    folder = options.out
     folder.parent.mkdir(parents=True, exist_ok=True)
     diverged = None
+    was_asked_to_stop = noting_requests()
     with (
-        noting_requests() as was_asked_to_stop,
         folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
         redirect_stdout(log),
     ):
         try:
-            summary = run(recipe, out=folder, resume="auto", report=False, **options)
+            summary = start(recipe, replace(options, resume="auto"))
             if summary.status == "interrupted" or was_asked_to_stop():
                 raise InterruptedStudyError
         except (DivergedError, WorkerFailedError) as error:
@@ -288,13 +286,12 @@ def train(recipe: Recipe, folder: Path, options: Mapping[str, Any]) -> Json:
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
-    done = read.summary if diverged is None else None
-    last = read.result if diverged is None else None
-    end = (1 / recipe.data.classes, None) if last is None else (last.top1, last.loss)
+    done, last = (read.summary, read.result) if diverged is None else (None, None)
+    assert diverged is not None or last is not None
     return {
         **circumstances(),
-        "top1": end[0],
-        "loss": end[1],
+        "top1": last.top1 if last else 1 / recipe.data.classes,
+        "loss": last and last.loss,
         "seed": recipe.seed,
         "diverged": diverged,
         "evaluations": measurements(read),

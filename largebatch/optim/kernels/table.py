@@ -14,6 +14,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.optim.kernels import Rule, Tensors
+from largebatch.optim.kernels.numbers import Numbers, pinned
 
 CHUNK = 8192
 """Elements of a program."""
@@ -59,23 +60,21 @@ class Table:
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
         self._squares = self._empty(self._num_chunks, 2)
-        self._numbers = self._empty(max(groups) + 1, 11)
+        self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
         self._ratios = self._empty(self._num)
-        self._rules: list[list[float]] = []
 
     def move_grads(self, grads: Tensors) -> None:
         """Read the gradients from other memory from now on; in a graph, when it is replayed."""
         addresses = [grad.data_ptr() for grad in grads]
         self._grads_are_aligned = _are_aligned(addresses)
         if not accelerator.is_recording():
-            self._addresses[3].copy_(self._pinned([addresses])[0], non_blocking=True)
+            source = pinned(addresses, self._device, torch.int64)
+            self._addresses[3].copy_(source, non_blocking=True)
 
-    def use(self, rules: Sequence[Rule]) -> None:
-        """Take the numbers of these rules from now on; in a graph, when it is replayed."""
-        numbers = [_numbers(rule) for rule in rules[: len(self._numbers)]]  # later: no tensors
-        if numbers != self._rules and not accelerator.is_recording():
-            self._numbers.copy_(self._pinned(numbers), non_blocking=True)
-            self._rules = numbers
+    def use(self, rules: Sequence[Rule]) -> Tensor:
+        """Take the numbers of these rules from now on, and return them; see Numbers."""
+        # later groups have no tensors
+        return self._numbers.use([_numbers(rule) for rule in rules[: self._num_groups]])
 
     def update(
         self, rules: Sequence[Rule], scale: Tensor | None = None, found_inf: Tensor | None = None
@@ -87,20 +86,19 @@ class Table:
         """
         from largebatch.optim.kernels import triton_lars
 
-        self.use(rules)
-        ratios, unused = self._ratios, self._numbers
-        scales = (unused if scale is None else scale, unused if found_inf is None else found_inf)
+        ratios, numbers = self._ratios, self.use(rules)
+        scales = [numbers if it is None else it for it in (scale, found_inf)]  # unused if None
         constants = {"SCALED": scale is not None, "CHUNK": CHUNK}
         constants["ALIGNED"] = self._aligned and self._grads_are_aligned
         grid = (self._num_chunks,)
         table = self._chunks, self._tensors, self._addresses, self._squares
-        if any(rule.ratio != "none" for rule in rules[: len(self._numbers)]):
+        if any(rule.ratio != "none" for rule in rules[: self._num_groups]):
             accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
         accelerator.launch(
             triton_lars.update,
             grid,
             *table,
-            *(self._numbers, ratios, *scales, self._num),
+            *(numbers, ratios, *scales, self._num),
             PARTIAL=PARTIAL,
             SKIPS=found_inf is not None,
             **constants,
@@ -108,14 +106,7 @@ class Table:
         return ratios
 
     def _send(self, numbers: list[list[int]]) -> Tensor:
-        return self._pinned(numbers).to(self._device, non_blocking=True)
-
-    def _pinned(self, numbers: list[list[int]] | list[list[float]]) -> Tensor:
-        """Return numbers in memory from which a copy does not wait for the device."""
-        dtype = torch.int64 if isinstance(numbers[0][0], int) else torch.float64
-        return torch.tensor(
-            numbers, dtype=dtype, device="cpu", pin_memory=self._device.type != "cpu"
-        )
+        return pinned(numbers, self._device, torch.int64).to(self._device, non_blocking=True)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float64, device=self._device)

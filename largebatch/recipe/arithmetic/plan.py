@@ -216,8 +216,7 @@ class Plan:
     def image_size(self, position: int, *, otherwise: int) -> int:
         """Return the side of the augmented image at a position of the run."""
         step = self.steps_for(position + 1) - 1
-        found = self.sized(range(step, step + 1), otherwise=otherwise)
-        return found[0][1] if found else otherwise
+        return next((piece.image_size for piece in self.sizes if step < piece.end), otherwise)
 
     def measuring(self, *, workers: int, device_batch: int | None) -> "Plan":
         """Return the plan of an evaluation or a polishing, whose positions are not of updates."""
@@ -319,8 +318,7 @@ def _find_pieces(batch: BatchSizes, *, samples: int) -> tuple[BatchPiece, ...]:
         step = before.steps_in(change.after, samples)
         if step <= before.step:
             raise RecipeError(
-                f"batch.schedule.{place}.after (step {step}) must come after step {before.step}, "
-                "where the batch before begins"
+                f"batch.schedule.{place}.after (step {step}) must come after step {before.step}"
             )
         pieces.append(
             BatchPiece(
@@ -362,19 +360,17 @@ def _divide(
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
             raise PlanError(
-                f"{key}: {size} samples cannot be divided {over}; possible numbers "
-                f"of workers: {_some(_divisors(common))}"
+                f"{key}: {size} cannot be divided {over}; possible: {_some(_divisors(common))}"
             )
     span = batch.bn_span or 1
-    possible = device_batches(common // workers, workers=workers, span=span)
+    possible = _device_batches(common // workers, workers=workers, span=span)
     if measures_noise:  # which compares a device batch of whole spans with the global batch
         least = min(batch.by_key.values())
         possible = [size for size in possible if size % span == 0 and size < least]
         if not possible:
             raise PlanError(
-                f"monitor: noise_scale needs a device batch of whole BatchNorm spans ({span}) that "
-                f"is smaller than the global batch ({least}); on {plural(workers, 'worker')} there "
-                "is none"
+                f"monitor: noise_scale needs a device batch of whole spans ({span}) below the "
+                f"global batch ({least}); on {plural(workers, 'worker')} there is none"
             )
     if asked is None:
         whole = [size for size in possible if size % span == 0] or possible
@@ -397,13 +393,10 @@ def _divide(
     return asked
 
 
-def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
+def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
     """Return the divisors of a worker's share that keep every span whole, smallest first.
 
     Either a device batch holds whole spans, or a group of workers holds one span.
-
-    >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
-    [12, 24]
     """
     return [
         size
@@ -427,8 +420,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     for place, piece in enumerate(plan.batch_changes):
         if piece.step >= plan.steps:
             raise RecipeError(
-                f"batch.schedule.{place}.after (step {piece.step}) must be before the end of the "
-                f"run ({plan.steps} steps): no update would have that batch"
+                f"batch.schedule.{place}.after (step {piece.step}) is too late ({plan.steps} steps)"
             )
     parts = {
         "schedule.warmup": plan.warmup_steps,
@@ -446,15 +438,14 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
-            f"({plan.swa_steps} steps): the mean would hold one state of the weights"
+            f"({plan.swa_steps} steps)"
         )
     begin = plan.steps - plan.swa_steps
     changes = [piece.step for piece in plan.batch_changes if piece.step > begin]
     if swa is not None and swa.every.steps is None and changes:
         raise RecipeError(
-            f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates before and "
-            f"after the change of the batch at step {changes[-1]}; give it in steps, or a shorter "
-            "polish.swa.over"
+            f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates after step "
+            f"{changes[-1]} as before; give it in steps, or a shorter polish.swa.over"
         )
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(

@@ -80,7 +80,7 @@ def test_epochs_times_and_costs_follow_the_law_and_the_planner(tmp_path: Path) -
     recipe = load_recipe("resnet50_8192_mlperf", ["precision=fp16"])
     cluster = load_cluster("dgx-a100").model_copy(update={"price_per_gpu_hour": 2.0})
     asked = Question(
-        recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
+        recipe=recipe, options=Options(out=tmp_path, workers=64), minutes=1, cluster=cluster
     )
     rows = {row.batch: row for row in compare(asked, cluster, noise(40_000, 30_000, 60_000))}
     assert rows[8192].epochs == rows[8192].low == rows[8192].high == pytest.approx(44, rel=1e-3)
@@ -175,7 +175,7 @@ def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: 
     recipe = load_recipe("resnet50_8192_mlperf", ["precision=fp16"])
     cluster = load_cluster("dgx-a100")
     asked = Question(
-        recipe=recipe, options=Options(out=tmp_path), minutes=1, workers=64, cluster=cluster
+        recipe=recipe, options=Options(out=tmp_path, workers=64), minutes=1, cluster=cluster
     )
     rows = compare(asked, cluster, noise(80_000, 60_000, 120_000))
     other, own = (next(row for row in rows if row.batch == size) for size in (16_384, 8192))

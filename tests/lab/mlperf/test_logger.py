@@ -242,7 +242,7 @@ def test_a_folder_is_indexed_before_the_run_for_the_log(
         shutil.copytree(digits.write_digits() / split, data / split)
     of_folder = a_recipe(STATISTICS, changes=("data.source=folder", "tracking=[mlperf]"))
     with pytest.raises(
-        DataError, match=r"tracking: \[mlperf\]: .*data: no index is stored"
+        DataError, match=r"tracking: \[mlperf\]: .*data: the log.s clock needs an index"
     ) as found:
         run(of_folder, data=data, out=out)
     assert f"largebatch data index {data}" in str(found.value)

@@ -40,9 +40,9 @@ def test_switches_that_add_up_send_about_half_the_bytes_and_have_no_levels() -> 
         for on in (plain, sharp)
     )
     assert added / ring == pytest.approx(0.5, rel=0.01)
-    assert step_seconds(plain, load).exchange - step_seconds(sharp, load).exchange == pytest.approx(
-        ring - added + 10 * 1e-3
-    )
+    assert step_seconds(plain, load)["exchange"] - step_seconds(sharp, load)[
+        "exchange"
+    ] == pytest.approx(ring - added + 10 * 1e-3)
 
 
 def test_backward_hides_the_exchange_of_large_device_batches_only() -> None:
@@ -51,32 +51,32 @@ def test_backward_hides_the_exchange_of_large_device_batches_only() -> None:
         for batch in (64, 400)
     )
     whole = exchange_seconds(NODE, workers=8, num_bytes=1e8)
-    assert small.exchange == pytest.approx(whole)
-    assert large.exchange == 0
+    assert small["exchange"] == pytest.approx(whole)
+    assert large["exchange"] == 0
     alone = step_seconds(NODE, Load(workers=8, device_batch=400, gradient_bytes=1e8, overlap=False))
-    assert alone.exchange == pytest.approx(whole)
+    assert alone["exchange"] == pytest.approx(whole)
 
 
 def test_every_micro_batch_is_launched_and_gradients_are_sent_once() -> None:
     once = step_seconds(NODE, Load(workers=8, device_batch=64))
     four = step_seconds(NODE, Load(workers=8, device_batch=64, accumulation=4))
-    assert four.launch == pytest.approx(4 * once.launch)
-    assert four.compute == pytest.approx(4 * once.compute)
-    assert four.exchange == pytest.approx(once.exchange)
+    assert four["launch"] == pytest.approx(4 * once["launch"])
+    assert four["compute"] == pytest.approx(4 * once["compute"])
+    assert four["exchange"] == pytest.approx(once["exchange"])
 
 
 def test_input_counts_where_reading_is_slower_than_the_rest() -> None:
     slow = replace(NODE, read=500.0)  # images a second: 64 take 0.128 s, and computing 0.066 s
     found = step_seconds(slow, Load(workers=1, device_batch=64))
-    assert found.seconds == pytest.approx(0.128)
-    assert step_seconds(replace(NODE, read=5000.0), Load(workers=1, device_batch=64)).input == 0
+    assert sum(found.values()) == pytest.approx(0.128)
+    assert step_seconds(replace(NODE, read=5000.0), Load(workers=1, device_batch=64))["input"] == 0
 
 
 def test_workers_beyond_the_cores_take_turns_on_a_measured_machine() -> None:
     cores = replace(NODE, workers_per_node=2, cores=True)
     load = partial(Load, device_batch=32, gradient_bytes=1e6)
     two, four = (step_seconds(cores, load(workers=workers)) for workers in (2, 4))
-    assert four.compute == pytest.approx(2 * two.compute)
+    assert four["compute"] == pytest.approx(2 * two["compute"])
 
 
 def test_an_rtx_3090_is_as_fast_as_was_measured() -> None:

@@ -143,7 +143,7 @@ def test_updates_that_cannot_be_recorded_are_undone(
             write = _Segment._write
 
             def writing(segment: _Segment, record: Record) -> None:
-                if record.end == 4:
+                if record.updates[-1][0] == 3:
                     raise cannot
                 write(segment, record)
 

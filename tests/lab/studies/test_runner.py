@@ -34,6 +34,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError, stop_requests
+from largebatch.runs.options import Options
 from largebatch.runs.run import run
 
 BEST = {"fall": 0.8, "flat": 0.1}
@@ -57,7 +58,8 @@ class World:
         self.interrupted_at: int | None = None
         self.record: Callable[[Json, Recipe], Json] = lambda record, _: record
 
-    def train(self, recipe: Recipe, folder: Path, _: object) -> Json:
+    def train(self, recipe: Recipe, options: Options) -> Json:
+        folder = options.out
         if len(self.made) == self.interrupted_at:
             self.interrupted_at = None
             raise InterruptedStudyError
@@ -178,7 +180,7 @@ def test_a_run_that_diverges_is_recorded_and_not_raised(tmp_path: Path) -> None:
     tree = cell.recipe.model_dump(mode="json")
     tree["optimizer"] = WILD
     tree["schedule"]["peak_lr"] = 1e30
-    found = train(Recipe.model_validate_json(json.dumps(tree)), tmp_path / "run", {})
+    found = train(Recipe.model_validate_json(json.dumps(tree)), Options(out=tmp_path / "run"))
     assert (found["top1"], found["loss"]) == (0.1, None)
     assert found["diverged"] is not None
     assert (tmp_path / "run.log").exists()
@@ -197,10 +199,10 @@ def test_a_request_to_stop_that_comes_as_a_run_ends_is_not_lost(
             raise DivergedError("the loss is infinite")
         return SimpleNamespace(status=ending)
 
-    monkeypatch.setattr(trained, "run", end)
+    monkeypatch.setattr(trained, "start", end)
     (cell, _) = cells_in(tmp_path)
     with pytest.raises(InterruptedStudyError):
-        train(cell.recipe, tmp_path / "run", {})
+        train(cell.recipe, Options(out=tmp_path / "run"))
 
 
 def test_a_setting_has_its_own_process_and_a_mistake_in_one_ends_the_study(tmp_path: Path) -> None:

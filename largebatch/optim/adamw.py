@@ -1,0 +1,66 @@
+"""PyTorch's AdamW; on a device with graphs the fused one, with its learning rates on the device.
+
+A graph can then repeat a step, and the host waits for nothing where a step is skipped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.optimizer import Optimizer
+
+from largebatch import accelerator
+from largebatch.optim.kernels.numbers import Numbers
+from largebatch.optim.kernels.tabled import as_models
+
+
+class FusedAdamW(AdamW):
+    """AdamW of float32 weights on one device, with the groups and the state of PyTorch's.
+
+    A graph keeps all numbers but the learning rates.
+    """
+
+    _rates: Numbers | None = None
+    """Learning rates of the groups; None before the first step."""
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:  # noqa: ANN401 -- of AdamW
+        super().__init__(groups, fused=True, capturable=True, **settings)
+        self.register_step_pre_hook(_lend_rates)
+        self.register_step_post_hook(_return_rates)
+
+    def can_replay(self) -> bool:
+        """Return True if a graph may repeat the last step: it read all rates on the device."""
+        return self._rates is not None
+
+    def refresh(self) -> Tensor:
+        """Copy the learning rates of the groups to the device: before a replay. Return them."""
+        if self._rates is None:
+            weights = (weight for group in self.param_groups for weight in group["params"])
+            self._rates = Numbers(next(weights).device, torch.float32)
+        return self._rates.use([group["lr"] for group in self.param_groups])
+
+
+def _lend_rates(optimizer: Optimizer, *_: object) -> None:
+    """Replace the rates by those on the device, and gradients by ones in their weights' layout."""
+    assert isinstance(optimizer, FusedAdamW)
+    rates = optimizer.refresh().unbind()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["host_lr"], group["lr"] = group["lr"], rate
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        fitted = as_models([weight.grad for weight in weights], weights)
+        for weight, grad in zip(weights, fitted, strict=True):
+            weight.grad = grad
+
+
+def _return_rates(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("host_lr")
+
+
+def build_adamw(groups: list[dict[str, Any]], **settings: Any) -> AdamW:  # noqa: ANN401 -- of AdamW
+    """Return AdamW, which a graph can replay on a device that has graphs."""
+    weights = [weight for group in groups for weight in group["params"]]
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    in_graphs = kinds and kinds <= {(kind, torch.float32) for kind in accelerator.GRAPHS}
+    return FusedAdamW(groups, **settings) if in_graphs else AdamW(groups, **settings)
