@@ -43,7 +43,7 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
         raise DataError(
             f"{folder}: there is no such folder; {expected}; found {_found(root)}. To divide class "
             f"folders: largebatch data import imagefolder {shlex.quote(str(root))} --val-fraction "
-            f"0.2 --out {shlex.quote(f'{root}-data')}"
+            f"0.2 --out {shlex.quote(f'{root}-data')} (for a split of another name: --val-name)"
         )
     with os.scandir(folder) as scanned:
         entries = sorted(
