@@ -46,8 +46,7 @@ Check = Literal[
 _wrap = partial(textwrap.wrap, width=100, break_long_words=False, break_on_hyphens=False)
 """Breaks a line of the table between words."""
 
-_INDENT = 29
-"""Column at which its texts begin."""
+_INDENT = 29  # column at which its texts begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,9 @@ _SAME_SCALE = 0.02
 """Largest relative difference of equal scales, for the same reason. People's faults are factors of
 2 or more: workers, micro-batches, samples."""
 
-_NAMED_SCALE = 0.05
-"""Largest relative difference of a scale from the factor that explains it."""
+_NAMED_SCALE = 0.05  # largest relative difference of a scale from the factor that explains it
 
-_LEAST_LOSS_SCALE = 2**4
-"""Power of two from which on a factor of the loss is a loss scale."""
+_LEAST_LOSS_SCALE = 2**4  # power of two from which on a factor of the loss is a loss scale
 
 _EXPLAINED = 0.1
 """An alternative explains a direction if its residual is this part of the exact one's, or less."""
@@ -48,8 +46,7 @@ same bits; sums in several orders (a hierarchy, compression) may differ in the l
 _OTHER_LOSS = 0.99
 """Cosine of the gradients of two losses on the logits, below which they are different losses."""
 
-_LOST = 0.01
-"""Part of a gradient's values that become zero in a type before this is a fault."""
+_LOST = 0.01  # part of a gradient's values that become zero in a type before this is a fault
 
 _FLOAT16 = "send float32 or bfloat16, or divide by the workers before the sum and use a GradScaler"
 

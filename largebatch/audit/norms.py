@@ -30,8 +30,7 @@ _FAR = 0.1
 """Distance of workers' running means, in standard deviations, that is worth a note: the mean of 100
 samples has this standard error."""
 
-_WORSE = 0.1
-"""Relative difference of losses that is a fault of averaged weights."""
+_WORSE = 0.1  # relative difference of losses that is a fault of averaged weights
 
 WARM = 50
 """Updates after which running statistics have forgotten where they started: 0.9^50 is 0.5 %."""

@@ -23,8 +23,7 @@ from largebatch.audit.subject import Subject
 from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of
 
-_DRAWS = 32
-"""Draws of one sample on a worker: of 4e9 pairs of workers, one has 32 equal flips."""
+_DRAWS = 32  # draws of one sample on a worker: of 4e9 pairs of workers, one has 32 equal flips
 
 _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""

@@ -14,8 +14,7 @@ from largebatch.errors import PeerLostError, clip, printable
 
 T = TypeVar("T")
 
-_LONGEST = 160
-"""Maximum length in characters of an error in a finding."""
+_LONGEST = 160  # maximum length in characters of an error in a finding
 
 _REMEDY = "call it without the audit on that worker, which shows the traceback, and correct it"
 

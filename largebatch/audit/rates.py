@@ -21,20 +21,16 @@ from largebatch.formatting import plural, three_digits
 from largebatch.models import norm_parameters
 from largebatch.recipe.installed import FEWEST_UPDATES
 
-_WARM_UP_EPOCHS = 5
-"""Length of the warm-up of Goyal et al., section 2.2."""
+_WARM_UP_EPOCHS = 5  # length of the warm-up of Goyal et al., section 2.2
 
-_MARGIN = 1.5
-"""Factor outside the two rules at which a rate is noted: searches usually step by 2."""
+_MARGIN = 1.5  # factor outside the two rules at which a rate is noted: searches usually step by 2
 
-_SAME = 1e-6
-"""Relative difference of equal rates: they are computed in float64 in another order."""
+_SAME = 1e-6  # relative difference of equal rates: they are computed in float64 in another order
 
 _FASTEST = 9
 """Moves of a schedule an update below which all are tried, whatever the numbers of the script."""
 
-_MOST_UPDATES = 100_000
-"""Largest number of updates at which the schedule is read."""
+_MOST_UPDATES = 100_000  # largest number of updates at which the schedule is read
 
 Rate = Callable[[int], float]
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from largebatch.audit.findings import Check, Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import INNER_LOADERS, without_iterator
+from largebatch.audit.restoring import INNER_LOADERS, generators_of, without_iterator
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
 from largebatch.formatting import percent, plural
@@ -179,15 +179,16 @@ def _fingerprints(dataset: Any) -> list[int]:  # noqa: ANN401 -- a data set of a
     They show workers that have different files under the same sample numbers. Samples that differ
     at a second reading show nothing.
     """
-    size = len(dataset)
+    size, restore = len(dataset), generators_of()
     found = []
     for number in sorted({0, size // 2, size - 1}) if size else ():
         readings = []
         for _ in range(2):
-            for seed in (random.seed, np.random.seed, torch.manual_seed):  # restored by the caller
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
                 seed(0)
             readings.append(fingerprint(dataset[number]))
         found.append(readings[0] if readings[0] == readings[1] else 0)
+    restore()
     return found
 
 

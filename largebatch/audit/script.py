@@ -85,9 +85,13 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
         return watch.result
     if watch.result is not None:
         raise watch.result
+    missing = "requested a batch after an update"
+    if watch.loader is None or watch.optimizer is None:
+        missing = "read a batch from a DataLoader"
+        if watch.loader is not None:
+            missing = "made an update of a model that it called"
     raise DataError(
-        f"{path}: it ended before it had, in this process, read a batch from a DataLoader, made an "
-        f"update of a model that it called, and requested a batch; pass {path}:FUNCTION, which "
+        f"{path}: it ended before it had {missing} in this process; pass {path}:FUNCTION, which "
         "returns (model, loader, loss_fn, optimizer), or call largebatch.audit in the script"
     )
 

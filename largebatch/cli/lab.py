@@ -29,6 +29,7 @@ from largebatch.runs.options import (
     Number,
     Options,
     RecipeFile,
+    Resume,
     Seconds,
     chosen_folder,
 )
@@ -139,7 +140,7 @@ def noise(
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
 
     A batch of a fifth of it takes 20 % more epochs than small batches. A recipe is trained to
-    measure it, or a run of it resumed; of a run folder it is read.
+    measure it; with --out a run there is resumed. Of a run folder it is read.
 
     Args:
         recipe: A recipe, or the folder of a run with monitor: noise_scale.
@@ -164,8 +165,9 @@ def noise(
                 f"it without an upper bound; train for {BOUNDED} or more"
             )
         folder = chosen_folder(out, loaded.name)
+        resume: Resume = "auto" if out != NEW_FOLDER else False
         of_run = options.options(out=folder).without_changes()
-        summary = start(loaded, replace(of_run, resume="auto", max_steps=max_steps))
+        summary = start(loaded, replace(of_run, resume=resume, max_steps=max_steps))
         if summary.status == "interrupted":
             return interrupted(folder)
     if own_rank() == 0:

@@ -94,7 +94,10 @@ EXAMPLES = {
         "polish --model dla34 --weights w.pth --data d --out w.safetensors",
     ),
     "check": ("check mine.yaml", "check mine.yaml --set batch.global_batch=8192 --json"),
-    "plan": ("plan digits_96 --workers 2", "plan resnet50_8192_mlperf --cluster dgx-h100"),
+    "plan": (
+        "plan digits_96 --workers 2",
+        "plan resnet50_86016_fujitsu --workers 2048 --cluster abci-v100",
+    ),
     "explain": ("explain optimizer.eta", "explain --schedule digits_96 --out rates.png"),
     "recipes": ("recipes", "recipes --json"),
     "recipes copy": ("recipes copy digits_96 --out mine.yaml",),

@@ -92,6 +92,9 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         **follow(recipe.schedule, plan).facts(),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
+    if plan.steps_per_epoch < 1:
+        times = plan.global_batch / plan.train_samples
+        rows["an epoch"] = f"is less than a batch, which has every image {times:.2f} times"
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"

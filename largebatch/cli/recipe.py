@@ -150,6 +150,8 @@ def _draw_schedules(
     for each in drawn:
         print(printable(each.legend))
         print_rows(each.course.facts(), width=9)
+    if len(drawn) > 1:
+        print("heights compare only with one optimizer, eta and convention of LARS")
     print(printable(f"drawn: {figure}"))
 
 

@@ -49,6 +49,8 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     >>> [int(i) for i in sample_ids(range(3, 6), seed=0, num_samples=4)]
     [3, 0, 1]
     """
+    assert num_samples > 0
+    assert positions.step == 1
     if not positions:
         return np.empty(0, dtype=np.int64)
     parts = []

@@ -39,8 +39,7 @@ _LAUNCHERS = (
 process the first with several workers counts, and one without their number last."""
 
 _SLURM_RANK = "SLURM_PROCID"
-_SLURM_SCRIPTS = 2**32 - 16
-"""Smallest SLURM step number of batch scripts and shells."""
+_SLURM_SCRIPTS = 2**32 - 16  # smallest SLURM step number of batch scripts and shells
 
 GRACE_SECONDS = 5.0
 """Seconds for workers to report a difference, or to exit after a crash."""

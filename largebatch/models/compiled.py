@@ -64,7 +64,7 @@ def require_compiler(device: torch.device) -> None:
             named = os.environ.get("CXX")
             problem = f"CXX={named} does not work" if named else "none was found"
             raise RecipeError(
-                f"execution.compile: a CPU needs a C++ compiler, and {problem}; set CXX"
+                f"execution.compile: a CPU needs a C++ compiler; {problem}; install g++ or set CXX"
             ) from None
     elif not has_triton():
         raise RecipeError("execution.compile: a GPU needs Triton; install it, or remove compile")

@@ -95,9 +95,9 @@ def _trace(block: nn.Module, *, training: bool) -> fx.Graph | None:
     try:
         with mode(block, training=training):
             graph = _Tracer().trace(block)
+        return graph if vars(block) == before else None  # raises for tensors
     except Exception:
         return None
-    return graph if vars(block) == before else None
 
 
 def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:

@@ -130,8 +130,7 @@ def _he_convolution(inputs: int, outputs: int, *, stride: int) -> nn.Conv2d:
     return convolution
 
 
-_LOGIT_SCALE = 0.125
-"""Factor of the logits, as in the original."""
+_LOGIT_SCALE = 0.125  # factor of the logits, as in the original
 
 
 class CifarResNet9(nn.Module):

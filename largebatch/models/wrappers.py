@@ -44,7 +44,8 @@ def local_model(model: nn.Module) -> nn.Module:
     """
     if has_divided_weights(model):
         raise ValueError(
-            "the weights are divided over workers (FSDP2, tensor parallelism); pass a complete copy"
+            "the weights are divided over workers (FSDP2, tensor parallelism); pass a copy "
+            "with the whole weights, of torch's get_model_state_dict"
         )
     while parallel := [(name, m) for name, m in model.named_modules() if _kinds(m) & _PARALLEL]:
         attribute = next((_INSIDE[kind] for kind in _kinds(model) & _INSIDE.keys()), None)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.optimizer import Optimizer
 
 from largebatch import accelerator
 from largebatch.optim.kernels.numbers import Numbers
@@ -26,8 +25,6 @@ class FusedAdamW(AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:  # noqa: ANN401 -- of AdamW
         super().__init__(groups, fused=True, capturable=True, **settings)
-        self.register_step_pre_hook(_lend_rates)
-        self.register_step_post_hook(_return_rates)
 
     def can_replay(self) -> bool:
         """Return True if a graph may repeat the last step: it read all rates on the device."""
@@ -40,22 +37,20 @@ class FusedAdamW(AdamW):
             self._rates = Numbers(next(weights).device, torch.float32)
         return self._rates.use([group["lr"] for group in self.param_groups])
 
-
-def _lend_rates(optimizer: Optimizer, *_: object) -> None:
-    """Replace the rates by those on the device, and gradients by ones in their weights' layout."""
-    assert isinstance(optimizer, FusedAdamW)
-    rates = optimizer.refresh().unbind()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["host_lr"], group["lr"] = group["lr"], rate
-        weights = [weight for weight in group["params"] if weight.grad is not None]
-        fitted = as_models([weight.grad for weight in weights], weights)
-        for weight, grad in zip(weights, fitted, strict=True):
-            weight.grad = grad
-
-
-def _return_rates(optimizer: Optimizer, *_: object) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group.pop("host_lr")
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 -- as torch's
+        """Step by the rates on the device; gradients get their weights' layout."""
+        given = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, self.refresh().unbind(), strict=True):
+            group["lr"] = rate
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            fitted = as_models([weight.grad for weight in weights], weights)
+            for weight, grad in zip(weights, fitted, strict=True):
+                weight.grad = grad
+        try:
+            return super().step(closure)
+        finally:
+            for group, rate in zip(self.param_groups, given, strict=True):
+                group["lr"] = rate
 
 
 def build_adamw(groups: list[dict[str, Any]], **settings: Any) -> AdamW:  # noqa: ANN401 -- of AdamW

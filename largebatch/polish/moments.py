@@ -8,7 +8,7 @@ Chan, Golub and LeVeque (1983).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Self
 
 import torch
@@ -21,8 +21,7 @@ _PART = 2**17
 """Values per part of a batch: small enough to stay in the cache for the second pass over it. A part
 needs the same memory again, so this is less than batchnorm_functional's part of a gradient."""
 
-_UNLIKE = 9.0
-"""Squared distance, in variances, from which an origin is too far for sums in float32."""
+_UNLIKE = 9.0  # squared distance, in variances, from which an origin is too far for sums in float32
 
 _FAR = 8.0
 """Distance of a mean from zero, in standard deviations, from which rounding it to float32 changes
@@ -230,6 +229,10 @@ def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weighted_sum(rows: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the sum of rows times weights, which need no copy to a GPU."""
+    if len(weights) > TOGETHER:  # of spans: nearly all are equal
+        runs = [(weight, len([*run])) for weight, run in groupby(weights)]
+        rows = torch.stack([part.sum(0) for part in rows.split([num for _, num in runs])])
+        weights = [weight for weight, _ in runs]
     return torch.stack(torch._foreach_mul(rows.unbind(), weights)).sum(0)
 
 

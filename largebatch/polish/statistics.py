@@ -431,7 +431,7 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
     if not values.numel():
         return F.batch_norm(**given)
     span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
-    settings: dict[str, Any] = {"eps": owner.eps, "span": span}
+    settings: dict[str, Any] = {"eps": given.get("eps", 1e-5), "span": span}
     if kernels.take(values):
         out, stat = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
         owner.measured.add_spans(values.detach(), stat, span=span)
@@ -461,6 +461,6 @@ def _check(owners: list[_Statistics], pooled: list[Moments]) -> None:
             most = torch.finfo(owner.mean.dtype).max
             raise DataError(
                 f"the inputs of {describe_layer(owner.name)} are infinite or NaN, or their mean or "
-                f"variance is above {most:,.6g}, the most that its buffers hold; check the images, "
-                "the weights and the precision of the model"
+                f"variance is above {most:,.6g}, the most that its buffers hold; check the images "
+                "and the weights, and use float32 BatchNorm where it is fp16"
             )

@@ -123,7 +123,9 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     found = [part.found for part in known]
     values, low, high = (values_of(found, name) for name in ("value", "low", "high"))
     top = 2 * max([*values, *high[np.isfinite(high)]], default=1.0)
-    bars = values - np.maximum(low, min(values, default=1.0) / 10), np.minimum(high, top) - values
+    below = values - np.maximum(low, min(values, default=1.0) / 10)
+    above = np.minimum(high, top) - values
+    bars = np.clip((below, above), 0, None)  # rounding of an interval without width
     axes.errorbar(middle, values, bars, color=COLOURS["train"], marker="o", ms=5, elinewidth=1)
     batches = [run.plan.batch_at(part.first) for part in (*parts, parts[-1])]
     x = [*(part.first for part in parts), parts[-1].last]

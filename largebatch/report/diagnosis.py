@@ -7,7 +7,9 @@ wrong. Each threshold has its reason below.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,6 @@ from largebatch.formatting import percent, plural, three_digits
 from largebatch.report.noise import has_course, latest
 from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
-from largebatch.rules import Finding, Numbers, Rule, find
 
 WILD_LOSS = 10
 """Multiple of the loss of guessing from which a validation loss is suspicious.
@@ -57,12 +58,76 @@ class Judged:
     small: Record | None = None
 
 
-Cause = Finding[Judged]
+Numbers = Mapping[str, Any]
+"""Numbers, and names or places, by the fields of a text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A row of the table."""
+
+    kind: str
+    holds: Callable[[Judged], Numbers | None]
+    """Return the numbers of the text; None if the rule does not hold."""
+
+    text: str
+    """What was found, with fields such as `{loss:.3g}` for the numbers."""
+
+    remedy: str = ""
+    """What changes it; may have fields, too."""
+
+    link: str = ""
+    """Name of the chart that shows it."""
+
+    unless: frozenset[str] = frozenset()
+    """Kinds and groups of harmful findings that explain this one, which is then not reported."""
+
+    group: str = ""
+    harms: bool = True
+    """False if the result is not worse for it: it costs time, or was corrected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A rule that holds, with its numbers."""
+
+    rule: Rule
+    numbers: Numbers
+
+    @property
+    def kind(self) -> str:
+        """The kind of its rule."""
+        return self.rule.kind
+
+    @property
+    def harms(self) -> bool:
+        """True if the result is worse for it."""
+        return self.rule.harms
+
+    @property
+    def figure(self) -> str:
+        """The measurement that shows it, as part of a sentence."""
+        return self.rule.text.format_map(self.numbers)
+
+    @property
+    def remedy(self) -> str:
+        """What changes it."""
+        return self.rule.remedy.format_map(self.numbers)
 
 
 def find_causes(run: Record, small: Record | None = None) -> list[Cause]:
-    """Return the likely causes, the most likely first; `small` has the same data."""
-    return find(RULES, Judged(run, small))
+    """Return the likely causes, the most likely first; `small` has the same data.
+
+    A rule that an earlier one explains is left out.
+    """
+    judged, found, explained = Judged(run, small), list[Cause](), set[str]()
+    for rule in RULES:
+        if rule.unless.isdisjoint(explained):
+            numbers = rule.holds(judged)
+            if numbers is not None:
+                found.append(Cause(rule, numbers))
+                explained |= {rule.kind, rule.group} if rule.harms else set()
+    return found
 
 
 # Where and by how much: parts of the texts.
@@ -341,7 +406,7 @@ _PAIR = frozenset(
 _OTHER = _PAIR | {"pair"}
 
 # fmt: off
-RULES: tuple[Rule[Judged], ...] = (
+RULES: tuple[Rule, ...] = (
     Rule(kind="diverged", holds=_lost, link="loss", text="{words}", remedy=_LOWER_BY),
     Rule(kind="diverged", holds=_stayed_up, link="loss", unless=_DIVERGED, remedy=_LOWER_BY,
          text="the training loss rose from {low:.3g}{begin} to {high:.3g} {place} and ended at "

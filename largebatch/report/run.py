@@ -279,8 +279,9 @@ _REMADE = {"remark", "stage", "update skipped"}  # kinds of notes that a resumed
 def _read_log(path: Path) -> list[Event]:
     """Return the valid events: those that no later event replaces or supersedes."""
     if not path.exists():
+        below = f"; runs are in {path.parent}/*" if [*path.parent.glob(f"*/{path.name}")] else ""
         raise CheckpointError(
-            f"{path}: not found; expected the folder of a run (the --out of `largebatch train`)"
+            f"{path}: not found; expected the folder of a run (--out of `largebatch train`){below}"
         )
     log: dict[tuple[object, ...], Event] = {}
     for number, event in enumerate(_events(path)):

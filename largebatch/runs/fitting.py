@@ -4,13 +4,13 @@ It is kept in the run folder: a resumed run rounds as before and measures nothin
 """
 
 import gc
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from pydantic import PositiveInt, TypeAdapter
 from torch import Tensor, nn
 
 from largebatch import accelerator
@@ -24,7 +24,9 @@ from largebatch.storage import write_whole
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
-"""File in a run folder: device batch, number of workers, type of their devices."""
+"""File in a run folder: device batch, number of workers, type of their devices, and a remark."""
+
+_KEPT = TypeAdapter(tuple[PositiveInt, PositiveInt, str, str])
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
@@ -33,8 +35,7 @@ _PART = 1 / 8
 """Part of the free memory that the second measurement aims at, and part of all memory that cached
 pixels may take."""
 
-_COPIES = 4
-"""Copies of the weights besides the gradients: moments, averages and sums."""
+_COPIES = 4  # copies of the weights besides the gradients: moments, averages and sums
 
 
 def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[Plan, str]:
@@ -89,11 +90,11 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     )
 
 
-def keep(folder: Path, backend: Backend, device_batch: int) -> None:
+def keep(folder: Path, backend: Backend, device_batch: int, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    kept = [device_batch, backend.world_size, backend.device.type]
+    kept = device_batch, backend.world_size, backend.device.type, reason
     try:
-        write_whole(folder / KEPT, json.dumps(kept).encode())
+        write_whole(folder / KEPT, _KEPT.dump_json(kept))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
@@ -108,15 +109,16 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     with suppress(OSError):
         content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
     try:
-        device_batch, *place = json.loads(broadcast_bytes(content, backend))
+        device_batch, *place, why = _KEPT.validate_json(broadcast_bytes(content, backend))
     except ValueError:  # a run of an earlier version has none
         return None, []
     remark = f"device batch {device_batch:,}, as in this run before"
+    remark = f"{why}; {remark}" if why else remark
     with suppress(PlanError):
         if place == [backend.world_size, backend.device.type]:
             given = recipe.with_execution(device_batch=device_batch)
             return make_plan(given, workers=backend.world_size, backend=backend.name), [remark]
-    return None, [f"{remark} ({place[0]} x {place[1]}), does not fit here and is chosen again"]
+    return None, [f"{remark}, was for {place[0]} x {place[1]}, and is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:
@@ -142,7 +144,10 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
-    error = SmallerBatchError(f"{where}: continuing with {smaller:,} from the newest checkpoint")
+    error = SmallerBatchError(
+        f"{where}: continuing with {smaller:,} from the newest checkpoint; if nothing starts "
+        "again, repeat the command with --resume auto"
+    )
     error.alone = backend.name == "serial"
     if error.alone:
         reducer.zero()
@@ -151,7 +156,7 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     session.log.note("train", str(error))
     if error.alone and step and in_passes:  # else weights may be those of half an update
         session.saver.save()
-    keep(folder, backend, smaller)
+    keep(folder, backend, smaller, reason=where)
     return error
 
 

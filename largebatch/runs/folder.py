@@ -239,11 +239,12 @@ def require_same_run(
     folder: Path,
     *,
     allow: Sequence[str],
+    again: bool = False,
 ) -> None:
     """Raise CheckpointError, with every difference, unless a checkpoint is of this run.
 
     `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys of both that
-    may differ, but not the kind of optimizer.
+    may differ, but not the kind of optimizer; `again`: they may be saved already.
     """
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     data = checkpoint.origin.data, splits
@@ -252,7 +253,7 @@ def require_same_run(
         for key, old, new in (*differences(there, here), *differences(*data, "data.index"))
     }
     unknown = sorted(set(allow) - changed.keys())
-    if unknown:
+    if unknown and not again:
         raise CheckpointError(
             f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )

@@ -249,6 +249,11 @@ def with_options(
     ) -> Callable[Concatenate[_First, _P], _Result]:
         @wraps(function)
         def call(recipe: _First, /, *args: _P.args, **options: _P.kwargs) -> _Result:
+            if args:
+                raise TypeError(
+                    f"{function.__name__}: {args[0]!r:.60} has no keyword; for changes of the "
+                    "recipe pass overrides="
+                )
             return function(recipe, make(*args, **options))
 
         hints = hints_of(Options)  # without what the command line needs

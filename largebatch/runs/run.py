@@ -79,9 +79,7 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(recipe, changes)
     elif not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe: expected a name, a path or of load_recipe, got {type(recipe).__name__}"
-        )
+        raise TypeError(f"recipe: expected a name, a path or a Recipe, got {type(recipe).__name__}")
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
     summary = start(recipe, options.without_changes())
@@ -188,7 +186,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 raise
         gc.collect()  # the tensors of the session before
         left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
-        options = replace(options, resume="auto", allow=(), time_limit=left)
+        options = replace(options, resume="auto", time_limit=left)
 
 
 def _run_worker(recipe: Recipe, options: Options) -> Summary:
@@ -199,7 +197,8 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
         checkpoint = read_checkpoint(folder, session.backend, resume=options.resume)
         if checkpoint is not None:
             here, splits = recipe.mathematics.model_dump(mode="json"), session.pipeline.splits
-            require_same_run(checkpoint, here, splits, folder, allow=options.allow)
+            again = options.resume == "auto"
+            require_same_run(checkpoint, here, splits, folder, allow=options.allow, again=again)
             require_resumable(checkpoint, session.plan, folder)
             saver.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, session.backend)

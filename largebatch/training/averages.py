@@ -77,7 +77,7 @@ class EMA(_Average):
         self._share = 1 - decay
 
     def forget(self) -> None:
-        """Take the last update, which was skipped, out of the count; call before the next one."""
+        """Take the last update, which was skipped, out of the count; call before the next count."""
         self._average.n_averaged -= 1
 
     def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it

@@ -318,7 +318,7 @@ def _require_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
     ]
     if bad:
         raise CheckpointError(
-            f"{path}: not written: not finite are {bad[0]} and {len(bad) - 1} others"
+            f"{path}: not written: {len(bad)} tensors are not finite, the first is {bad[0]}"
         )
 
 

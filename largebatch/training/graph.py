@@ -41,11 +41,9 @@ UseGraph = Literal["auto", True, False]
 NOTHING, PASSES, SUMS, EVERYTHING = range(4)
 """How much of an update is recorded."""
 
-_WARM_UP = 2
-"""Updates of a shape before it is recorded."""
+_WARM_UP = 2  # updates of a shape before it is recorded
 
-_SHAPES = 4
-"""Shapes whose graphs are kept."""
+_SHAPES = 4  # shapes whose graphs are kept
 
 _REST = {
     NOTHING: "updates run without a CUDA graph",

@@ -129,7 +129,7 @@ class TrainState:
     def move_average(self, skipped: Tensor | None) -> None:
         """Move the average in an update, unless `skipped` is true on the device.
 
-        If so, call `count_skipped` before the next update.
+        If so, call `count_skipped` before the next `count`.
         """
         if self.average is not None:
             self.average.move(skipped)

@@ -115,6 +115,12 @@ def test_an_error_on_one_rank_ends_the_check_on_all() -> None:
         on_forked_workers(on_two, "one rank fails", workers=2)
 
 
+def test_reading_samples_with_equal_generators_leaves_the_generators_as_they_were() -> None:
+    before = torch.get_rng_state()
+    assert len(audit_samples._fingerprints([torch.zeros(2), torch.ones(2)])) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_script_may_set_the_epoch_if_it_or_a_module_of_it_names_it(tmp_path: Path) -> None:
     call = "from largebatch.audit.samples import may_set_epoch\nprint(may_set_epoch())\n"
     programs = {

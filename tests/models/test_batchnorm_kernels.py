@@ -321,6 +321,22 @@ def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
         assert error(found[name], value.double()) < 2e-5, name
 
 
+class Keeps(nn.Module):
+    """A block that keeps its output, which a graph would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.last = nn.BatchNorm2d(8), torch.zeros(1)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        self.last = F.relu(self.bn(maps))
+        return self.last
+
+
+def test_a_block_that_changes_itself_keeps_its_modules() -> None:
+    assert pair(with_span(Keeps(), 2)) == (0, 1)
+
+
 @runs
 def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())

@@ -1,5 +1,6 @@
 """`largebatch explain`: the text of every key, and the figure of a recipe's rates."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,12 +56,15 @@ def test_the_facts_of_a_schedule_are_printed_and_drawn(
     monkeypatch.chdir(tmp_path)
     assert main(["explain", DIGITS, "--schedule"]) == DONE
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "drawn: learning-rates.png"
-    assert dict(line.split(None, 1) for line in lines[:-1]) == {
-        "run": "599 steps, 40.02 epochs",
-        "first": "0 at step 0 (epoch 0.00)",
-        "peak": "0.5 at step 75 (epoch 5.01)",
-        "last": "0.00100182 at step 598 (epoch 39.95)",
+    assert (lines[0], lines[-1]) == (
+        "digits-96: batch 96, lars, eta 0.02",
+        "drawn: learning-rates.png",
+    )
+    assert dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[1:-1]) == {
+        "run": "599 steps, 57,504 samples, 40.02 epochs",
+        "first lr": "0 at step 0 (epoch 0.00)",
+        "peak lr": "0.5 at step 75 (epoch 5.01)",
+        "last lr": "0.00100182 at step 598 (epoch 39.95)",
         "warm-up": "before step 75 (epoch 5.01)",
         "clean": "from 0.0112226 at step 524 (epoch 35.01)",
     }

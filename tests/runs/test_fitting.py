@@ -103,7 +103,7 @@ def test_the_device_batch_of_a_run_is_kept_where_it_fits(
     kept: list[object] | None, expected: int | None, tmp_path: Path
 ) -> None:
     if kept is not None:
-        (tmp_path / KEPT).write_text(json.dumps(kept))
+        (tmp_path / KEPT).write_text(json.dumps([*kept, ""]))
     plan, remarks = kept_plan(RECIPE, tmp_path, Serial(torch.device("cpu")))
     assert (plan and plan.device_batch) == expected
     assert len(remarks) == (kept is not None)

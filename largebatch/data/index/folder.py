@@ -80,11 +80,13 @@ def read_classes(root: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; shards need this file, with the name of a class per line"
+            f"{path}: {error.strerror}; shards need it: a class name per line, by label"
         ) from None
     names = tuple(text.removesuffix("\n").split("\n"))
     if len(set(names)) < len(names) or not all(map(is_class_name, names)):
-        raise DataError(f"{path}: expected one unique name per line; found {shorten(names)}")
+        raise DataError(
+            f"{path}: expected a unique name per line, by label; found {shorten(names)}"
+        )
     return names
 
 

@@ -21,8 +21,7 @@ from largebatch.runs.fitting import largest_side, random_batch, whole_spans
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion
 
-_ENOUGH_SECONDS = 0.3
-"""Seconds of a pass from which overhead no longer dominates."""
+_ENOUGH_SECONDS = 0.3  # seconds of a pass from which overhead no longer dominates
 
 
 class Estimate(NamedTuple):

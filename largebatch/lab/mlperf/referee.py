@@ -63,6 +63,8 @@ def check(folders: Sequence[Path]) -> dict[str, Verdict]:
     """
     logs = [path for folder in folders for path in find_logs(folder)]
     divisions = {_division(path) for path in logs}
+    if len(divisions) > 1:
+        raise LogError(f"{logs[0].parent}: logs of several divisions; check each by itself")
     verdicts = {
         "compliance": _check_compliance(logs),
         "seeds": _check_seeds(logs),

@@ -37,6 +37,8 @@ SPANS = range(32, 513)
 ETA = 1e-3
 """Trust coefficient of MLPerf's reference points."""
 
+LONGER = 1.5  # times the length of a step of the recipe that is kept: it is warned of
+
 KEPT = ("seed", "data", "model", "loss", "precision", "reduction", "execution", "evaluation")
 """Sections that a suggestion keeps: what a batch does not decide."""
 
@@ -228,6 +230,14 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish": "no reference point has it",
             "polish.clean": "the share of Fujitsu's entry",
         }
+    if base is not None and (old := base.optimizer).kind == "lars":
+        length = tree["schedule"]["peak_lr"] * ETA / (1 - tree["optimizer"]["momentum"])
+        factor = length / (base.schedule.peak_lr * old.eta / (1 - old.momentum))
+        if factor > LONGER:
+            source += (
+                f"; warning: rate x eta / (1 - momentum) is {factor:.2g} times that of "
+                f"{base.name}, and training may diverge: see `largebatch lab range` first"
+            )
     return Suggestion(validate_tree(Recipe, tree, source=name), source, comments)
 
 

@@ -16,8 +16,7 @@ from largebatch.recipe.section import NonNegative, Positive, Section
 
 FloatArray = npt.NDArray[np.float64]
 
-_BLOCKS = 16
-"""Number of blocks drawn at a time, which is 64 mini-batches."""
+_BLOCKS = 16  # number of blocks drawn at a time, which is 64 mini-batches
 
 
 class Constant(Section):

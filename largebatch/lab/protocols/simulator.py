@@ -276,8 +276,7 @@ class _Engine:
 Arrive = Callable[[float], object]
 """Called with the time at which the last byte arrives."""
 
-_ROUNDING = 1e-9
-"""Share of a message that is left by rounding when it ends."""
+_ROUNDING = 1e-9  # share of a message that is left by rounding when it ends
 
 
 @dataclass(eq=False, slots=True)

@@ -38,8 +38,7 @@ CARD = "eth0"
 """Name of the link on each host."""
 
 _SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
-_QUEUE = 2**26
-"""Length of a queue in bytes: more than the windows of all connections to a host."""
+_QUEUE = 2**26  # length of a queue in bytes: more than the windows of all connections to a host
 
 _FRAME, _HEADERS = 1514, 66
 """Bytes of a full frame with headers, and of its headers: Ethernet (14), IPv4 (20), and TCP with

@@ -64,6 +64,8 @@ class Ranking:
         if not first.scores:
             what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
             return [*found, f"no policy {what}"]
+        if len(self.ranked) == 1:
+            found.append("only one policy was measured")
         if len(first.scores) < ENOUGH_SEEDS:
             found.append(f"{plural(len(first.scores), 'seed')}, of {ENOUGH_SEEDS} that are needed")
         cell = first.results

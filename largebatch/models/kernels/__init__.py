@@ -15,8 +15,7 @@ from largebatch import accelerator
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_MOST = 65_535
-"""Spans, and blocks of at least 16 channels, that CUDA launches together."""
+_MOST = 65_535  # spans, and blocks of at least 16 channels, that CUDA launches together
 
 DEVICES = {accelerator.TRITON}
 """Types of devices with these kernels."""

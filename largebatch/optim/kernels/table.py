@@ -24,8 +24,7 @@ PARTIAL = 64
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
-_ALIGNMENT = 16
-"""Bytes of a load of several elements; its address must be a multiple."""
+_ALIGNMENT = 16  # bytes of a load of several elements; its address must be a multiple
 
 
 class Table:
