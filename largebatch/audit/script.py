@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.audit.auditing import audit
 from largebatch.audit.findings import Findings
+from largebatch.audit.ranks import in_one_line
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
 from largebatch.models.wrappers import device_of
@@ -48,12 +50,13 @@ class _EndedError(BaseException):
     """Ends the script after its audit; not an Exception, which the script may catch."""
 
 
-def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
+def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> Findings:
     """Run a script with its arguments until its first updates are audited; every worker calls this.
 
-    Raises DataError, with what was not seen, if the script ends before that or cannot be audited.
+    Raises DataError, with what was not seen, if the script ends before that or cannot be audited,
+    and if over Gloo some workers make no update within `timeout` seconds of the first one's.
     """
-    watch = _Watch()
+    watch = _Watch(timeout)
     require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
@@ -99,7 +102,8 @@ def audit_script(path: Path, arguments: Sequence[str]) -> Findings:
 class _Watch:
     """What hooks saw of a script, and the exchange of batches between it and its audit."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timedelta(seconds=timeout)
         self.models: list[nn.Module] = []
         self.loss: tuple[Callable[[Any, Any], Tensor], object] | None = None
         """Loss function and labels of its last call."""
@@ -214,6 +218,7 @@ class _Watch:
             try:
                 if device.type != "cpu":
                     torch.get_device_module(device).set_device(device)
+                self._wait_for_all()
                 self.result = audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)
             except BaseException as error:  # raised in the main thread
                 self.result = error
@@ -222,6 +227,19 @@ class _Watch:
         # Set before it starts: the audit restores what the hook of set_epoch refers to.
         self.thread = threading.Thread(target=work, name="audit")
         self.thread.start()
+
+    def _wait_for_all(self) -> None:
+        if not dist.is_initialized() or "gloo" not in str(dist.get_backend()):
+            return
+        try:
+            dist.monitored_barrier(timeout=self.timeout)
+        except RuntimeError as error:
+            found = (
+                f"some workers made no update in {self.timeout} after this one's first; call "
+                f"optimizer.step() on all (--timeout waits longer): {in_one_line(str(error))}"
+            )
+            sys.stderr.write(f"largebatch: {found}\n")  # those that wait fail before this one ends
+            raise DataError(found) from None
 
 
 def _has_labels(batch: Any, labels: object) -> bool:  # noqa: ANN401 -- as the loader has it

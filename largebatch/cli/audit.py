@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
+from largebatch.distributed.environment import worker_rank
 from largebatch.errors import AuditError, DataError, LargebatchError
 from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
 
@@ -41,10 +41,8 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
     """
     script = Path(target)
     if script.suffix == ".py":
-        if options.timeout != TIMEOUT_SECONDS or options.backend == "serial":
-            raise LargebatchError(
-                f"--timeout and --backend serial are for FUNCTION; {target} connects its workers"
-            )
+        if options.backend == "serial":
+            raise LargebatchError(f"--backend serial is for FUNCTION; {target} connects workers")
         if not script.is_file():
             raise DataError(f"{target}: there is no such script")
         if options.workers is None and worker_rank() is None:
@@ -52,11 +50,12 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
 
             text = "largebatch: two workers were started; --workers 1 audits a single process"
             print(text, file=sys.stderr)
-            words = ["-m", "largebatch", "audit", "--workers", "2", target, *arguments]
+            limit = ["--timeout", f"{options.timeout:g}"]
+            words = ["-m", "largebatch", "audit", "--workers", "2", *limit, target, *arguments]
             return start_workers(words, workers=2, horovod=options.backend == "horovod")
         from largebatch.audit.script import audit_script
 
-        return _end(audit_script(script, arguments), target)
+        return _end(audit_script(script, arguments, timeout=options.timeout), target)
     from largebatch.data.datasets.own import own_function
     from largebatch.distributed.connection import connect
 

@@ -289,10 +289,12 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         + (f":mem={node.memory}gb" if node.memory else ""),
         "#PBS -l walltime=": f"{hours:02}:{minutes:02}:00",
     }
+    template = (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8")
+    template = template.replace("node1:8,node2:8", f"node1:{gpus},node2:{gpus}")
     return re.sub(
         rf"^({'|'.join(map(re.escape, settings))}).*$",
         lambda line: f"{line[1]}{settings[line[1]]}",
-        (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8"),
+        template.replace(f"launch/{KINDS[kind]}", "job.sh"),  # in its comments
         flags=re.MULTILINE,
     )
 

@@ -156,9 +156,7 @@ OneOrMore = BeforeValidator(_words)
 
 
 class Tracking(Section):
-    """Trackers of the run, and how they file it; a list of trackers is enough. Environment
-    variables of W&B, such as WANDB_NAME or WANDB_TAGS, take precedence there.
-    """
+    """Trackers of the run; W&B's variables, such as WANDB_PROJECT or WANDB_NAME, come first."""
 
     trackers: Annotated[tuple[TrackerName, ...], OneOrMore] = ()
     """Trackers besides the console and log.jsonl. `wandb`: Weights & Biases. `tensorboard`: event

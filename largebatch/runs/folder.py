@@ -323,7 +323,7 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
     if resume == "auto":
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():
-        raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
+        raise CheckpointError(f"{folder}: there is no run to resume; start one: largebatch train")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
             f"{folder}: already holds files; choose another --out, or add --resume"

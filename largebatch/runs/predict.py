@@ -75,7 +75,8 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
     readable = [row for row, file in enumerate(files) if file not in unreadable]
     if not readable:
         causes = [f"{file}: {unreadable[file]}" for file in files] + [ignored]
-        raise DataError("no image can be read\n  " + "\n  ".join(filter(None, causes)))
+        found = "no image can be read" if files else "these folders hold no images"
+        raise DataError("\n  ".join([found, *filter(None, causes)]))
     return Predictions(
         classes=checkpoint.origin.classes or [str(label) for label in range(recipe.data.classes)],
         paths=[files[row] for row in readable],

@@ -1,5 +1,6 @@
 """An audit of an unchanged script, by `largebatch audit script.py`."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ for epoch in range(100):
         (loss if fault == "scale" else loss / 2).backward()
         if number == 5 and fault == "error":
             raise RuntimeError("of the script")
-        if number % 2 and fault != "no update":
+        if number % 2 and fault != "no update" and (fault != "one worker" or not dist.get_rank()):
             optimizer.step()
             optimizer.zero_grad()
         if number == 1 and fault in {"end", "exit"}:
@@ -71,6 +72,13 @@ def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(scr
     assert "audit: no fault" in printed
     assert "unknown" not in printed
     assert "1.0000 times that of one process with all 32 samples" in printed
+
+
+def test_a_worker_that_makes_no_update_ends_the_audit(script: Path) -> None:
+    words = [sys.executable, "-m", "largebatch", "audit", "--timeout", "2", str(script)]
+    done = subprocess.run([*words, "one worker"], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "Rank 1 failed" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits_96 other", "unexpected argument 'other'"),
         ("train digits_96 --resume maybe", "'maybe'"),
         ("resume run --out other", "--out"),
-        ("audit --timeout 7m train.py", "--timeout"),
+        ("audit --backend serial train.py", "--backend"),
         ("trian", "no command 'trian'; did you mean 'train'?"),
         ("data improt", "no command 'data improt'; did you mean 'import'?"),
         ("help", "no command 'help'; `largebatch --help` lists them"),

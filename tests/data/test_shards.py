@@ -162,7 +162,7 @@ def lose_classes(root: Path) -> None:
     [
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "only one of them; found 000000.tar, cat"),
-        (lose_classes, "classes.txt: No such file or directory; shards need this file"),
+        (lose_classes, "classes.txt: No such file or directory; shards need it"),
     ],
 )
 def test_broken_shards_are_refused(

@@ -403,7 +403,7 @@ def _read(
     if missing:
         raise DataError(
             f"{root / split}: {len(missing)} of {len(names)} classes have no usable image: "
-            f"{shorten(missing)}; add images, or run: largebatch data import imagefolder"
+            f"{shorten(missing)}; add some, or: largebatch data import imagefolder SOURCE --out DIR"
         )
     return content
 

@@ -32,31 +32,26 @@ from largebatch.report.run import read_run
 from largebatch.runs.options import Options
 from largebatch.tracking.noise_scale import NoiseScale
 
-CLOSE = 1.05
-"""Ratio of two times from which another batch is worth its epochs."""
+CLOSE = 1.05  # ratio of two times from which another batch is worth its epochs
 
 SMALLER, LARGER = 4, 12
 """Doublings of the recipe's batch that are looked at, downwards and upwards."""
 
-FAR = 4.0
-"""Largest batch that is looked at, in noise scales: it takes five times the epochs."""
+FAR = 4.0  # largest batch that is looked at, in noise scales: it takes five times the epochs
 
-SQUARE_ROOT = 0.5
-"""Exponent of the learning rate by batch where no edge was found."""
+SQUARE_ROOT = 0.5  # exponent of the learning rate by batch where no edge was found
 
 SHARES = {"times": 0.15, "noise": 0.5, "edges": 0.35}
 """Parts of the time: of a step by device batch, the noise scale, and the range tests."""
 
-FIRST = 0.25
-"""Part of the noise scale's updates from whose time the number of the others follows."""
+FIRST = 0.25  # part of the noise scale's updates from whose time the number of the others follows
 
 THEORY = 2.0
 """Factor by which runs may differ from the noise scale, either way. An assumption: the theory
 weighs directions by their curvature, the measurement weighs all equally (arXiv:1812.06162, section
 2.2), and a short run is only the beginning of the long one, in which the scale grows."""
 
-SEEDS = 3
-"""Seeds of each range test, if the time suffices."""
+SEEDS = 3  # seeds of each range test, if the time suffices
 
 Edges = tuple[tuple[int, float | None], ...]
 """Upper bounds of range tests by batch; None where one has none."""

@@ -31,8 +31,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
 from largebatch.runs.pretrained import Start
 
-SAMPLE = 512
-"""Number of training images whose colours are measured, spread evenly over all."""
+SAMPLE = 512  # number of training images whose colours are measured, spread evenly over all
 
 UPDATES_PER_EPOCH = 16
 """Updates in an epoch, at least, so that a small data set does not make only two or three."""
@@ -55,8 +54,7 @@ LADDER, USED = (192, 160, 128, 96, 64), 0.85
 SMALL, MEDIUM, LARGE = 64, 146, 320
 """Median short sides in pixels; images up to SMALL are trained on at their size."""
 
-LARGEST_CACHE = 2 * 2**30
-"""Bytes of decoded pixels up to which they are cached by default."""
+LARGEST_CACHE = 2 * 2**30  # bytes of decoded pixels up to which they are cached by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

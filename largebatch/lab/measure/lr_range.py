@@ -49,8 +49,7 @@ CHART, RESULT = "range.png", "range.json"
 LOW, HIGH = 1e-3, 100.0
 """Default range, as multiples of peak_lr."""
 
-STEPS = 100
-"""Default number of updates, unless the momentum needs more."""
+STEPS = 100  # default number of updates, unless the momentum needs more
 
 LEAST_STEPS = 20
 
@@ -59,20 +58,15 @@ MEMORIES = 2.0
 follows rates that are long past, and its lowest point is far from any limit."""
 
 
-WINDOW = 1 / 12
-"""Fraction of the steps on each side of a step that its line is fitted to."""
+WINDOW = 1 / 12  # fraction of the steps on each side of a step that its line is fitted to
 
-CLEAR = 0.1
-"""Fraction of the total fall from which the loss counts as falling."""
+CLEAR = 0.1  # fraction of the total fall from which the loss counts as falling
 
-NOISE = 3.0
-"""Number of standard errors of the smoothed loss that exceeds noise."""
+NOISE = 3.0  # number of standard errors of the smoothed loss that exceeds noise
 
-WALL = 1.5
-"""Upper limit on losses, as a multiple of the first losses; also replaces NaN."""
+WALL = 1.5  # upper limit on losses, as a multiple of the first losses; also replaces NaN
 
-APART = 2.0
-"""Ratio between seeds' bounds from which the bound is badly determined."""
+APART = 2.0  # ratio between seeds' bounds from which the bound is badly determined
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,7 @@ from largebatch.optional import require_mlperf
 
 PURPOSE = "referee"
 
-RUNS = 5
-"""Number of runs of a ResNet submission; the fastest and the slowest do not count."""
+RUNS = 5  # number of runs of a ResNet submission; the fastest and the slowest do not count
 
 
 class LogError(LargebatchError):

@@ -21,12 +21,10 @@ from largebatch.recipe.schedule import Polynomial
 from largebatch.recipe.section import Duration, Section
 
 USAGE, BENCHMARK, ROUND = "training", "resnet", "4.0.0"
-TARGET = 0.759
-"""Top-1 accuracy at which a run is complete."""
+TARGET = 0.759  # top-1 accuracy at which a run is complete
 
 TRAIN_SAMPLES, VAL_SAMPLES = 1_281_167, 50_000
-FREE_MOMENTUM = 32_768
-"""Least batch at which LARS may have any momentum."""
+FREE_MOMENTUM = 32_768  # least batch at which LARS may have any momentum
 
 _Checked = tuple[str, bool, str]
 """A key, True if it keeps its rule, and the rule."""

@@ -38,8 +38,7 @@ BATCHNORM_LAYERS = 53
 STATISTICS_SECONDS = 5e-6
 """Seconds of one exchange of BatchNorm statistics between two GPUs of a node. An assumption."""
 
-GRADIENTS = 25_557_032
-"""Parameters of ResNet-50."""
+GRADIENTS = 25_557_032  # parameters of ResNet-50
 
 SPREAD: dict[Generation, float] = {"volta": 1.11, "ampere": 1.13, "hopper": 1.23, "blackwell": 1.42}
 """Factor from a predicted time to either end of the interval that holds 90 % of such runs."""

@@ -24,14 +24,12 @@ from largebatch.recipe.model import RESNET50
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 
-SIZE = 224
-"""Image size of the published runs."""
+SIZE = 224  # image size of the published runs
 
 CLASSES, HEAD_INPUTS = 1000, 2049
 """Outputs and inputs of ResNet-50's classifier, with its bias."""
 
-JPEG_BYTES = 110_000
-"""Bytes of an ImageNet image."""
+JPEG_BYTES = 110_000  # bytes of an ImageNet image
 
 IMAGES_PER_CORE = 300.0
 """Images a second that torchvision decodes and augments (measured, full-size ImageNet JPEGs)."""

@@ -34,8 +34,7 @@ LARGEST = 86_016
 SPANS = range(32, 513)
 """Sizes of BatchNorm spans; the points have 64 to 424."""
 
-ETA = 1e-3
-"""Trust coefficient of MLPerf's reference points."""
+ETA = 1e-3  # trust coefficient of MLPerf's reference points
 
 LONGER = 1.5  # times the length of a step of the recipe that is kept: it is warned of
 
@@ -157,8 +156,8 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
         least, most = (math.ceil(points[0].batch * samples / IMAGES), LARGEST * samples // IMAGES)
         raise RecipeError(
             f"--batch {batch:,}: runs with LARS are known from {least:,} to {most:,} (by updates "
-            f"in an epoch {points[0].batch:,} to {LARGEST:,} of ImageNet); below, keep SGD, with a "
-            "learning rate of 0.1 for every 256 images (arXiv:1706.02677)"
+            f"in an epoch {points[0].batch:,} to {LARGEST:,} of ImageNet); for less keep SGD, with "
+            "a learning rate of 0.1 for every 256 images (arXiv:1706.02677)"
         )
     lower = [point for point in points if point.batch <= equivalent][-1]
     is_point = lower.batch == equivalent

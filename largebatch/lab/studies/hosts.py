@@ -46,8 +46,7 @@ from largebatch.tracking.events import Event, Step
 from largebatch.training.loop import Criterion
 from largebatch.training.stages import STAGES
 
-USER = 2
-"""Exit code of an error that the user can fix."""
+USER = 2  # exit code of an error that the user can fix
 
 IDEAL = "ideal"
 """Name of the line of as many times one worker, for charts that show it."""

@@ -41,8 +41,7 @@ Factor = Annotated[float, Field(gt=0, le=1e6)]
 Megabits = Annotated[float, Field(ge=1, le=1e6)]
 Kind = Literal["policies", "settings", "staleness", "servers", "scaling"]
 
-TRIAL_SEED = 100
-"""Seed of the trials of a search, which no measured run has."""
+TRIAL_SEED = 100  # seed of the trials of a search, which no measured run has
 
 
 class Compute(Section):
