@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import largebatch
+from largebatch.recipe.section import Section
 
 
 def test_the_package_is_imported_without_its_libraries_and_shows_its_names() -> None:
@@ -25,9 +26,7 @@ def test_the_package_is_imported_without_its_libraries_and_shows_its_names() -> 
     assert {*largebatch.__all__} <= {*shown}
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*largebatch.__all__} - {"LargebatchError", "Recipe", "__version__"})
-)
+@pytest.mark.parametrize("name", sorted({*largebatch.__all__} - {"LargebatchError", "__version__"}))
 def test_a_name_is_a_function_or_class_whose_signature_has_plain_types(name: str) -> None:
     value = getattr(largebatch, name)
     assert callable(value)
@@ -35,6 +34,18 @@ def test_a_name_is_a_function_or_class_whose_signature_has_plain_types(name: str
     shown = str(inspect.signature(value))
     assert "Annotated" not in shown
     assert "pydantic" not in shown.lower()
+
+
+def test_sections_of_a_recipe_have_plain_types_and_their_defaults() -> None:
+    kinds = [Section]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        shown = str(inspect.signature(kind))
+        assert "Annotated" not in shown
+    found = inspect.signature(largebatch.Recipe).parameters
+    assert found["seed"].annotation is int
+    assert found["seed"].default is inspect.Parameter.empty
+    assert found["precision"].default == "fp32"
 
 
 def test_every_function_of_the_reference_has_an_example() -> None:

@@ -1,7 +1,8 @@
 """The base of all sections, the types and bounds they share, and how to walk through their keys."""
 
 from collections.abc import Iterator
-from typing import Annotated, Self, get_args
+from inspect import signature
+from typing import Annotated, Any, Self, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -46,6 +47,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **words: Any) -> None:  # noqa: ANN401 -- pydantic's
+        """Show plain types in the signature, without pydantic's bounds."""
+        super().__pydantic_init_subclass__(**words)
+        hints, own = get_type_hints(cls), signature(cls)
+        plain = [it.replace(annotation=hints[it.name]) for it in own.parameters.values()]
+        cls.__signature__ = own.replace(parameters=plain)
 
 
 class Duration(Section):
