@@ -89,10 +89,10 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     if watch.result is not None:
         raise watch.result
     missing = "requested a batch after an update"
-    if watch.loader is None or watch.optimizer is None:
+    if watch.loader is None:
         missing = "read a batch from a DataLoader"
-        if watch.loader is not None:
-            missing = "made an update of a model that it called"
+    elif watch.optimizer is None:
+        missing = "made an update of a model that it called"
     raise DataError(
         f"{path}: it ended before it had {missing} in this process; pass {path}:FUNCTION, which "
         "returns (model, loader, loss_fn, optimizer), or call largebatch.audit in the script"
