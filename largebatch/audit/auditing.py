@@ -197,7 +197,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     model, averaged = subject.inner, subject.averaged
     optimizer = _without_wrappers(subject.optimizer)
-    at_start = compare_replicas(subject, optimizer, ranks, "at the start")
+    at_start = compare_replicas(subject, optimizer, ranks, "before the audit")
     unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
     distances = [norms.distance_of_statistics(model, ranks)]
     before = norms.tracked(model)
@@ -209,6 +209,9 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
     found = check_dropout(model, ranks)
+    if isinstance(subject.step, partial) and subject.step.func is _plain_step:
+        text = "the audit's own: zero_grad, forward, loss, backward, step; step= audits yours"
+        found.append(fine("updates", text))
     batches: list[Any] = []
     with recorder.recording():
         found += _make_updates(subject, ranks, recorder, batches)

@@ -23,10 +23,10 @@ Check = Literal[
     "epoch order",
     "augmentation",
     "dropout",
-    "weights",
-    "buffers",
-    "optimizer state",
     "learning rates",
+    "buffers",
+    "weights",
+    "optimizer state",
     "training mode",
     "batch norm span",
     "running statistics",
@@ -41,7 +41,7 @@ Check = Literal[
     "evaluation mode",
     "averaged weights",
 ]
-"""Names of the checks, in the order of the table."""
+"""Names of the checks, in the order of the table: causes before what follows from them."""
 
 _wrap = partial(textwrap.wrap, width=100, break_long_words=False, break_on_hyphens=False)
 """Breaks a line of the table between words."""

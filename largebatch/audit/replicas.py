@@ -59,7 +59,7 @@ def compare_replicas(
         finding = differences(check, tensors, ranks, when=when)
         if finding is None:
             if tensors:
-                found[check] = fine(check, f"equal on all workers, at the start and {when}")
+                found[check] = fine(check, f"equal on all workers, before the audit and {when}")
             continue
         if check == "buffers" and getattr(subject.model, "broadcast_buffers", False):
             remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"

@@ -94,7 +94,7 @@ def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None
         if worker_rank() is not None:  # a launcher started this process
             resume = f"to resume: the same command with --resume --out {folder}"
         if status == "paused":
-            resume = f"--max-steps {max_steps} is reached; {resume}"
+            resume = f"at or beyond --max-steps {max_steps}; {resume}"
         print(printable(resume))
     page = folder / REPORT
     is_drawn = status != "interrupted" and page.exists()  # else it is of an earlier part
@@ -147,6 +147,8 @@ def predict(
 ) -> None:
     """Print the classes of images with their probabilities, as CSV.
 
+    Images that cannot be read are named after it, and the exit code is then 2.
+
     Args:
         run: A run folder or a .safetensors file.
         images: Files, or folders of them.
@@ -175,11 +177,11 @@ def predict(
             raise DataError(f"{out}: cannot be written: {error.strerror}") from None
     print(printable(text.getvalue()), end="", flush=True)
     lines = [f"{path}: {reason}" for path, reason in found.unreadable.items()]
-    if lines:
-        total = len(found.paths) + len(lines)
-        lines.append(f"{plural(len(lines), 'image')} of {total} cannot be read")
     for line in filter(None, [*lines, found.ignored]):
         print(printable(f"largebatch: {line}"), file=sys.stderr)
+    if lines:
+        total = len(found.paths) + len(lines)
+        raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")
 
 
 def export(checkpoint: Path, /, *, out: Folder, imports: Imports = ()) -> None:

@@ -115,7 +115,7 @@ def test_images_that_cannot_be_read_are_named_and_the_others_predicted(
     (tmp_path / "folder/text.jpg").write_text("no image")
     (tmp_path / "folder/new.heic").write_bytes(b"x")
     run, places = str(photos / "run"), [tmp_path / "folder", tmp_path / "nowhere.jpg"]
-    assert main(["predict", run, *map(str, places), str(good)]) == DONE
+    assert main(["predict", run, *map(str, places), str(good)]) == USER
     printed = capsys.readouterr()
     (row,) = csv.DictReader(io.StringIO(printed.out))
     expected = predict(photos / "run", [good])
