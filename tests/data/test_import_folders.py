@@ -137,9 +137,14 @@ def test_broken_images_are_named_and_can_be_left_out(
             id="two folders of splits",
         ),
         pytest.param(["train/cat/0.png"], "no images of val", id="one split"),
+        pytest.param(["train/cat/0.png", "val/cat/0.png"], "one class, cat", id="one class"),
         pytest.param(["train/cat/0.png", "val/dog/0.png"], "only in val: dog", id="other classes"),
         pytest.param(["train/n01.txt"], "no images", id="no images"),
-        pytest.param(["train/c\nt/0.png", "val/c\nt/0.png"], r"'c\\nt'", id="a name of two lines"),
+        pytest.param(
+            [f"{split}/{name}/0.png" for split in ("train", "val") for name in ("c\nt", "dog")],
+            r"'c\\nt'",
+            id="a name of two lines",
+        ),
     ],
 )
 def test_images_whose_classes_are_unclear_are_refused(

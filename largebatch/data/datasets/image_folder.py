@@ -96,6 +96,8 @@ def open_archives(
             )
         classes, of_val = (sorted(images, key=os.fsencode) for images in (train, val))
         check_same_classes(source, classes, of_val)
+        if len(classes) < 2:
+            raise DataError(f"{source}: one class, {classes[0]}; expected two or more; {LAYOUT}")
 
         def samples(split: str) -> Iterator[Sample | Unusable]:
             """Read the images in the order of class folders, so that sample numbers are equal."""
