@@ -205,13 +205,13 @@ class LARS(Tabled):
         """Return the ratios of the last step, by adapted parameter.
 
         They include eta, eps and clip_ratio, but not the learning rate. The ratios are 0-d tensors
-        on the parameters' devices; reading them waits for a GPU. They are meaningless after a step
-        that a GradScaler skipped.
+        on the parameters' devices, which later steps do not change; reading them waits for a GPU.
+        They are meaningless after a step that a GradScaler skipped.
         """
         return {
             parameter: ratio
             for parameters, ratios in self._ratios
-            for parameter, ratio in zip(parameters, ratios.unbind(), strict=True)
+            for parameter, ratio in zip(parameters, ratios.clone().unbind(), strict=True)
         }
 
 

@@ -4,21 +4,33 @@ In fp16 on another accelerator it is the fused one, which can skip a step on the
 """
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
 from largebatch.optim.kernels import Rule, works
 from largebatch.optim.kernels.tabled import Tabled
+from largebatch.optim.rates import hidden_gradients
 
 
 class TabledSGD(Tabled, SGD):
-    """SGD with momentum of float32 weights on GPUs, with the groups and the state of PyTorch's."""
+    """SGD with momentum of float32 weights on GPUs, with the groups and the state of PyTorch's.
 
-    _step_supports_amp_scaling = True
-    """True because a GradScaler may leave unscaling and skipping to `step`."""
+    PyTorch's code updates what the tables cannot: sparse gradients, other types and devices, and
+    groups with dampening, `maximize` or without momentum.
+    """
+
+    _takes_sparse = True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if GradScaler leaves unscaling and skipping to `step`."""
+        pairs = ((it, group) for group in self.param_groups for it in group["params"])
+        return all(it.grad is None or self._is_tabled(it, group) for it, group in pairs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
@@ -26,8 +38,16 @@ class TabledSGD(Tabled, SGD):
         loss = None if closure is None else torch.enable_grad()(closure)()
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         self._update_tables(self._rules(), scale, found_inf)
-        assert not self._others
+        if self._others:
+            with hidden_gradients(it for tabled in self._tables for it in tabled.parameters):
+                unwrap(SGD.step)(self)  # its hooks have run
         return loss
+
+    def _is_tabled(self, weight: Tensor, group: dict[str, Any]) -> bool:
+        is_plain = group["momentum"] and not group["dampening"] and not group["maximize"]
+        is_dense = weight.grad is None or weight.grad.layout is torch.strided
+        is_float = weight.dtype == torch.float32
+        return bool(is_plain) and is_dense and is_float and super()._is_tabled(weight, group)
 
     def _rules(self) -> list[Rule]:
         return [_rule(group) for group in self.param_groups]

@@ -20,10 +20,10 @@ optimizer, which `refresh` copies there. Random numbers are those of the seed th
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.optim import Optimizer
 
 from largebatch import accelerator
 from largebatch.data.types import Batch
@@ -84,6 +84,7 @@ class Graphs:
         self._shapes: dict[object, _Shape] = {}
         self._shape = _Shape()
         self._pool: object = None
+        self._key: object = None
         self._depth, self._reason, self._noted = EVERYTHING, "", -1
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
         if problem := needs_host(work.model):
@@ -113,7 +114,13 @@ class Graphs:
         return True
 
     def _begin(self, batch: Batch) -> None:
-        """Choose the graphs of an update."""
+        """Choose the graphs of an update; drop all if they would use outdated memory."""
+        weights = chain.from_iterable(it["params"] for it in self._work.optimizer.param_groups)
+        key = [it.data_ptr() for it in weights], self._optimizer_key()
+        if key != self._key or (self._depth == EVERYTHING and key[1] is None):
+            warm_up = {form: it for form, it in self._shapes.items() if it.updates < _WARM_UP}
+            self._shapes = warm_up
+        self._key = key
         form = _form(batch), len(self._work.frozen)
         self._shape = self._shapes.pop(form, _Shape())
         self._shapes[form] = self._shape  # the newest is the last
@@ -142,8 +149,9 @@ class Graphs:
             work.sum(stopwatch)
         if found:
             self._limit(PASSES, f"the host waits for the device in {found[0]}")
-        if problem := _problem(work.optimizer):
-            self._limit(SUMS, problem)
+        if self._optimizer_key() is None:
+            name = type(work.optimizer).__name__
+            self._limit(SUMS, f"{name} takes its numbers from the host here")
         with accelerator.waits(self._device) as found:
             work.update()
         if found:
@@ -185,7 +193,7 @@ class Graphs:
         reducer.in_passes = part.depth < EVERYTHING
         if part.depth == EVERYTHING:
             with hidden_gradients(work.frozen):
-                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _problem
+                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _optimizer_key
         part.graph.replay()
         work.results = replace(part.results)
         spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]
@@ -202,6 +210,15 @@ class Graphs:
             value = getattr(work.results, it.name)
             if value is not None and (it.name != "scale" or work.scaler.is_enabled()):
                 setattr(work.results, it.name, value.clone())
+
+    def _optimizer_key(self) -> object:
+        """Return what a graph of the optimizer's step depends on; None if it cannot be in a graph.
+
+        An optimizer that can be has its numbers on the device. It has `graph_key`, and `refresh`,
+        which copies them there before a replay, and the addresses of the gradients.
+        """
+        with hidden_gradients(self._work.frozen):
+            return getattr(self._work.optimizer, "graph_key", lambda: None)()
 
     def _limit(self, depth: int, reason: str) -> None:
         if depth < self._depth:
@@ -242,15 +259,3 @@ def open_graphs(work: "Work", use: UseGraph, note: Callable[[str], object]) -> G
 
 def _form(batch: Batch) -> object:
     return tuple((it.shape, it.dtype, it.stride()) for it in batch)
-
-
-def _problem(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot be in a graph; None if it can: its numbers are on the device.
-
-    Such an optimizer has `refresh`, which copies them there before a replay, and the addresses of
-    the gradients, and `can_replay`.
-    """
-    can_replay = getattr(optimizer, "can_replay", None)
-    if can_replay is not None and can_replay():
-        return None
-    return f"{type(optimizer).__name__} takes its numbers from the host here"

@@ -1,8 +1,11 @@
 """Optimizers whose tensors on a GPU are updated together, by `table`."""
 
-from collections.abc import Sequence
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ SHORT = (torch.float16, torch.bfloat16)
 SAVED = {"momentum_buffer", "master"}
 """Keys of a parameter's state; `master` only for short parameters."""
 
+_KEYS = ("adapt", "kernels", "dampening", "maximize")
+"""Keys of a group that decide what is in a table."""
+
 
 class Tabled(Optimizer):
     """Base of LARS and SGD: momentum with a buffer for each parameter.
@@ -28,14 +34,17 @@ class Tabled(Optimizer):
     _tables: Sequence["_Tabled"] = ()
     """Tables of the last step, one per GPU."""
 
-    _made_for: object = None
-    """`_layout` for which the tables were made; None to make them in every step."""
+    _made_for: "_Made | None" = None
+    """What the tables were made for; None to make them in every step."""
 
-    _grads: Sequence[int] = ()
+    _addresses: Sequence[int] = ()
     """Addresses of the gradients of the last step."""
 
     _others = True
     """True if there may be parameters outside the tables."""
+
+    _takes_sparse = False
+    """True if `step` updates parameters outside the tables by sparse gradients too."""
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load hyper-parameters and momentum."""
@@ -49,12 +58,8 @@ class Tabled(Optimizer):
 
         `rules` are those of the groups; `scale` and `found_inf` are those of a GradScaler.
         """
-        layout, addresses = self._layout()
-        if layout is None or layout != self._made_for:
-            self._make_tables(layout)
-            self._grads = addresses
-        else:
-            self._find_grads(addresses)
+        if not self._find_grads():
+            self._make_tables()
         found = []
         for tabled in self._tables:
             scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
@@ -64,13 +69,14 @@ class Tabled(Optimizer):
                 target.copy_(source)
         return found
 
-    def can_replay(self) -> bool:
-        """Return True if a graph may repeat the last step: it reads all numbers from tables."""
-        return self._made_for is not None and not self._others
+    def graph_key(self) -> object:
+        """Return what a graph of the last step depends on; None if no graph may repeat it."""
+        return self._tables if self._find_grads() and not self._others else None
 
     def refresh(self) -> None:
         """Copy hyper-parameters and addresses of gradients to the tables: before a replay."""
-        self._find_grads(self._layout()[1])
+        is_current = self._find_grads()
+        assert is_current, "graph_key was not asked"
         for tabled in self._tables:
             tabled.table.use(self._rules())
 
@@ -78,52 +84,79 @@ class Tabled(Optimizer):
         """Return the rule of each group."""
         raise NotImplementedError
 
-    def _find_grads(self, addresses: Sequence[int]) -> None:
-        if addresses == self._grads:
-            return
-        for tabled in self._tables:
-            tabled.table.move_grads([it.grad for it in tabled.parameters])
-        self._grads = [] if accelerator.is_recording() else addresses  # [] is sent again
+    def _is_tabled(self, weight: Tensor, group: dict[str, Any]) -> bool:
+        """Return True if a weight that has a gradient is updated by a table."""
+        return (
+            works(weight.device)
+            and group.get("kernels", "torch") == "torch"
+            and weight.dtype in {torch.float32, *SHORT}
+            and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
+        )
 
-    def _layout(self) -> tuple[object, list[int]]:
-        """Return what the tables depend on, and the addresses of gradients.
+    def _find_grads(self) -> bool:
+        """Send the addresses of gradients that have moved; return False if the tables are outdated.
 
-        The first is None without a GPU that has the kernels of tables. This runs in every step.
+        This runs in every step, so gradients that are the same objects are not read again.
         """
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        if not any(works(device) for device in {weight.device for weight in weights}):
-            return None, []
-        kinds = [
-            (it.get("adapt"), it.get("kernels"), len(it["params"])) for it in self.param_groups
-        ]
-        states = [
-            value.data_ptr()
-            for state in self.state.values()
-            for key, value in state.items()
-            if key in SAVED
-        ]
-        grads = [weight.grad for weight in weights]
-        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            return object(), []  # `_gather` refuses it
-        kept = [
-            None if grad is None else (grad.stride(), grad.numel(), grad.dtype) for grad in grads
-        ]
-        layout = kinds, states, kept, [weight.data_ptr() for weight in weights]
-        return layout, [grad.data_ptr() for grad in grads if grad is not None]
+        made = self._made_for
+        if made is None or self._fixed() != made.fixed:
+            return False
+        grads = [weight.grad for weight in made.weights]
+        try:
+            addresses = _addresses(grads)
+            is_same = all(map(operator.is_, grads, map(operator.call, made.grads)))
+            if addresses == self._addresses and is_same:
+                return True
+            if _forms(grads) != made.forms:
+                return False
+        except RuntimeError:  # a sparse one has neither address nor strides
+            return False
+        made.grads = _references(grads)
+        if addresses != self._addresses:
+            for tabled in self._tables:
+                tabled.table.move_grads([addresses[place] for place in tabled.places])
+            self._addresses = [] if accelerator.is_recording() else addresses  # [] is sent again
+        return True
 
-    def _make_tables(self, layout: object) -> None:
+    def _weights(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _saved(self) -> list[Tensor | None]:
+        states = self.state.values()
+        masters = [state["master"] for state in states if "master" in state]
+        return [*masters, *[state.get("momentum_buffer") for state in states]]
+
+    def _fixed(self) -> object:
+        """Return what the tables depend on besides gradients."""
+        weights = self._weights()
+        groups = [
+            (*map(group.get, _KEYS), not group["momentum"], len(group["params"]))
+            for group in self.param_groups
+        ]
+        return groups, list(map(id, weights)), _addresses([*weights, *self._saved()])
+
+    def _make_tables(self) -> None:
         """Make the table of each GPU, for later steps too unless tensors must be copied."""
-        self._tables, self._others, self._made_for = [], layout is None, None
-        if layout is None:
+        self._tables, self._others, self._made_for = [], True, None
+        weights = self._weights()
+        if not any(works(device) for device in {weight.device for weight in weights}):
             return
         found: dict[torch.device, list[tuple[int, bool, _Lists]]] = {}
         for number, group in enumerate(self.param_groups):
             for (device, _), lists in self._gather(group, tabled=True).items():
                 found.setdefault(device, []).append((number, group.get("adapt", False), lists))
-        self._tables = [_Tabled(device, parts) for device, parts in found.items()]
-        self._others = any(self._gather(group) for group in self.param_groups)
-        if all(tabled.is_lasting for tabled in self._tables):
-            self._made_for, _ = self._layout()  # again, because the state may have been created
+        graded = [id(weight) for weight in weights if weight.grad is not None]
+        places = dict(zip(graded, count(), strict=False))
+        self._tables = [_Tabled(device, parts, places) for device, parts in found.items()]
+        grads = [weight.grad for weight in weights]
+        trained = sum(grad is not None and grad.numel() > 0 for grad in grads)
+        self._others = trained > sum(len(tabled.places) for tabled in self._tables)
+        is_dense = all(grad is None or grad.layout is torch.strided for grad in grads)
+        if is_dense and all(tabled.is_lasting for tabled in self._tables):
+            self._addresses = _addresses(grads)
+            self._made_for = _Made(
+                self._fixed(), weights, self._saved(), _forms(grads), _references(grads)
+            )
 
     def _gather(
         self, group: dict[str, Any], *, tabled: bool = False
@@ -131,14 +164,16 @@ class Tabled(Optimizer):
         """Return the tensors of a group's update by device and type: in tables, or all others."""
         found: dict[tuple[torch.device, torch.dtype], _Lists] = {}
         for weight in group["params"]:
-            if weight.grad is None or weight.numel() == 0 or _in_table(weight, group) != tabled:
+            if weight.grad is None or weight.numel() == 0:
                 continue
-            if weight.grad.layout is not torch.strided:
+            if weight.grad.layout is not torch.strided and not self._takes_sparse:
                 raise ValueError(
                     f"{type(self).__name__} needs dense gradients, got {weight.grad.layout} for a "
                     f"parameter of shape {tuple(weight.shape)}; an embedding gives them with "
                     "sparse=False"
                 )
+            if self._is_tabled(weight, group) != tabled:
+                continue
             state = self.state[weight]
             exact = _exact(weight, state)
             lists = found.setdefault((exact.device, exact.dtype), _Lists())
@@ -150,6 +185,18 @@ class Tabled(Optimizer):
                 lists.exact.append(exact)
                 lists.rounded.append(weight)
         return found
+
+
+@dataclass(slots=True)
+class _Made:
+    """What tables were made for. It keeps the state, whose memory no other tensor then gets."""
+
+    fixed: object
+    weights: list[Tensor]
+    saved: list[Tensor | None]
+    forms: object
+    grads: "list[Callable[[], Tensor | None]]"
+    """Weak references, because a loop may free its gradients after a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +213,12 @@ class _Lists:
 class _Tabled:
     """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
 
-    def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        parts: list[tuple[int, bool, "_Lists"]],
+        places: dict[int, int],
+    ) -> None:
         from largebatch.optim.kernels.table import Table
 
         parts = sorted(parts, key=lambda part: not part[1])
@@ -176,7 +228,9 @@ class _Tabled:
             list(chain.from_iterable(getattr(lists, name) for _, _, lists in parts))
             for name in ("weights", "grads", "buffers", "parameters")
         )
-        self.parameters = parameters
+        self.parameters, self.places = parameters, [places[id(it)] for it in parameters]
+        """Parameters, and the places of their gradients among all."""
+
         pairs = list(zip(parameters, weights, strict=True))
         rounded = [it if it.stride() == exact.stride() else exact for it, exact in pairs]
         self._grads = as_models(grads, rounded)
@@ -191,15 +245,6 @@ class _Tabled:
         self.table = Table(weights, self._grads, buffers, rounded, groups)
         if self.is_lasting:
             self._grads = []  # the table needs only addresses; references would keep the memory
-
-
-def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
-    return (
-        works(weight.device)
-        and group.get("kernels", "torch") == "torch"
-        and weight.dtype in {torch.float32, *SHORT}
-        and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
-    )
 
 
 def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
@@ -228,6 +273,18 @@ def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
         buffer = torch.empty_like(weight).copy_(buffer)
     state["momentum_buffer"] = buffer
     return buffer
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [it.data_ptr() for it in tensors if it is not None]
+
+
+def _forms(grads: Iterable[Tensor | None]) -> object:
+    return [None if it is None else (it.stride(), it.numel(), it.dtype) for it in grads]
+
+
+def _references(grads: Iterable[Tensor | None]) -> list[Callable[[], Tensor | None]]:
+    return [NoneType if it is None else weakref.ref(it) for it in grads]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """The two kernels of `table`, in Triton.
 
-Each program has a chunk of one tensor. The first kernel writes the sums of squares of the weight
-and the gradient in it, in float64, where the square of any float32 number is normal. In the second
-every program adds the sums of its tensor, in a fixed order, and updates its chunk.
+A program of the first kernel has some chunks of one tensor, one where the tensor is not very large.
+It writes the sums of squares of the weight and the gradient in them, in float64, where the square
+of any float32 number is normal. A program of the second has one chunk: it adds the sums of its
+tensor, in a fixed order, and updates its chunk.
 """
 
 import triton
@@ -46,23 +47,30 @@ def _store_short(addresses, which, kind, at, values, inside, ALIGNED: tl.constex
 
 @triton.jit
 def norms(
-    chunks, tensors, addresses, squares, scale, num,
+    sums, tensors, addresses, squares, scale, num,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of squares of weight and gradient of each chunk."""
+    """Write the sums of squares of weight and gradient of some chunks."""
     program = tl.program_id(0)
-    which = tl.load(chunks + 2 * program)
-    at = tl.load(chunks + 2 * program + 1) + tl.arange(0, CHUNK)
-    inside = at < tl.load(tensors + 4 * which)
+    which = tl.load(sums + 2 * program)
+    start = tl.load(sums + 2 * program + 1)
+    size = tl.load(tensors + 5 * which)
+    kind = tl.load(tensors + 5 * which + 1)
     pointer = _pointer(addresses, which, tl.float32, ALIGNED)
-    weight = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float64)
-    tl.store(squares + 2 * program, tl.sum(weight * weight, 0))
-    kind = tl.load(tensors + 4 * which + 1)
-    grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
-    if SCALED:
-        grad = grad / tl.load(scale)
-    grad = grad.to(tl.float64)
-    tl.store(squares + 2 * program + 1, tl.sum(grad * grad, 0))
+    of_weight = tl.zeros((), tl.float64)
+    of_grad = tl.zeros((), tl.float64)
+    for step in range(tl.load(tensors + 5 * which + 4)):
+        at = start + step * CHUNK + tl.arange(0, CHUNK)
+        inside = at < size
+        weight = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float64)
+        of_weight += tl.sum(weight * weight, 0)
+        grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
+        if SCALED:
+            grad = grad / tl.load(scale)
+        grad = grad.to(tl.float64)
+        of_grad += tl.sum(grad * grad, 0)
+    tl.store(squares + 2 * program, of_weight)
+    tl.store(squares + 2 * program + 1, of_grad)
 
 
 @triton.jit
@@ -75,11 +83,11 @@ def update(
     program = tl.program_id(0)
     which = tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1)
-    size = tl.load(tensors + 4 * which)
-    kind = tl.load(tensors + 4 * which + 1)
-    group = tl.load(tensors + 4 * which + 2)
-    first = tl.load(tensors + 4 * which + 3)
-    last = first + (size + CHUNK - 1) // CHUNK
+    size = tl.load(tensors + 5 * which)
+    kind = tl.load(tensors + 5 * which + 1)
+    group = tl.load(tensors + 5 * which + 2)
+    first = tl.load(tensors + 5 * which + 3)
+    last = first + tl.cdiv(size, CHUNK * tl.load(tensors + 5 * which + 4))
     rule = numbers + 11 * group
     place = tl.load(rule + 7)
     ratio = tl.full((), 1.0, tl.float64)
