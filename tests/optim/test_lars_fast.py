@@ -1,10 +1,12 @@
 """Every way to compute the LARS update against the formula."""
 
 import importlib.util
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
 
+import accelerator as device
 import numpy as np
 import pytest
 import torch
@@ -20,12 +22,14 @@ from lars_formula import (
     parameters,
     take_steps,
 )
+from on_forked_workers import on_forked_workers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from largebatch import accelerator
-from largebatch.optim.kernels import batched, fused
+from largebatch.optim import kernels
+from largebatch.optim.kernels import batched, fused, table
 from largebatch.optim.lars import LARS
 from largebatch.optim.rates import set_rates
 from largebatch.optim.sgd import TabledSGD, build_sgd
@@ -150,6 +154,87 @@ def test_sgd_in_a_table_is_that_of_pytorch(path: Path, nesterov: bool) -> None:
     plain.load_state_dict(table.state_dict())
     table.load_state_dict(plain.state_dict())
     assert table.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"maximize": True}, {"dampening": 0.5}, {"momentum": 0.0}], ids=str
+)
+def test_pytorch_updates_what_its_table_cannot(path: Path, settings: dict[str, Any]) -> None:
+    """Sparse gradients, a bias that becomes shorter, and some settings."""
+    path("table")
+    models, optimizers = [], []
+    for make in (partial(build_sgd, scaled=True), torch.optim.SGD):
+        words, layer = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)
+        for number, weight in enumerate((words.weight, layer.weight, layer.bias)):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(number))
+        groups = [{"params": [words.weight, layer.bias]}, {"params": [layer.weight], **settings}]
+        optimizer = make(groups, lr=0.01, momentum=0.9, nesterov=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                layer.bias.data = layer.bias.data.bfloat16()
+            out = words(torch.tensor([step, 2])) @ layer.weight.t() + layer.bias
+            out.square().sum().backward()
+            optimizer.step()
+        models.append((words.weight, layer.weight, layer.bias))
+        optimizers.append(optimizer)
+    assert isinstance(optimizers[0], TabledSGD)
+    assert not optimizers[0]._step_supports_amp_scaling
+    torch.testing.assert_close(*models, rtol=1e-5, atol=2e-6)
+    state, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    torch.testing.assert_close(state, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("sums", [table.SUMS, 8])
+def test_all_sums_of_a_long_tensor_are_added(
+    path: Path, monkeypatch: pytest.MonkeyPatch, sums: int
+) -> None:
+    """More than are added at once, and more chunks than sums; on a GPU, chunks of their size."""
+    if not torch.cuda.is_available():
+        path("table")
+        monkeypatch.setattr(table, "CHUNK", 64)
+    monkeypatch.setattr(table, "SUMS", sums)
+    elements = table.CHUNK * (table.PARTIAL + 6) + 5
+    weight = nn.Parameter(torch.linspace(0, 1, elements))
+    formula = Formula(weight, {})
+    weight.data = weight.data.to(accelerator.current())
+    optimizer = LARS([weight], lr=1.0, eta=0.1, weight_decay=0.01)
+    formula.group = optimizer.param_groups[0]
+    grad = torch.linspace(-1, 1, elements)
+    weight.grad = grad.to(weight.device)
+    ratio = formula.ratio(grad.double().numpy(), 0.01)
+    formula.step(grad.double().numpy(), 1.0)
+    optimizer.step()
+    assert optimizer.trust_ratios()[weight].item() == pytest.approx(ratio, rel=1e-6)
+    assert_close(weight.cpu(), formula.w, 1e-6)
+
+
+def on_two_devices() -> None:
+    sim = device.simulate()
+    device.use_kernels()
+    kernels.DEVICES.add("cpu")
+    weights = [
+        nn.Parameter(weight.detach().to(sim)) if number % 2 else weight
+        for number, weight in enumerate(parameters(torch.float32))
+    ]
+    optimizer = LARS(weights, eta=0.02, weight_decay=0.05)
+    formulas = [Formula(weight.cpu(), optimizer.param_groups[0]) for weight in weights]
+    scaler = {"grad_scale": torch.tensor(4.0), "found_inf": torch.zeros(())}
+    for step in range(3):
+        for weight, grad, formula in zip(weights, gradients(weights, step), formulas, strict=True):
+            if grad is not None:
+                formula.step(grad.double().numpy(), 1.0)
+                weight.grad = (4 * grad).to(weight.device)
+        vars(optimizer).update({key: value.to(sim) for key, value in scaler.items()})
+        optimizer.step()
+    assert {it.device.type for it in optimizer._tables} == {"cpu", sim.type}
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight.cpu(), formula.w, 1e-6)
+
+
+def test_each_device_has_a_table() -> None:
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
+    on_forked_workers(on_two_devices, workers=1)
 
 
 def test_the_limits_match_plain_pytorch() -> None:

@@ -89,8 +89,37 @@ def _freeze_the_last_group(optimizer: LARS, _: object) -> None:
         weight.grad = None
 
 
+def _clear_the_state(optimizer: LARS, _: object) -> None:
+    optimizer.state.clear()
+
+
+def _load_the_state(optimizer: LARS, _: object) -> None:
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+def _move_weights(optimizer: LARS, _: object) -> None:
+    for weight in optimizer.state:
+        weight.data = weight.data.clone()
+
+
+def _turn_gradients(optimizer: LARS, _: object) -> None:
+    for weight in optimizer.state:
+        assert weight.grad is not None
+        weight.grad.data = torch.empty(3, 5).t()  # the same object
+
+
 @pytest.mark.parametrize(
-    "change", [_replace_buffers, _widen_buffers, _move_a_parameter, _freeze_the_last_group]
+    "change",
+    [
+        _replace_buffers,
+        _widen_buffers,
+        _move_a_parameter,
+        _freeze_the_last_group,
+        _clear_the_state,
+        _load_the_state,
+        _move_weights,
+        _turn_gradients,
+    ],
 )
 def test_a_table_follows_changes_of_groups_and_state(
     path: Path, change: Callable[[LARS, list[dict[str, Any]]], None]
@@ -106,6 +135,8 @@ def test_a_table_follows_changes_of_groups_and_state(
     for step in range(4):
         if step == 2:
             change(optimizer, list(optimizer.state.values()))
+            for formula in formulas:
+                formula.b *= len(optimizer.state) > 0
         rates = {id(it): group["lr"] for group in optimizer.param_groups for it in group["params"]}
         for weight, formula in zip(weights, formulas, strict=True):
             if weight.grad is not None:

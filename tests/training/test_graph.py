@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +46,13 @@ from largebatch.polish import polish
 from largebatch.training.averages import EMA
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.graph import UseGraph, require_graphs
+from largebatch.training.state import TrainState
 
 TABLED = Case(steps=5)
+
+
+def keep(_: TrainState) -> None:
+    """Change nothing."""
 
 
 @dataclass
@@ -70,13 +76,16 @@ def updates(
 ) -> Found:
     """Train; all that was yielded is read at the end: a later replay changes nothing of it."""
     found = Found({}, [], [])
+    change = settings.pop("change", keep)
     settings |= {"graph": graph, "note": found.notes.append}
     if "sizes" in settings:
         settings["batches"] = batches_of(settings.pop("sizes"), backend.device)
     with training(backend, case, network, **settings) as (state, made):
         yielded = []
         state.average = average = EMA(state.model, decay=0.5)
-        for _ in range(case.steps):
+        for step in range(case.steps):
+            if step == 4:
+                change(state)
             COUNTS.clear()
             update = next(made)
             found.launches.append(COUNTS.totals()["launches"])
@@ -221,8 +230,32 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     assert found.launches[-1] < found.launches[1]
 
 
-def test_weights_that_are_trained_later_get_a_graph_of_their_own() -> None:
-    found = compared(Case(steps=8, optimizer=frozen_first), tables=True)
+def clear_momentum(state: TrainState) -> None:
+    saved = deepcopy(state.updater.optimizer.state_dict())
+    for each in saved["state"].values():
+        for moment in each.values():
+            moment.zero_()
+    state.updater.optimizer.load_state_dict(saved)
+
+
+def move_weights(state: TrainState) -> None:
+    for weight in state.model.parameters():
+        weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change"),
+    [
+        pytest.param(frozen_first, keep, id="weights that are trained later"),
+        pytest.param(lars, clear_momentum, id="a loaded state"),
+        pytest.param(adamw, clear_momentum, id="a loaded state of AdamW"),
+        pytest.param(muon, move_weights, id="other memory of weights"),
+    ],
+)
+def test_an_update_of_other_tensors_gets_a_graph_of_its_own(
+    optimizer: Callable[[nn.Module], Optimizer], change: Callable[[TrainState], None]
+) -> None:
+    found = compared(Case(steps=8, optimizer=optimizer), tables=True, change=change)
     is_replayed = [number < found.launches[1] / 4 for number in found.launches]
     assert is_replayed == [False, False, True, True] * 2
 
