@@ -192,6 +192,7 @@ def test_all_sums_of_a_long_tensor_are_added(
     """More than are added at once, and more chunks than sums; on a GPU, chunks of their size."""
     if not torch.cuda.is_available():
         path("table")
+        assert kernels.works(accelerator.CPU)  # tried with chunks of another size
         monkeypatch.setattr(table, "CHUNK", 64)
     monkeypatch.setattr(table, "SUMS", sums)
     elements = table.CHUNK * (table.PARTIAL + 6) + 5
@@ -200,12 +201,16 @@ def test_all_sums_of_a_long_tensor_are_added(
     weight.data = weight.data.to(accelerator.current())
     optimizer = LARS([weight], lr=1.0, eta=0.1, weight_decay=0.01)
     formula.group = optimizer.param_groups[0]
-    grad = torch.linspace(-1, 1, elements)
-    weight.grad = grad.to(weight.device)
-    ratio = formula.ratio(grad.double().numpy(), 0.01)
-    formula.step(grad.double().numpy(), 1.0)
-    optimizer.step()
-    assert optimizer.trust_ratios()[weight].item() == pytest.approx(ratio, rel=1e-6)
+    expected, ratios = [], []
+    for step in range(2):
+        grad = torch.linspace(step, 1, elements)
+        weight.grad = grad.to(weight.device)
+        expected.append(formula.ratio(grad.double().numpy(), 0.01))
+        formula.step(grad.double().numpy(), 1.0)
+        optimizer.step()
+        ratios.append(optimizer.trust_ratios()[weight])
+    assert optimizer._tables
+    assert [ratio.item() for ratio in ratios] == pytest.approx(expected, rel=1e-6)  # of both steps
     assert_close(weight.cpu(), formula.w, 1e-6)
 
 

@@ -69,13 +69,13 @@ def test_a_state_dict_keeps_every_digit_of_the_masters(dtype: torch.dtype) -> No
     assert restored.state[copy]["master"].equal(optimizer.state[weight]["master"])
 
 
-def _replace_buffers(_: LARS, state: list[dict[str, Any]]) -> None:
-    for each in state:
+def _replace_buffers(optimizer: LARS, _: object) -> None:
+    for each in optimizer.state.values():
         each["momentum_buffer"] = each["momentum_buffer"].clone()
 
 
-def _widen_buffers(_: LARS, state: list[dict[str, Any]]) -> None:
-    for each in state:
+def _widen_buffers(optimizer: LARS, _: object) -> None:
+    for each in optimizer.state.values():
         each["momentum_buffer"] = each["momentum_buffer"].double()
 
 
@@ -102,6 +102,14 @@ def _move_weights(optimizer: LARS, _: object) -> None:
         weight.data = weight.data.clone()
 
 
+def _wrap_weights(optimizer: LARS, weights: list[nn.Parameter]) -> None:
+    """Replace the parameters of the first group by others of the same memory."""
+    for number in range(2):
+        weights[number] = nn.Parameter(weights[number].data)
+        weights[number].grad = torch.empty(5, 3)
+    optimizer.param_groups[0]["params"] = weights[:2]
+
+
 def _turn_gradients(optimizer: LARS, _: object) -> None:
     for weight in optimizer.state:
         assert weight.grad is not None
@@ -118,11 +126,12 @@ def _turn_gradients(optimizer: LARS, _: object) -> None:
         _clear_the_state,
         _load_the_state,
         _move_weights,
+        _wrap_weights,
         _turn_gradients,
     ],
 )
 def test_a_table_follows_changes_of_groups_and_state(
-    path: Path, change: Callable[[LARS, list[dict[str, Any]]], None]
+    path: Path, change: Callable[[LARS, list[nn.Parameter]], None]
 ) -> None:
     """A table has addresses: one that missed a change would write to memory that was freed."""
     path("table")
@@ -134,9 +143,9 @@ def test_a_table_follows_changes_of_groups_and_state(
         weight.grad = torch.empty_like(weight)
     for step in range(4):
         if step == 2:
-            change(optimizer, list(optimizer.state.values()))
-            for formula in formulas:
-                formula.b *= len(optimizer.state) > 0
+            change(optimizer, weights)
+            for weight, formula in zip(weights, formulas, strict=True):
+                formula.b *= weight in optimizer.state
         rates = {id(it): group["lr"] for group in optimizer.param_groups for it in group["params"]}
         for weight, formula in zip(weights, formulas, strict=True):
             if weight.grad is not None:
