@@ -39,6 +39,7 @@ zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
 AdjustLR = Literal["original", "match_rms_adamw"]
 NSType = Literal["fp32", "bf16"]
 _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
+_KEPT = ("nesterov", "ns_steps", "ns_dtype", "normalize_weights")
 
 
 class Muon(Optimizer):
@@ -153,7 +154,8 @@ class Muon(Optimizer):
         kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
         if len(kinds) == 1 and all(it.itemsize >= 4 for it in weights):
             self._numbers = self._numbers or Numbers(*kinds.pop())
-            numbers = list(self._numbers.use(numbers).unbind())
+            kept = {key: group[key] for key in _KEPT}
+            numbers = list(self._numbers.use(numbers, kept).unbind())
         momentum, rest, kept, *steps = numbers
         return {**group, "momentum": momentum, "rest": rest, "kept": kept, "steps": steps}
 
