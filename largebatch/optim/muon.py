@@ -39,7 +39,6 @@ zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
 AdjustLR = Literal["original", "match_rms_adamw"]
 NSType = Literal["fp32", "bf16"]
 _COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
-_KEPT = ("nesterov", "ns_steps", "ns_dtype", "normalize_weights")
 
 
 class Muon(Optimizer):
@@ -154,8 +153,7 @@ class Muon(Optimizer):
         kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
         if len(kinds) == 1 and all(it.itemsize >= 4 for it in weights):
             self._numbers = self._numbers or Numbers(*kinds.pop())
-            kept = {key: group[key] for key in _KEPT}
-            numbers = list(self._numbers.use(numbers, kept).unbind())
+            numbers = list(self._numbers.use(numbers).unbind())
         momentum, rest, kept, *steps = numbers
         return {**group, "momentum": momentum, "rest": rest, "kept": kept, "steps": steps}
 

@@ -221,30 +221,6 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
     assert found.launches[-1] < found.launches[1]
 
 
-def after_a_change(optimizer: Callable[[nn.Module], Optimizer], change: dict[str, Any]) -> None:
-    """Change settings of a group when a graph is replayed; the bits are those without one."""
-    device, found = accelerator.simulate(), []
-    accelerator.use_graphs()
-    for use in (False, "auto"):
-        case = Case(steps=6, optimizer=optimizer)
-        with training(Serial(device), case, small(), graph=use) as (state, made):
-            for update in made:
-                if update.step == 3:
-                    state.updater.optimizer.param_groups[0].update(change)
-            found.append({name: it.cpu() for name, it in state.model.state_dict().items()})
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", [adamw, muon])
-def test_a_changed_weight_decay_is_followed_and_what_a_graph_keeps_may_not_change(
-    optimizer: Callable[..., Optimizer],
-) -> None:
-    on_forked_workers(after_a_change, optimizer, {"weight_decay": 3.0}, workers=1)
-    kept: dict[str, Any] = {"betas": (0.5, 0.9)} if optimizer is adamw else {"ns_steps": 2}
-    with pytest.raises(RuntimeError, match=f"ValueError.*{next(iter(kept))}"):
-        on_forked_workers(after_a_change, optimizer, kept, workers=1)
-
-
 def test_weights_that_are_trained_later_get_a_graph_of_their_own() -> None:
     found = compared(Case(steps=8, optimizer=frozen_first), tables=True)
     is_replayed = [number < found.launches[1] / 4 for number in found.launches]

@@ -14,21 +14,11 @@ class Numbers:
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float64) -> None:
         self._device, self._dtype = device, dtype
         self._sent: Sequence[object] = ()
-        self._kept: object = None
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 
-    def use(
-        self, numbers: Sequence[float] | Sequence[Sequence[float]], kept: object = None
-    ) -> Tensor:
-        """Return these numbers on the device; in a graph, those sent before its replay.
-
-        `kept` are settings that a graph keeps: ValueError if they change after one was recorded.
-        """
-        if accelerator.is_recording():
-            self._kept = kept
-        elif self._kept not in (None, kept):
-            raise ValueError(f"graphs keep {self._kept}, not {kept}; train with graph=False")
-        elif numbers != self._sent:
+    def use(self, numbers: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+        """Return these numbers on the device; in a graph, those sent before its replay."""
+        if numbers != self._sent and not accelerator.is_recording():
             source = pinned(numbers, self._device, self._dtype)
             if source.shape != self._tensor.shape:
                 self._tensor = torch.empty(source.shape, dtype=self._dtype, device=self._device)
