@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from largebatch.lab.protocols.cluster import Cluster, FloatArray, Link, Serving, compute_times
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals
+from largebatch.lab.protocols.server import Arrivals, MiniBatches, Rule
 from largebatch.optional import require_simpy
 
 if TYPE_CHECKING:

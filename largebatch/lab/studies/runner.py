@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -97,17 +98,8 @@ def kind_of(study: Study) -> ModuleType:
     Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
     `make_page(study, folder, records)` returns the page.
     """
-    from largebatch.lab.studies import comparison, scaling, servers, staleness
-
-    match study.kind:
-        case "policies" | "settings":
-            return comparison
-        case "staleness":
-            return staleness
-        case "servers":
-            return servers
-        case "scaling":
-            return scaling
+    name = "comparison" if study.kind in {"policies", "settings"} else study.kind
+    return import_module(f"largebatch.lab.studies.{name}")
 
 
 def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:

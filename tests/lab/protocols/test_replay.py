@@ -13,8 +13,7 @@ from torch.optim import SGD
 
 from largebatch.lab.protocols.cluster import Cluster, Link, Lognormal
 from largebatch.lab.protocols.exchange import Record
-from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import Arrival, Arrivals, divide
+from largebatch.lab.protocols.server import Arrival, Arrivals, Rule, divide
 from largebatch.lab.protocols.simulator import simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]

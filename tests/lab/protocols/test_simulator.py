@@ -15,7 +15,7 @@ from largebatch.lab.protocols.cluster import (
     Recorded,
     Serving,
 )
-from largebatch.lab.protocols.rule import Rule
+from largebatch.lab.protocols.server import Rule
 from largebatch.lab.protocols.simulator import Direction, FairLinks, Simulation, simulate
 
 MEAN, QUANTILES = 0.5, -np.log1p(-(np.arange(10_000) + 0.5) / 10_000)
