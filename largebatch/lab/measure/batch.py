@@ -171,7 +171,7 @@ class Question:
                 test = train_range(rates, options, workers=self.here)
                 assert test is not None
                 upper = test.bounds["upper"]
-                tests.append((size, upper and upper.value))
+                tests.append((size, upper.value if upper else None))
             found, needed = tuple(tests), monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(

@@ -292,7 +292,7 @@ def plan_range(
 
 def derived(recipe: Recipe, changes: Mapping[str, object], *, purpose: str) -> Recipe:
     """Return a recipe with other sections; raise RecipeError where they do not fit."""
-    tree = recipe.model_dump(mode="json") | changes
+    tree = {**recipe.model_dump(mode="json"), **changes}
     return validate_tree(Recipe, tree, source=f"{recipe.name}: {purpose}")
 
 
