@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -132,8 +130,8 @@ class Arrival(NamedTuple):
     """Number of updates that these weights lack: update - clock_read (tau)."""
 
     mini_batch: int
-    loss: float
-    """Mean loss over the mini-batch."""
+    loss: float = math.nan
+    """Mean loss over the mini-batch; NaN in a simulation."""
 
 
 class ParameterServer:
@@ -252,35 +250,16 @@ def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
 ARRIVALS = "arrivals.jsonl"
 """Name of the file of a run folder with the arrivals of all servers."""
 
-IntArray = npt.NDArray[np.int64]
-
-
-class Arrivals(NamedTuple):
-    """Columns with a row for each gradient that one server received, in order of arrival."""
-
-    learner: IntArray
-    mini_batch: IntArray
-    """Numbers of the mini-batches, the same on every server."""
-
-    clock_read: IntArray
-    """Number of this server's updates in the weights that the gradient was computed from."""
-
-    update: IntArray
-    """Numbers of the updates that the gradients are part of, counted from 0."""
-
-    @property
-    def staleness(self) -> IntArray:
-        """Number of the server's updates between the weights of a gradient and its own update."""
-        return self.update - self.clock_read
-
-
 Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
 """Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,
 and its mean loss. The next call may overwrite the tensors."""
 
 
 def replay(
-    server: ParameterServer, arrivals: Arrivals, weights: Sequence[Tensor], gradient: Gradient
+    server: ParameterServer,
+    arrivals: Sequence[Arrival],
+    weights: Sequence[Tensor],
+    gradient: Gradient,
 ) -> Iterator[list[Arrival]]:
     """Make the updates of a record of one server, in its order; yield the gradients of each.
 
@@ -291,10 +270,9 @@ def replay(
     Before each call of `gradient`, `weights` are set to the ones that the learner read. The
     server's optimizer must not hold them.
     """
-    rows = list(zip(*(column.tolist() for column in arrivals), strict=True))
-    left = Counter(clock_read for _, _, clock_read, _ in rows)  # gradients of each version
+    left = Counter(arrival.clock_read for arrival in arrivals)  # gradients of each version
     versions: dict[int, list[Tensor]] = {}
-    for number, (learner, mini_batch, clock_read, update) in enumerate(rows, start=1):
+    for number, (update, learner, clock_read, _, mini_batch, _) in enumerate(arrivals, start=1):
         clock, held = server.pull()
         assert clock == update, "the record follows another rule"
         with torch.no_grad():

@@ -176,7 +176,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
+    tau = [one.staleness for found in simulations for one in found.arrivals[0]]
     return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
@@ -235,7 +235,8 @@ class _Learners:
         arrivals = found.arrivals[0]
         held, updater = list(state.model.parameters()), state.updater
         server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
-        positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
+        numbers = (arrival.mini_batch for arrival in arrivals)
+        positions = (range(m * size, (m + 1) * size) for m in numbers)
         with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
             for taken in replay(server, arrivals, self.weights, self._gradient):
                 if not all(math.isfinite(arrival.loss) for arrival in taken):
