@@ -186,11 +186,8 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
 
     The warm-up is at most a quarter of `updates`, and the end is never reached in these.
     """
-    warmup, per_epoch = recipe.schedule.warmup, recipe.train_samples / recipe.batch.global_batch
-    steps = 0.0
-    if warmup is not None:
-        steps = (warmup.epochs or 0) * per_epoch + (warmup.steps or 0)
-    ramp = round(min(steps, updates / 4))
+    warmup = recipe.schedule.warmup
+    ramp = min(make_plan(recipe).steps_in(warmup), round(updates / 4)) if warmup else 0
     changes = {
         "duration": {"steps": 8 * updates + 2},
         "data": {**recipe.data.model_dump(mode="json"), "resolution": []},

@@ -40,13 +40,12 @@ from largebatch.report.pages import (
     line_chart,
 )
 from largebatch.runs.build import open_session
+from largebatch.runs.launch import USER
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
 from largebatch.training.loop import Criterion
 from largebatch.training.stages import STAGES
-
-USER = 2  # exit code of an error that the user can fix
 
 IDEAL = "ideal"
 """Name of the line of as many times one worker, for charts that show it."""

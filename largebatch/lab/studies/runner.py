@@ -9,7 +9,6 @@ way, which save a checkpoint or leave no record.
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from largebatch.distributed.environment import available_cores, worker_rank
+from largebatch.distributed.environment import available_cores, leave_with, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
@@ -249,13 +248,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
     """Make a run and send its record, None if it was stopped; end if the parent is gone."""
     os.setsid()  # Ctrl-C is for the parent, which passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+    leave_with(parent)  # and its own workers with it
     try:
         connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
     except (InterruptedStudyError, KeyboardInterrupt):
