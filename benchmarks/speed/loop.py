@@ -97,7 +97,7 @@ def compare(
             accumulation=1,
             global_batch=batch,
             seed=step_seeds(0, 0),
-            graph=graph and backend.device.type in accelerator.GRAPHS,
+            graph=graph,
         )
         return lambda: next(updates)
 
@@ -105,19 +105,25 @@ def compare(
         "train()": ours(graph=False),
         "bare loop": bare(),
         "bare loop, nn.BatchNorm2d": plain,
-        "train(), graph": ours(graph=True),
-        "bare loop, graph": in_graph(bare(), backend.device),
     }
+    if backend.device.type in accelerator.GRAPHS:
+        rivals["train(), graph"] = ours(graph=True)
+        rivals["bare loop, graph"] = in_graph(bare(), backend.device)
     times = take_turns(rivals, rounds=rounds, steps=steps, seconds=seconds)
     added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
+    pairs = {
+        "ratio": ("train()", "bare loop"),
+        "ratio in graphs": ("train(), graph", "bare loop, graph"),
+        "ratio to nn.BatchNorm2d": ("train()", "bare loop, nn.BatchNorm2d"),
+    }
     return {
         "model": f"{name}, {batch} images of {pixels} pixels",
         "seconds a step": {name: spread(values) for name, values in times.items()},
-        "ratio": paired_ratio(times["train()"], times["bare loop"]),
-        "ratio in graphs": paired_ratio(times["train(), graph"], times["bare loop, graph"]),
-        "ratio to nn.BatchNorm2d": paired_ratio(
-            times["train()"], times["bare loop, nn.BatchNorm2d"]
-        ),
+        **{
+            name: paired_ratio(times[ours], times[other])
+            for name, (ours, other) in pairs.items()
+            if ours in times
+        },
         "seconds added": statistics.median(added),
     }
 

@@ -195,9 +195,9 @@ class _Tabled:
 
 def _in_table(weight: Tensor, group: dict[str, Any]) -> bool:
     return (
-        group.get("kernels", "torch") == "torch"
+        works(weight.device)
+        and group.get("kernels", "torch") == "torch"
         and weight.dtype in {torch.float32, *SHORT}
-        and works(weight.device)
         and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
     )
 
