@@ -83,10 +83,6 @@ class Rehearsal:
     """Result of a rehearsal of one worker."""
 
     plan: Plan
-    node: int | None
-    """Number of the worker's node; None without a cluster."""
-
-    local_rank: int | None
     memory: dict[str, int]
     """Bytes of device memory during an update: `parameters`, `buffers`, `gradients` with the copies
     of a shorter type that are sent, `optimizer`, `average`, and `activations` of a device batch
@@ -125,8 +121,8 @@ def rehearse(
     if cluster is not None:
         require_workers(cluster, workers)
     plan = workload(recipe, workers=workers).plan
-    each = None if cluster is None else min(cluster.gpus_per_node, workers)
-    backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
+    each = 1 if cluster is None else min(cluster.gpus_per_node, workers)
+    backend = Rehearsed(rank=rank, workers=workers, local_size=each)
     sizes = {piece.image_size for piece in plan.sizes}
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
     criterion = build_criterion(recipe.loss)
@@ -173,8 +169,6 @@ def rehearse(
     gpu = None if cluster is None else cluster.gpu
     return Rehearsal(
         plan=plan,
-        node=None if each is None else rank // each,
-        local_rank=None if each is None else rank % each,
         memory={
             "parameters": parameters,
             "buffers": buffers,

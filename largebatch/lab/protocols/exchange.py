@@ -333,9 +333,8 @@ class Exchange:
 
     def __init__(self, backend: Backend, *, learners: int, servers: Sequence[int]) -> None:
         self.backend, self.learners, self._servers = backend, learners, servers
-        pairs = [(learner, server) for learner in range(learners) for server in servers]
-        others = [(learner, server) for learner, server in pairs if learner != server]
-        self._links = open_links(backend, others)
+        pairs = [(one, server) for one in range(learners) for server in servers if one != server]
+        self._links = open_links(backend, pairs)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
         self,

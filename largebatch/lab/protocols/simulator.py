@@ -89,8 +89,6 @@ class Direction:
 
 
 class _Host:
-    """A machine and its link."""
-
     def __init__(self, link: Link) -> None:
         self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
         self.latency = link.latency
@@ -138,8 +136,6 @@ class _Connection:
 
 
 class _Engine:
-    """The learners, the servers and the events between them."""
-
     def __init__(
         self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, updates: range
     ) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING, plural
 from largebatch.lab.studies.metrics import (
@@ -416,12 +416,11 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     )
 
 
-def _mean(value: Callable[[Result], float | None]) -> Callable[[CellResults], float | None]:
-    return lambda cell: (it := cell.mean(value)) and it.mean
-
-
-def _reach(value: Callable[[Result], float]) -> Callable[[CellResults], float | None]:
-    return lambda cell: (it := cell.mean(value)) and it.reach
+def _mean(
+    value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
+) -> Callable[[CellResults], float | None]:
+    """Return a function of a cell: the mean over its seeds, or half the width of its interval."""
+    return lambda cell: getattr(cell.mean(value), part, None)
 
 
 def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
@@ -451,7 +450,7 @@ def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]
     column = columns_over(cells)
     resources = [
         column("Training, s", _mean(TRAINING.of), ",.1f"),
-        column("± s", _reach(TRAINING.of), ",.2f"),
+        column("± s", _mean(TRAINING.of, "reach"), ",.2f"),
         column("Images/s", _mean(lambda run: run.images_per_second), ",.0f"),
         column("Processor, s", _mean(CPU.of), ",.1f"),
         column("Cores used", _mean(used("cores")), ".2f"),
@@ -477,7 +476,7 @@ def _table(
         column(variant, lambda cell: cell.cell.variant, None),
         column("Recipe", lambda cell: cell.cell.configuration, None),
         column("Top-1, %", _mean(TOP1.of), ".2f"),
-        column("±", _reach(TOP1.of), ",.2f"),
+        column("±", _mean(TOP1.of, "reach"), ",.2f"),
         *compared,
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
         column("Seeds", lambda cell: len(cell.seeds), "d"),

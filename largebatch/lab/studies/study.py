@@ -31,9 +31,6 @@ from largebatch.recipe.section import (
 )
 from largebatch.runs.options import Options
 
-PAGE = "study.html"
-"""Name of the page in the folder of a study."""
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Pattern of names, which also name folders."""
 
