@@ -272,7 +272,7 @@ def rehearse(
     }
     rows["together"] += f"{of}, libraries not counted"
     print_rows(rows)
-    if not result.fits:
+    if result.available is not None and result.total + FIXED_BYTES > result.available:
         raise LargebatchError(
             f"an update takes {_size(result.total)} on each worker, libraries some "
             f"{_size(FIXED_BYTES)}, and the GPU has{of.removeprefix(' of')}; give {HELP['memory']}"

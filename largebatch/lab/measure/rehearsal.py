@@ -24,7 +24,7 @@ from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.prediction import FIXED_BYTES, workload
+from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
@@ -101,11 +101,6 @@ class Rehearsal:
     def total(self) -> int:
         """All of its memory, without temporary tensors of backward and without libraries."""
         return sum(self.memory.values())
-
-    @property
-    def fits(self) -> bool:
-        """True if the memory is enough or unknown."""
-        return self.available is None or self.total + FIXED_BYTES <= self.available
 
 
 def rehearse(

@@ -215,8 +215,11 @@ class Measure(NamedTuple):
 
 
 def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
-    """Return the function of a run that is its usage of this name, times a factor."""
-    return lambda run: factor * run.used(name)
+    """Return the function of a run that is its usage of this name, times a factor.
+
+    It is NaN where that was not measured, or the run diverged.
+    """
+    return lambda run: math.nan if run.diverged else factor * run.usage.get(name, math.nan)
 
 
 TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)

@@ -23,9 +23,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
-from largebatch.lab.protocols.cluster import Cluster
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
-from largebatch.lab.protocols.simulator import Simulation, simulate
+from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError
-from largebatch.lab.protocols.cluster import ComputeTime, Constant, Link, Serving, compute_times
+from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe
