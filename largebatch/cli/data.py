@@ -75,13 +75,13 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
     Raises DataError if the splits have other classes, or a class has no image.
     """
     from largebatch.data.index.folder import describe
-    from largebatch.data.index.index import check_same_classes, load_or_read
+    from largebatch.data.index.index import check_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
     for split, found in zip(SPLITS, (train, val), strict=True):
         if ignored := describe(found.ignored, where=split):
             print(printable(ignored))
-    check_same_classes(train.root, train.classes, val.classes)
+    check_classes(train.root, train.classes, val.classes)
     bad = len(train.bad) + len(val.bad)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "

@@ -20,7 +20,7 @@ from largebatch.data.augment import clean_request, train_request, translated
 from largebatch.data.index.folder import describe
 from largebatch.data.index.index import (
     Index,
-    check_same_classes,
+    check_classes,
     index_of,
     open_content,
     share_index,
@@ -435,7 +435,7 @@ def root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _check(data: Data, train: Index, val: Index) -> None:
-    check_same_classes(train.root, train.classes, val.classes)
+    check_classes(train.root, train.classes, val.classes)
     counts = {"classes": len(train.classes), "train_samples": len(train), "val_samples": len(val)}
     wrong = {key: number for key, number in counts.items() if number != getattr(data, key)}
     if wrong:

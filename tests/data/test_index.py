@@ -18,7 +18,7 @@ from largebatch.data.index import index as module
 from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import (
     BadImagesError,
-    check_same_classes,
+    check_classes,
     find_stored,
     index_of,
     load_or_read,
@@ -132,9 +132,9 @@ def test_every_class_needs_an_image_and_both_splits_the_same_classes(root: Path)
     for name in ("cat", "Zebra", "yak"):
         write_image(root / f"val/{name}/x.png")
     train, val = read_folder(root, "train"), read_folder(root, "val")
-    check_same_classes(root, train.classes, train.classes)
+    check_classes(root, train.classes, train.classes)
     with pytest.raises(DataError, match="only in train: dog; only in val: yak"):
-        check_same_classes(root, train.classes, val.classes)
+        check_classes(root, train.classes, val.classes)
     (root / "train/cat/x.jpg").write_bytes(b"")
     with pytest.raises(DataError, match="1 of 3 classes .*: cat"):
         make(root, "train", drop_bad=True)

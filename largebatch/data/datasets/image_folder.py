@@ -19,7 +19,7 @@ from typing import IO, NamedTuple, TypeVar
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import measure_bytes
-from largebatch.data.index.index import check_same_classes
+from largebatch.data.index.index import check_classes
 from largebatch.data.index.shards import Unusable, has_bytes, members
 from largebatch.errors import DataError, shorten
 
@@ -95,9 +95,7 @@ def open_archives(
                 f"smallest hashes with seed {seed}; the same names give the same division"
             )
         classes, of_val = (sorted(images, key=os.fsencode) for images in (train, val))
-        check_same_classes(source, classes, of_val)
-        if len(classes) < 2:
-            raise DataError(f"{source}: one class, {classes[0]}; expected two or more; {LAYOUT}")
+        check_classes(source, classes, of_val)
 
         def samples(split: str) -> Iterator[Sample | Unusable]:
             """Read the images in the order of class folders, so that sample numbers are equal."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.headers import JPEG
-from largebatch.data.index.index import check_same_classes, load_or_read
+from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
@@ -54,7 +54,7 @@ def open_packed(source: Path) -> Iterator[DataSet]:
     """Read the images of `source/{train,val}` in the order of its indexes, without dropped ones."""
     indexes = {split: load_or_read(source, split) for split in SPLITS}
     classes = indexes[TRAIN].classes
-    check_same_classes(source, classes, indexes[VAL].classes)
+    check_classes(source, classes, indexes[VAL].classes)
 
     def samples(split: str) -> Iterator[Sample]:
         index = indexes[split]

@@ -292,14 +292,16 @@ def index_of(content: Content, root: Path) -> Index:
     )
 
 
-def check_same_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
-    """Raise DataError if the classes of the splits differ, so that labels differ in meaning."""
+def check_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
+    """Raise DataError for one class, or other classes in val, where labels differ in meaning."""
     if tuple(train) != tuple(val):
         only_train, only_val = sorted(set(train) - set(val)), sorted(set(val) - set(train))
         raise DataError(
             f"{root}: the splits must have the same classes; only in train: {shorten(only_train)}; "
             f"only in val: {shorten(only_val)}"
         )
+    if len(train) == 1:
+        raise DataError(f"{root}: has one class, {train[0]}; expected two or more")
 
 
 def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
