@@ -19,7 +19,7 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import MissingPackageError, PlanError, RecipeError
+from largebatch.errors import DeviceMemoryError, MissingPackageError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -148,7 +148,13 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(here, plan, model, backend)) as state:
                 updates = synchronous_updates  # it makes none
-                yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                try:
+                    yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                except torch.OutOfMemoryError:
+                    raise DeviceMemoryError(
+                        f"execution.device_batch: {plan.device_batch:,} images do not fit the "
+                        f"memory of {backend.device}; give a smaller --device-batch"
+                    ) from None
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:

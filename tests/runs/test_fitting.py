@@ -61,6 +61,9 @@ def chosen() -> list[tuple[int, int, dict[int, int]]]:
     accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 200_000
     with pytest.raises(DeviceMemoryError, match=r"e-05 GB"):
         fitted_plan(RECIPE, make_plan(RECIPE), build_model(RECIPE, device), Serial(device))
+    accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 1000
+    with pytest.raises(DeviceMemoryError, match=r"model\.name"):
+        build_model(RECIPE, device)
     return found
 
 

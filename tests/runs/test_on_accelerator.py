@@ -41,6 +41,8 @@ from largebatch.errors import DeviceMemoryError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import fitting
+from largebatch.runs.checkpoints import evaluate_checkpoint
+from largebatch.runs.options import Options
 from largebatch.tracking.events import StageName
 from largebatch.training import session
 from largebatch.training.evaluation import Metrics, evaluate
@@ -275,6 +277,9 @@ def test_after_memory_ran_out_in_an_evaluation_a_run_goes_on_from_its_newest_che
     assert [it["plan"]["device_batch"] for it in starts] == [96, 48]
     found, whole = (content(tmp_path / name)["model"] for name in ("run", "whole"))
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    fails = iter([True])
+    with pytest.raises(DeviceMemoryError, match="--device-batch"):
+        evaluate_checkpoint(tmp_path / "run", Options())
 
 
 def test_after_memory_ran_out_in_the_first_update_a_run_starts_again(
