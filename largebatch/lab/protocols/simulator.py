@@ -16,7 +16,6 @@ gradients of an update when the last of them has arrived.
 """
 
 import math
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from largebatch.lab.protocols.cluster import Cluster, FloatArray, Link, Serving, compute_times
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals
+from largebatch.lab.protocols.server import Arrival, MiniBatches, Rule
 from largebatch.optional import require_simpy
 
 if TYPE_CHECKING:
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
 class Simulation(NamedTuple):
     """The result of a simulation."""
 
-    arrivals: tuple[Arrivals, ...]
-    """Arrivals of every server."""
+    arrivals: list[list[Arrival]]
+    """Arrivals at every server, in their order."""
 
     ends: FloatArray
     """Seconds from the start until all servers have made an update, one for each update."""
@@ -67,15 +65,8 @@ def simulate(
         rule, cluster, servers=servers, seed=seed, updates=range(first, first + updates)
     )
     engine.run()
-    takes = rule.gradients
-    ends = [np.frombuffer(server.seconds)[takes - 1 :: takes] for server in engine.servers]
-    return Simulation(
-        arrivals=tuple(
-            Arrivals(*(np.frombuffer(column, dtype=np.int64) for column in server.columns))
-            for server in engine.servers
-        ),
-        ends=np.max(ends, axis=0),
-    )
+    arrivals = [server.arrivals for server in engine.servers]
+    return Simulation(arrivals, np.max([server.ends for server in engine.servers], axis=0))
 
 
 class Direction:
@@ -113,8 +104,8 @@ class _Server:
         self.work = Direction(1.0)  # in seconds
         self.arrived = 0  # with those that wait for the server
         self.pushed: list[_Connection] = []  # whose gradients the next update has so far
-        self.seconds = array("d")
-        self.columns = tuple(array("q") for _ in Arrivals._fields)
+        self.ends: list[float] = []
+        self.arrivals: list[Arrival] = []
 
 
 class _Learner:
@@ -237,15 +228,16 @@ class _Engine:
 
     def _take_gradient(self, connection: _Connection) -> None:
         server, learner = connection.server, connection.learner
-        row = (learner.number, learner.mini_batch, connection.clock_read, server.clock)
-        for column, value in zip(server.columns, row, strict=True):
-            column.append(value)
-        server.seconds.append(self.env.now)
+        update, read = server.clock, connection.clock_read
+        server.arrivals.append(
+            Arrival(update, learner.number, read, update - read, learner.mini_batch)
+        )
         server.pushed.append(connection)
         free: Sequence[_Connection] = () if self._rule.waits else (connection,)
         if len(server.pushed) == self._rule.gradients:
             free = server.pushed if self._rule.waits else free
             server.pushed = []
+            server.ends.append(self.env.now)
             server.clock += 1
         for each in free:
             if not each.learner.waits_after(self.env.now + each.latency):

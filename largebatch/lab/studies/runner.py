@@ -9,7 +9,6 @@ way, which save a checkpoint or leave no record.
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from largebatch.distributed.environment import available_cores, worker_rank
+from largebatch.distributed.environment import available_cores, leave_with, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
@@ -97,17 +97,8 @@ def kind_of(study: Study) -> ModuleType:
     Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
     `make_page(study, folder, records)` returns the page.
     """
-    from largebatch.lab.studies import comparison, scaling, servers, staleness
-
-    match study.kind:
-        case "policies" | "settings":
-            return comparison
-        case "staleness":
-            return staleness
-        case "servers":
-            return servers
-        case "scaling":
-            return scaling
+    name = "comparison" if study.kind in {"policies", "settings"} else study.kind
+    return import_module(f"largebatch.lab.studies.{name}")
 
 
 def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
@@ -257,13 +248,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
     """Make a run and send its record, None if it was stopped; end if the parent is gone."""
     os.setsid()  # Ctrl-C is for the parent, which passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+    leave_with(parent)  # and its own workers with it
     try:
         connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
     except (InterruptedStudyError, KeyboardInterrupt):

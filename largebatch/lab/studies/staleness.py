@@ -23,10 +23,9 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.cluster import Cluster
-from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer, replay
+from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Simulation, simulate
+from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
@@ -177,7 +176,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
+    tau = [one.staleness for found in simulations for one in found.arrivals[0]]
     return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
@@ -236,11 +235,12 @@ class _Learners:
         arrivals = found.arrivals[0]
         held, updater = list(state.model.parameters()), state.updater
         server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
-        positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
+        numbers = (arrival.mini_batch for arrival in arrivals)
+        positions = (range(m * size, (m + 1) * size) for m in numbers)
         with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
-            for applied in replay(server, arrivals, self.weights, self._gradient):
-                if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
-                    raise _DivergedError(f"update {applied.update}: the loss is not finite")
+            for taken in replay(server, arrivals, self.weights, self._gradient):
+                if not all(math.isfinite(arrival.loss) for arrival in taken):
+                    raise _DivergedError(f"update {taken[0].update}: the loss is not finite")
                 if self.must_stop():
                     raise InterruptedStudyError
         idle = self.cell.cluster.learners - len(self.buffers)
@@ -257,11 +257,8 @@ class _Learners:
         start = self.training.state.model.buffers
         own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
         for buffer, kept in zip(self.model.buffers(), own, strict=True):
-            buffer.copy_(kept)
-        found = self.gradients.of(mini_batch)
-        for kept, buffer in zip(own, self.model.buffers(), strict=True):
-            kept.copy_(buffer)
-        return found
+            buffer.data = kept  # which BatchNorm changes in place
+        return self.gradients.of(mini_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,14 +404,13 @@ def load_study(name: str | Path) -> Study:
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path, name = Path(name), str(name)
-    presets = files("largebatch") / "lab" / "studies" / "presets"
     if path.name == name and not path.suffix and not path.is_file():
-        known = sorted(Path(each.name).stem for each in presets.iterdir())
+        presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
+        known = {Path(each.name).stem: each for each in presets}
         if name not in known:
-            raise RecipeError(
-                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
-            )
-        text = (presets / f"{name}.yaml").read_text(encoding="utf-8")
+            found = ", ".join(sorted(known))
+            raise RecipeError(f"{name}: neither a file nor an installed study; those are {found}")
+        text = known[name].read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
     tree = parse_yaml(text, source=name)
