@@ -253,7 +253,10 @@ def rehearse(
     place = load_cluster(cluster) if cluster else None
     result = rehearsal(loaded, workers=workers, rank=rank, cluster=place)
     plan = result.plan
-    where = f" on {place.name}: GPU {result.local_rank} of node {result.node}" if place else ""
+    where = ""
+    if place is not None:
+        node, gpu = divmod(rank, place.gpus_per_node)
+        where = f" on {place.name}: GPU {gpu} of node {node}"
     positions = plan.positions(0, 0, rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
     sizes = result.memory | {"together": result.total}
@@ -269,7 +272,7 @@ def rehearse(
     }
     rows["together"] += f"{of}, libraries not counted"
     print_rows(rows)
-    if not result.fits:
+    if result.available is not None and result.total + FIXED_BYTES > result.available:
         raise LargebatchError(
             f"an update takes {_size(result.total)} on each worker, libraries some "
             f"{_size(FIXED_BYTES)}, and the GPU has{of.removeprefix(' of')}; give {HELP['memory']}"

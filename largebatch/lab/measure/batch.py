@@ -73,7 +73,7 @@ class Question:
     end: float = field(init=False)
     """Time at which the minutes are over, by `monotonic`."""
 
-    seconds: float = field(init=False, default=math.nan)
+    seconds: float = math.nan
     """Newest measured time of an update in the recipe's batch."""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.prediction import FIXED_BYTES, workload
+from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
@@ -83,10 +83,6 @@ class Rehearsal:
     """Result of a rehearsal of one worker."""
 
     plan: Plan
-    node: int | None
-    """Number of the worker's node; None without a cluster."""
-
-    local_rank: int | None
     memory: dict[str, int]
     """Bytes of device memory during an update: `parameters`, `buffers`, `gradients` with the copies
     of a shorter type that are sent, `optimizer`, `average`, and `activations` of a device batch
@@ -106,11 +102,6 @@ class Rehearsal:
         """All of its memory, without temporary tensors of backward and without libraries."""
         return sum(self.memory.values())
 
-    @property
-    def fits(self) -> bool:
-        """True if the memory is enough or unknown."""
-        return self.available is None or self.total + FIXED_BYTES <= self.available
-
 
 def rehearse(
     recipe: Recipe, *, workers: int, rank: int = 0, cluster: Cluster | None = None
@@ -125,8 +116,8 @@ def rehearse(
     if cluster is not None:
         require_workers(cluster, workers)
     plan = workload(recipe, workers=workers).plan
-    each = None if cluster is None else min(cluster.gpus_per_node, workers)
-    backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
+    each = 1 if cluster is None else min(cluster.gpus_per_node, workers)
+    backend = Rehearsed(rank=rank, workers=workers, local_size=each)
     sizes = {piece.image_size for piece in plan.sizes}
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
     criterion = build_criterion(recipe.loss)
@@ -173,8 +164,6 @@ def rehearse(
     gpu = None if cluster is None else cluster.gpu
     return Rehearsal(
         plan=plan,
-        node=None if each is None else rank // each,
-        local_rank=None if each is None else rank % each,
         memory={
             "parameters": parameters,
             "buffers": buffers,

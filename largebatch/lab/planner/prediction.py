@@ -205,9 +205,7 @@ def _nodes(on: Machine, workers: int) -> int:
 
 def _turns(on: Machine, workers: int) -> float:
     """Return the factor by which sharing cores slows workers down."""
-    if not on.cores or workers <= on.workers_per_node:
-        return 1.0
-    return workers / on.workers_per_node
+    return max(1.0, workers / on.workers_per_node) if on.cores else 1.0
 
 
 def step_seconds(on: Machine, load: Load) -> dict[str, float]:

@@ -225,7 +225,7 @@ class Service:
 class Shard:
     """One server over a link, and its part of a learner's weights, by their numbers.
 
-    `begin_*` sends, `finish_*` waits for the answer.
+    `ask` and `push` send, `finish_*` waits for the answer.
     """
 
     def __init__(self, link: Link, weights: Sequence[Tensor], numbers: Sequence[int]) -> None:
@@ -234,10 +234,6 @@ class Shard:
         self._sizes = [weight.numel() for weight in self._weights]
         self._flat = weights[0].new_empty(sum(self._sizes))
         self._clock = 0.0
-
-    def begin_pull(self) -> None:
-        """Request the weights."""
-        self._ask(_PULL)
 
     @torch.no_grad()
     def finish_pull(self) -> int | None:
@@ -251,24 +247,19 @@ class Shard:
             weight.copy_(part.view_as(weight))
         return None if number == _NONE else int(number)
 
-    def begin_push(
-        self, gradient: Sequence[Tensor], *, mini_batch: int, loss: float, stop: bool
-    ) -> None:
+    def push(self, gradient: Sequence[Tensor], *, mini_batch: int, loss: float, stop: bool) -> None:
         """Send the server's part of a gradient; `stop` is True to stop or to save."""
-        self._ask(_PUSH, self._clock, mini_batch, loss, stop)
+        self.ask(_PUSH, self._clock, mini_batch, loss, stop)
         self._link.send(torch.cat([gradient[number].flatten() for number in self._numbers]))
 
     def finish_push(self) -> None:
         """Wait until it was received or, if learners wait by the rule, for its update."""
         self._answer()
 
-    def leave(self) -> None:
-        """Announce that this learner sends nothing more; the server's thread for it ends."""
-        self._ask(_LEAVE)
-
-    def _ask(
+    def ask(
         self, kind: float, clock: float = 0, mini_batch: float = 0, loss: float = 0, stop: float = 0
     ) -> None:
+        """Request the weights, announce a gradient, or end the server's thread for this learner."""
         self._link.send(torch.tensor([kind, clock, mini_batch, loss, stop], dtype=torch.float64))
 
     def _answer(self) -> list[float]:
@@ -296,22 +287,22 @@ def learn(
     """
     first, *others = shards
     while True:
-        first.begin_pull()
+        first.ask(_PULL)
         number = first.finish_pull()
         if number is None:
             break
         for shard in others:
-            shard.begin_pull()
+            shard.ask(_PULL)
         for shard in others:
             shard.finish_pull()
         found, loss = gradient(number)
         stop = asks()
         for shard in shards:
-            shard.begin_push(found, mini_batch=number, loss=loss, stop=stop)
+            shard.push(found, mini_batch=number, loss=loss, stop=stop)
         for shard in shards:
             shard.finish_push()
     for shard in shards:
-        shard.leave()
+        shard.ask(_LEAVE)
 
 
 class Record(NamedTuple):
@@ -333,9 +324,8 @@ class Exchange:
 
     def __init__(self, backend: Backend, *, learners: int, servers: Sequence[int]) -> None:
         self.backend, self.learners, self._servers = backend, learners, servers
-        pairs = [(learner, server) for learner in range(learners) for server in servers]
-        others = [(learner, server) for learner, server in pairs if learner != server]
-        self._links = open_links(backend, others)
+        pairs = [(one, server) for one in range(learners) for server in servers if one != server]
+        self._links = open_links(backend, pairs)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
         self,

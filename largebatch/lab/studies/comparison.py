@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING, plural
 from largebatch.lab.studies.metrics import (
@@ -215,8 +215,11 @@ class Measure(NamedTuple):
 
 
 def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
-    """Return the function of a run that is its usage of this name, times a factor."""
-    return lambda run: factor * run.used(name)
+    """Return the function of a run that is its usage of this name, times a factor.
+
+    It is NaN where that was not measured, or the run diverged.
+    """
+    return lambda run: math.nan if run.diverged else factor * run.usage.get(name, math.nan)
 
 
 TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)
@@ -416,12 +419,11 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     )
 
 
-def _mean(value: Callable[[Result], float | None]) -> Callable[[CellResults], float | None]:
-    return lambda cell: (it := cell.mean(value)) and it.mean
-
-
-def _reach(value: Callable[[Result], float]) -> Callable[[CellResults], float | None]:
-    return lambda cell: (it := cell.mean(value)) and it.reach
+def _mean(
+    value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
+) -> Callable[[CellResults], float | None]:
+    """Return a function of a cell: the mean over its seeds, or half the width of its interval."""
+    return lambda cell: getattr(cell.mean(value), part, None)
 
 
 def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
@@ -451,7 +453,7 @@ def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]
     column = columns_over(cells)
     resources = [
         column("Training, s", _mean(TRAINING.of), ",.1f"),
-        column("± s", _reach(TRAINING.of), ",.2f"),
+        column("± s", _mean(TRAINING.of, "reach"), ",.2f"),
         column("Images/s", _mean(lambda run: run.images_per_second), ",.0f"),
         column("Processor, s", _mean(CPU.of), ",.1f"),
         column("Cores used", _mean(used("cores")), ".2f"),
@@ -477,7 +479,7 @@ def _table(
         column(variant, lambda cell: cell.cell.variant, None),
         column("Recipe", lambda cell: cell.cell.configuration, None),
         column("Top-1, %", _mean(TOP1.of), ".2f"),
-        column("±", _reach(TOP1.of), ",.2f"),
+        column("±", _mean(TOP1.of, "reach"), ",.2f"),
         *compared,
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
         column("Seeds", lambda cell: len(cell.seeds), "d"),

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -217,16 +217,13 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """A tracker that records the seconds of each update."""
-
-    seconds: list[float] = field(default_factory=list)
+class StepTimes(list[float]):
+    """A tracker that keeps the seconds of each update."""
 
     def record(self, event: Event) -> None:
         """Record one event."""
         if isinstance(event, Step):
-            self.seconds.append(event.step_seconds)
+            self.append(event.step_seconds)
 
 
 def measure(cell: HostsCell, options: Options) -> Json:
@@ -246,7 +243,7 @@ def measure(cell: HostsCell, options: Options) -> Json:
         session.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
-            "seconds": steps.seconds[-on_hosts.updates :],
+            "seconds": steps[-on_hosts.updates :],
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
         }

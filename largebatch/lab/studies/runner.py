@@ -27,15 +27,12 @@ from largebatch.distributed.environment import available_cores, leave_with, work
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, load_study
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, load_study
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
-
-Report = Callable[[str], None]
-"""Called with a line after every run."""
 
 Records = Mapping[str, Mapping[str, Json]]
 """Records by the names of cells and runs."""
@@ -101,9 +98,10 @@ def kind_of(study: Study) -> ModuleType:
     return import_module(f"largebatch.lab.studies.{name}")
 
 
-def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
+def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
     """Make what is left, `jobs` runs at a time; return False after a request to stop.
 
+    `report` gets a line after every run.
     Raises LargebatchError for a mistake that a run finds, and WorkerFailedError for a run whose
     process failed; the others stop and can be resumed.
     """
@@ -293,7 +291,7 @@ def study(  # noqa: PLR0913 -- the options of the command
     dry_run: bool = False,
     page: bool = False,
     machine: Machine,
-    report: Report,
+    report: Callable[[str], None],
 ) -> bool:
     """Carry out a study, or resume it, then report its table and draw its page.
 
@@ -331,5 +329,5 @@ def study(  # noqa: PLR0913 -- the options of the command
     if not records and not (given.servers and given.servers.simulated):
         raise StudyError(f"{store.folder}: no run of the study has finished")
     drawn = kind.make_page(given, folder, records)
-    report(f"{drawn.text()}\npage: {drawn.write(store.folder / PAGE)}")
+    report(f"{drawn.text()}\npage: {drawn.write(store.folder / 'study.html')}")
     return True

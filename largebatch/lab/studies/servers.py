@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.lab.protocols.cluster import Cluster, Link, compute_times, expectation
 from largebatch.lab.protocols.server import Rule, divide
-from largebatch.lab.protocols.simulator import simulate
+from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError
-from largebatch.lab.protocols.cluster import ComputeTime, Constant, Link, Serving, compute_times
+from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe
@@ -30,9 +30,6 @@ from largebatch.recipe.section import (
     Updates,
 )
 from largebatch.runs.options import Options
-
-PAGE = "study.html"
-"""Name of the page in the folder of a study."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Pattern of names, which also name folders."""

@@ -10,10 +10,9 @@ from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real,
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.lab.protocols.cluster import Cluster, Link, Lognormal
 from largebatch.lab.protocols.exchange import Record
 from largebatch.lab.protocols.server import Arrival, Rule, divide
-from largebatch.lab.protocols.simulator import simulate
+from largebatch.lab.protocols.simulator import Cluster, Link, Lognormal, simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
 

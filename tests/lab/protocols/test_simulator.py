@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 import simpy
 
-from largebatch.lab.protocols.cluster import (
+from largebatch.lab.protocols.server import Rule
+from largebatch.lab.protocols.simulator import (
     Cluster,
     Constant,
+    Direction,
+    FairLinks,
     Link,
     Lognormal,
     Recorded,
     Serving,
+    Simulation,
+    simulate,
 )
-from largebatch.lab.protocols.server import Rule
-from largebatch.lab.protocols.simulator import Direction, FairLinks, Simulation, simulate
 
 MEAN, QUANTILES = 0.5, -np.log1p(-(np.arange(10_000) + 0.5) / 10_000)
 EXPONENTIAL = Recorded(kind="recorded", seconds=tuple((MEAN * QUANTILES).tolist()))
