@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from largebatch import accelerator
-from largebatch.optim.kernels.numbers import Numbers, fixed_in_graphs
+from largebatch.optim.kernels.numbers import Numbers
 from largebatch.optim.kernels.tabled import as_models
 
 
 class FusedAdamW(AdamW):
     """AdamW of float32 weights on one device, with the groups and the state of PyTorch's.
 
-    A graph keeps all numbers but the learning rates; where one changes, it is recorded again.
+    A graph keeps all numbers but the learning rates.
     """
 
     _rates: Numbers | None = None
@@ -26,11 +26,9 @@ class FusedAdamW(AdamW):
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:  # noqa: ANN401 -- of AdamW
         super().__init__(groups, fused=True, capturable=True, **settings)
 
-    def graph_key(self) -> object:
-        """Return what a graph of the last step depends on; None if no graph may repeat it."""
-        if self._rates is None:
-            return None
-        return self._rates, fixed_in_graphs(self.param_groups, self.state, but=("lr",))
+    def can_replay(self) -> object:
+        """Return what a graph of the last step reads; None if no graph may repeat it."""
+        return self._rates
 
     def refresh(self) -> Tensor:
         """Copy the learning rates of the groups to the device: before a replay. Return them."""

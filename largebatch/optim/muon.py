@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from largebatch import accelerator
 from largebatch.distributed.backend import Group, in_graphs
 from largebatch.distributed.connection import running_backend
-from largebatch.optim.kernels.numbers import Numbers, fixed_in_graphs
+from largebatch.optim.kernels.numbers import Numbers
 from largebatch.optional import require_muon
 
 zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
@@ -130,21 +130,16 @@ class Muon(Optimizer):
         self._others.step()
         return loss
 
-    def graph_key(self) -> object:
-        """Return what a graph of the last step depends on; None if no graph may repeat it."""
-        if self._numbers is None or not in_graphs(self._workers):
-            return None
-        self._lend()
-        others = getattr(self._others, "graph_key", lambda: None)()
-        sent = ("lr", "momentum", "weight_decay")
-        own = self._numbers, fixed_in_graphs(self.param_groups[:1], self.state, but=sent)
-        return None if others is None else (own, others)
+    def can_replay(self) -> object:
+        """Return what a graph of the last step reads; None if no graph may repeat it."""
+        others = getattr(self._others, "can_replay", lambda: None)
+        return others() if self._numbers is not None and in_graphs(self._workers) else None
 
     def refresh(self) -> None:
         """Copy hyper-parameters to the device: before a replay."""
         self._use_numbers()
         self._lend()
-        self._others.refresh()  # type: ignore[attr-defined]  # see graph_key
+        self._others.refresh()  # type: ignore[attr-defined]  # see can_replay
 
     def _use_numbers(self) -> dict[str, Any]:
         """Return the group of the matrices with its numbers, on a device with graphs those there.

@@ -37,11 +37,9 @@ def hidden_gradients(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     hidden = [(weight, weight.grad) for weight in weights]
     for weight, _ in hidden:
         weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in hidden:
-            weight.grad = gradient
+    yield
+    for weight, gradient in hidden:
+        weight.grad = gradient
 
 
 def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class TabledSGD(Tabled, SGD):
     _takes_sparse = True
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # torch sets it
         """True if GradScaler leaves unscaling and skipping to `step`."""
         pairs = ((it, group) for group in self.param_groups for it in group["params"])
         return all(it.grad is None or self._is_tabled(it, group) for it, group in pairs)

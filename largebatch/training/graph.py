@@ -96,10 +96,12 @@ class Graphs:
 
     def replay(self, batch: Batch, stopwatch: "Stopwatch", *, first: bool, last: bool) -> bool:
         """Do the work of a micro-batch, or of the last and the update; False to do it eagerly."""
+        if self._depth == NOTHING:
+            return False
         if first:
             self._begin(batch)
         shape, key = self._shape, (first, last)
-        if self._depth == NOTHING or shape.updates < _WARM_UP:
+        if shape.updates < _WARM_UP:
             return False
         if shape.updates == _WARM_UP:
             self._watch(batch, stopwatch, *key)
@@ -115,12 +117,14 @@ class Graphs:
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update; drop all if they would use outdated memory."""
-        weights = chain.from_iterable(it["params"] for it in self._work.optimizer.param_groups)
-        key = [it.data_ptr() for it in weights], self._optimizer_key()
-        if key != self._key or (self._depth == EVERYTHING and key[1] is None):
+        read, optimizer = self._can_replay(), self._work.optimizer
+        weights = [group["params"] for group in optimizer.param_groups]
+        states = [state.values() for state in optimizer.state.values() if read is not None]
+        tensors = chain(*weights, *states)
+        key = read, [it.data_ptr() for it in tensors if isinstance(it, torch.Tensor)]
+        if key != self._key or (self._depth == EVERYTHING and read is None):
             warm_up = {form: it for form, it in self._shapes.items() if it.updates < _WARM_UP}
-            self._shapes = warm_up
-        self._key = key
+            self._shapes, self._key = warm_up, key
         form = _form(batch), len(self._work.frozen)
         self._shape = self._shapes.pop(form, _Shape())
         self._shapes[form] = self._shape  # the newest is the last
@@ -149,11 +153,11 @@ class Graphs:
             work.sum(stopwatch)
         if found:
             self._limit(PASSES, f"the host waits for the device in {found[0]}")
-        if self._optimizer_key() is None:
-            name = type(work.optimizer).__name__
-            self._limit(SUMS, f"{name} takes its numbers from the host here")
         with accelerator.waits(self._device) as found:
             work.update()
+        if self._can_replay() is None:
+            name = type(work.optimizer).__name__
+            self._limit(SUMS, f"{name} takes its numbers from the host here")
         if found:
             self._limit(SUMS, f"the host waits for the device in {found[0]}")
 
@@ -193,7 +197,7 @@ class Graphs:
         reducer.in_passes = part.depth < EVERYTHING
         if part.depth == EVERYTHING:
             with hidden_gradients(work.frozen):
-                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _optimizer_key
+                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _can_replay
         part.graph.replay()
         work.results = replace(part.results)
         spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]
@@ -211,14 +215,14 @@ class Graphs:
             if value is not None and (it.name != "scale" or work.scaler.is_enabled()):
                 setattr(work.results, it.name, value.clone())
 
-    def _optimizer_key(self) -> object:
-        """Return what a graph of the optimizer's step depends on; None if it cannot be in a graph.
+    def _can_replay(self) -> object:
+        """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.
 
-        An optimizer that can be has its numbers on the device. It has `graph_key`, and `refresh`,
+        An optimizer that can be has its numbers on the device. It has `can_replay`, and `refresh`,
         which copies them there before a replay, and the addresses of the gradients.
         """
         with hidden_gradients(self._work.frozen):
-            return getattr(self._work.optimizer, "graph_key", lambda: None)()
+            return getattr(self._work.optimizer, "can_replay", lambda: None)()
 
     def _limit(self, depth: int, reason: str) -> None:
         if depth < self._depth:

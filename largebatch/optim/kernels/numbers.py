@@ -1,8 +1,6 @@
 """Numbers of the host on a device, where a graph reads those that were sent before its replay."""
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,22 +25,6 @@ class Numbers:
             self._tensor.copy_(source, non_blocking=True)
             self._sent = numbers
         return self._tensor
-
-
-def fixed_in_graphs(
-    groups: Sequence[dict[str, Any]],
-    state: Mapping[Tensor, dict[str, Any]],
-    *,
-    but: Collection[str],
-) -> object:
-    """Return what a graph keeps: settings of groups but these, and addresses of their tensors."""
-    weights = [weight for group in groups for weight in group["params"]]
-    tensors = [*weights, *chain.from_iterable(each.values() for each in state.values())]
-    settings = [
-        {key: value for key, value in group.items() if key not in {"params", *but}}
-        for group in groups
-    ]
-    return settings, [it.data_ptr() for it in tensors if isinstance(it, Tensor)]
 
 
 def pinned(numbers: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -5,9 +5,7 @@ momentum, ...), so that a CUDA graph can replay both launches. Weights are float
 bfloat16 weight is updated through its float32 master, and its copy is written in the same pass.
 """
 
-import functools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 
@@ -25,7 +23,7 @@ PARTIAL = 64
 """Sums of squares per step of adding them."""
 
 SUMS = 512
-"""Most sums of squares of a tensor, because every program of the tensor adds them all."""
+"""Most sums of squares of a tensor, because each of its programs adds them all."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
@@ -52,26 +50,20 @@ class Table:
         counts = [-(-size // CHUNK) for size in sizes]
         steps = [-(-count // SUMS) for count in counts]
         sums = [-(-count // step) for count, step in zip(counts, steps, strict=True)]
-        firsts = list(accumulate(sums, initial=0))[:-1]
+        firsts = list(accumulate(sums, initial=0))
         kinds = [_KINDS[copy.dtype] for copy in rounded]
         columns = [
             [tensor.data_ptr() for tensor in tensors]
             for tensors in (weights, buffers, rounded, grads)
         ]
-        self._device, self._num = weights[0].device, len(weights)
+        self._device, self._num, self._num_chunks = weights[0].device, len(weights), sum(counts)
         self._aligned = _are_aligned(chain.from_iterable(columns[:3]))
-        rows = [list(row) for row in zip(sizes, kinds, groups, firsts, steps, strict=True)]
-        self._tensors = self._send(rows)
-        self._chunks, self._sums = (
-            self._send([[i, start] for i, each in enumerate(starts) for start in each])
-            for starts in (
-                [range(0, size, CHUNK) for size in sizes],
-                [range(0, size, CHUNK * step) for size, step in zip(sizes, steps, strict=True)],
-            )
-        )
+        chunks = [[i, j * CHUNK] for i, count in enumerate(counts) for j in range(count)]
+        rows = [list(row) for row in zip(sizes, kinds, groups, steps, firsts, strict=False)]
+        self._chunks, self._tensors = self._send(chunks), self._send(rows)
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
-        self._squares = self._empty(len(self._sums), 2)
+        self._squares = self._empty(firsts[-1], 2)
         self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
         self._ratios = self._empty(self._num)
 
@@ -101,19 +93,13 @@ class Table:
         scales = [numbers if it is None else it for it in (scale, found_inf)]  # unused if None
         constants = {"SCALED": scale is not None, "CHUNK": CHUNK}
         constants["ALIGNED"] = self._aligned and self._grads_are_aligned
-        table = self._tensors, self._addresses, self._squares
+        grid = (self._num_chunks,)
+        table = self._chunks, self._tensors, self._addresses, self._squares
         if any(rule.ratio != "none" for rule in rules[: self._num_groups]):
-            accelerator.launch(
-                triton_lars.norms,
-                (len(self._sums),),
-                self._sums,
-                *(*table, scales[0], self._num),
-                **constants,
-            )
+            accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
         accelerator.launch(
             triton_lars.update,
-            (len(self._chunks),),
-            self._chunks,
+            grid,
             *table,
             *(numbers, ratios, *scales, self._num),
             PARTIAL=PARTIAL,
@@ -130,7 +116,7 @@ class Table:
 
 
 def _are_aligned(addresses: Iterable[int]) -> bool:
-    return functools.reduce(operator.or_, addresses) % _ALIGNMENT == 0
+    return all(address % _ALIGNMENT == 0 for address in addresses)
 
 
 def _numbers(rule: Rule) -> list[float]:

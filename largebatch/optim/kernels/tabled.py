@@ -4,13 +4,13 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, StateDict
+from torch.optim.optimizer import Optimizer
 
 from largebatch import accelerator
 from largebatch.optim.kernels import Rule, works
@@ -46,11 +46,6 @@ class Tabled(Optimizer):
     _takes_sparse = False
     """True if `step` updates parameters outside the tables by sparse gradients too."""
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load hyper-parameters and momentum."""
-        super().load_state_dict(state_dict)
-        self._made_for = None
-
     def _update_tables(
         self, rules: Sequence[Rule], scale: Tensor | None, found_inf: Tensor | None
     ) -> list[tuple[list[Tensor], Tensor]]:
@@ -69,14 +64,14 @@ class Tabled(Optimizer):
                 target.copy_(source)
         return found
 
-    def graph_key(self) -> object:
-        """Return what a graph of the last step depends on; None if no graph may repeat it."""
+    def can_replay(self) -> object:
+        """Return what a graph of the last step reads; None if no graph may repeat it."""
         return self._tables if self._find_grads() and not self._others else None
 
     def refresh(self) -> None:
         """Copy hyper-parameters and addresses of gradients to the tables: before a replay."""
         is_current = self._find_grads()
-        assert is_current, "graph_key was not asked"
+        assert is_current
         for tabled in self._tables:
             tabled.table.use(self._rules())
 
@@ -99,7 +94,7 @@ class Tabled(Optimizer):
         This runs in every step, so gradients that are the same objects are not read again.
         """
         made = self._made_for
-        if made is None or self._fixed() != made.fixed:
+        if made is None or self._fixed()[0] != made.fixed:
             return False
         grads = [weight.grad for weight in made.weights]
         try:
@@ -111,52 +106,40 @@ class Tabled(Optimizer):
                 return False
         except RuntimeError:  # a sparse one has neither address nor strides
             return False
-        made.grads = _references(grads)
+        made.grads = [NoneType if it is None else weakref.ref(it) for it in grads]
         if addresses != self._addresses:
             for tabled in self._tables:
-                tabled.table.move_grads([addresses[place] for place in tabled.places])
+                tabled.table.move_grads(_addresses(it.grad for it in tabled.parameters))
             self._addresses = [] if accelerator.is_recording() else addresses  # [] is sent again
         return True
 
-    def _weights(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
-    def _saved(self) -> list[Tensor | None]:
-        states = self.state.values()
+    def _fixed(self) -> tuple[object, list[Tensor | None]]:
+        """Return what the tables depend on besides gradients, and parameters and state."""
+        groups, states = self.param_groups, self.state.values()
+        weights = list(chain.from_iterable(group["params"] for group in groups))
         masters = [state["master"] for state in states if "master" in state]
-        return [*masters, *[state.get("momentum_buffer") for state in states]]
-
-    def _fixed(self) -> object:
-        """Return what the tables depend on besides gradients."""
-        weights = self._weights()
-        groups = [
-            (*map(group.get, _KEYS), not group["momentum"], len(group["params"]))
-            for group in self.param_groups
-        ]
-        return groups, list(map(id, weights)), _addresses([*weights, *self._saved()])
+        tensors = [*weights, *masters, *[state.get("momentum_buffer") for state in states]]
+        settings = [(*map(it.get, _KEYS), not it["momentum"], len(it["params"])) for it in groups]
+        return (settings, list(map(id, weights)), _addresses(tensors)), tensors
 
     def _make_tables(self) -> None:
         """Make the table of each GPU, for later steps too unless tensors must be copied."""
         self._tables, self._others, self._made_for = [], True, None
-        weights = self._weights()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
         if not any(works(device) for device in {weight.device for weight in weights}):
             return
         found: dict[torch.device, list[tuple[int, bool, _Lists]]] = {}
         for number, group in enumerate(self.param_groups):
             for (device, _), lists in self._gather(group, tabled=True).items():
                 found.setdefault(device, []).append((number, group.get("adapt", False), lists))
-        graded = [id(weight) for weight in weights if weight.grad is not None]
-        places = dict(zip(graded, count(), strict=False))
-        self._tables = [_Tabled(device, parts, places) for device, parts in found.items()]
-        grads = [weight.grad for weight in weights]
-        trained = sum(grad is not None and grad.numel() > 0 for grad in grads)
-        self._others = trained > sum(len(tabled.places) for tabled in self._tables)
-        is_dense = all(grad is None or grad.layout is torch.strided for grad in grads)
+        self._tables = [_Tabled(device, parts) for device, parts in found.items()]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        trained = sum(grad.numel() > 0 for grad in grads)
+        self._others = trained > sum(len(tabled.parameters) for tabled in self._tables)
+        is_dense = all(grad.layout is torch.strided for grad in grads)
         if is_dense and all(tabled.is_lasting for tabled in self._tables):
             self._addresses = _addresses(grads)
-            self._made_for = _Made(
-                self._fixed(), weights, self._saved(), _forms(grads), _references(grads)
-            )
+            self._made_for = _Made(weights, *self._fixed())
 
     def _gather(
         self, group: dict[str, Any], *, tabled: bool = False
@@ -187,16 +170,13 @@ class Tabled(Optimizer):
         return found
 
 
-@dataclass(slots=True)
 class _Made:
     """What tables were made for. It keeps the state, whose memory no other tensor then gets."""
 
-    fixed: object
-    weights: list[Tensor]
-    saved: list[Tensor | None]
-    forms: object
-    grads: "list[Callable[[], Tensor | None]]"
-    """Weak references, because a loop may free its gradients after a step."""
+    def __init__(self, weights: list[Tensor], fixed: object, tensors: object) -> None:
+        self.weights, self.fixed, self.tensors = weights, fixed, tensors
+        self.forms = _forms([weight.grad for weight in weights])
+        self.grads: list[Callable[[], object]] = [object]  # none is the same yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +193,7 @@ class _Lists:
 class _Tabled:
     """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        parts: list[tuple[int, bool, "_Lists"]],
-        places: dict[int, int],
-    ) -> None:
+    def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
         from largebatch.optim.kernels.table import Table
 
         parts = sorted(parts, key=lambda part: not part[1])
@@ -228,9 +203,7 @@ class _Tabled:
             list(chain.from_iterable(getattr(lists, name) for _, _, lists in parts))
             for name in ("weights", "grads", "buffers", "parameters")
         )
-        self.parameters, self.places = parameters, [places[id(it)] for it in parameters]
-        """Parameters, and the places of their gradients among all."""
-
+        self.parameters = parameters
         pairs = list(zip(parameters, weights, strict=True))
         rounded = [it if it.stride() == exact.stride() else exact for it, exact in pairs]
         self._grads = as_models(grads, rounded)
@@ -281,10 +254,6 @@ def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
 
 def _forms(grads: Iterable[Tensor | None]) -> object:
     return [None if it is None else (it.stride(), it.numel(), it.dtype) for it in grads]
-
-
-def _references(grads: Iterable[Tensor | None]) -> list[Callable[[], Tensor | None]]:
-    return [NoneType if it is None else weakref.ref(it) for it in grads]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The two kernels of `table`, in Triton.
 
-A program of the first kernel has some chunks of one tensor, one where the tensor is not very large.
-It writes the sums of squares of the weight and the gradient in them, in float64, where the square
-of any float32 number is normal. A program of the second has one chunk: it adds the sums of its
+Each program has a chunk of one tensor. The first kernel writes the sums of squares of the weight
+and the gradient in it, in float64, where the square of any float32 number is normal; of a very
+large tensor, every few chunks have one sum. In the second every program adds the sums of its
 tensor, in a fixed order, and updates its chunk.
 """
 
@@ -47,19 +47,23 @@ def _store_short(addresses, which, kind, at, values, inside, ALIGNED: tl.constex
 
 @triton.jit
 def norms(
-    sums, tensors, addresses, squares, scale, num,
+    chunks, tensors, addresses, squares, scale, num,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of squares of weight and gradient of some chunks."""
     program = tl.program_id(0)
-    which = tl.load(sums + 2 * program)
-    start = tl.load(sums + 2 * program + 1)
+    which = tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1)
     size = tl.load(tensors + 5 * which)
+    steps = tl.load(tensors + 5 * which + 3)
+    place = start // CHUNK
+    if place % steps > 0:
+        return
     kind = tl.load(tensors + 5 * which + 1)
     pointer = _pointer(addresses, which, tl.float32, ALIGNED)
     of_weight = tl.zeros((), tl.float64)
     of_grad = tl.zeros((), tl.float64)
-    for step in range(tl.load(tensors + 5 * which + 4)):
+    for step in range(steps):
         at = start + step * CHUNK + tl.arange(0, CHUNK)
         inside = at < size
         weight = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float64)
@@ -69,8 +73,9 @@ def norms(
             grad = grad / tl.load(scale)
         grad = grad.to(tl.float64)
         of_grad += tl.sum(grad * grad, 0)
-    tl.store(squares + 2 * program, of_weight)
-    tl.store(squares + 2 * program + 1, of_grad)
+    at = 2 * (tl.load(tensors + 5 * which + 4) + place // steps)
+    tl.store(squares + at, of_weight)
+    tl.store(squares + at + 1, of_grad)
 
 
 @triton.jit
@@ -86,8 +91,8 @@ def update(
     size = tl.load(tensors + 5 * which)
     kind = tl.load(tensors + 5 * which + 1)
     group = tl.load(tensors + 5 * which + 2)
-    first = tl.load(tensors + 5 * which + 3)
-    last = first + tl.cdiv(size, CHUNK * tl.load(tensors + 5 * which + 4))
+    first = tl.load(tensors + 5 * which + 4)
+    last = first + tl.cdiv(size, CHUNK * tl.load(tensors + 5 * which + 3))
     rule = numbers + 11 * group
     place = tl.load(rule + 7)
     ratio = tl.full((), 1.0, tl.float64)
