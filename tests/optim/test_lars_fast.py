@@ -106,19 +106,50 @@ TABLE: list[tuple[Convention, bool, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("convention", "adapt", "settings"), TABLE)
+needs_apex = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("amp_C") is None,
+    reason="no CUDA GPU, or NVIDIA's apex is not installed; " + INSTALL_APEX,
+)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(
+    ("convention", "adapt", "settings", "kernels"),
+    [
+        *((*row, "torch") for row in TABLE),
+        *(
+            pytest.param(*row, "apex", marks=needs_apex)
+            for row in TABLE
+            if "clip_gradient" not in row[2]
+        ),
+    ],
+)
 def test_the_table_matches_the_formula(
-    path: Path, convention: Convention, adapt: bool, settings: dict[str, Any]
+    path: Path, convention: Convention, adapt: bool, settings: dict[str, Any], kernels: Kernels
 ) -> None:
-    """Its kernels run in Triton's interpreter, which is slow: fewer cases than for the others."""
-    path("table")
+    """Its kernels, and apex's, run on a GPU; without one, in Triton's interpreter, which is slow.
+
+    On a GPU no step waits once all tensors have come.
+    """
+    if not torch.cuda.is_available():
+        path("table")
     weights = parameters(torch.float32)
-    group = {"params": weights, "adapt": adapt}
+    formulas = [Formula(weight, {}) for weight in weights]
+    for weight in weights:
+        weight.data = weight.data.to(accelerator.current())
+    group = {"params": weights, "adapt": adapt, "kernels": kernels}
     optimizer = LARS([group], eta=0.02, eps=1e-3, convention=convention, **settings)
-    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
+    for formula in formulas:
+        formula.group = optimizer.param_groups[0]
     take_steps(optimizer, weights, formulas, range(3))
     for weight, formula in zip(weights, formulas, strict=True):
-        assert_close(weight, formula.w, 1e-6)
+        assert_close(weight.cpu(), formula.w, 1e-6)
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -368,57 +399,3 @@ def test_on_cuda_a_step_waits_for_nothing(convention: Convention, limits: dict[s
         batched._owners.cache_clear()  # it holds a tensor that has no memory
     assert "_foreach_norm" in done
     assert not WAITS & set(done)
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-needs_apex = pytest.mark.skipif(
-    importlib.util.find_spec("amp_C") is None,
-    reason="NVIDIA's apex is not installed; " + INSTALL_APEX,
-)
-
-
-ON_A_GPU = [
-    *((*row, "torch") for row in TABLE),
-    *(
-        pytest.param(*row, "apex", marks=needs_apex)
-        for row in TABLE
-        if "clip_gradient" not in row[2]
-    ),
-]
-
-
-@needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize(("convention", "adapt", "settings", "kernels"), ON_A_GPU)
-def test_on_a_gpu_the_update_matches_the_formula(
-    convention: Convention, adapt: bool, settings: dict[str, Any], kernels: Kernels
-) -> None:
-    weights = parameters(torch.float32)
-    formulas = [Formula(weight, {}) for weight in weights]
-    for weight in weights:
-        weight.data = weight.data.cuda()
-    optimizer = LARS(
-        [{"params": weights, "adapt": adapt}],
-        max(RATES),
-        eta=ETA,
-        eps=EPS,
-        convention=convention,
-        kernels=kernels,
-        **settings,
-    )
-    for step, lr in enumerate(RATES):
-        optimizer.param_groups[0]["lr"] = lr
-        grads = gradients([nn.Parameter(weight.cpu()) for weight in weights], step)
-        for weight, grad, formula in zip(weights, grads, formulas, strict=True):
-            weight.grad = None if grad is None else grad.cuda()
-            formula.group = optimizer.param_groups[0]
-            if grad is not None:
-                formula.step(grad.double().numpy(), lr)
-        if step > 2:  # no more tensors come in
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for weight, formula in zip(weights, formulas, strict=True):
-        assert_close(weight.cpu(), formula.w, 1e-6)

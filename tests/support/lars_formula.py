@@ -138,11 +138,11 @@ def take_steps(
             group["lr"] = RATES[step]
         grads = gradients(weights, step)
         for weight, grad, formula in zip(weights, grads, formulas, strict=True):
-            weight.grad = grad
+            weight.grad = None if grad is None else grad.to(weight.device)
             if grad is not None:
                 formula.step(grad.double().numpy(), RATES[step])
         before = [None if grad is None else grad.clone() for grad in grads]
         optimizer.step()
         for weight, grad in zip(weights, before, strict=True):
             if grad is not None and weight.grad is not None:
-                assert weight.grad.equal(grad), "a gradient was changed"
+                assert weight.grad.cpu().equal(grad), "a gradient was changed"
