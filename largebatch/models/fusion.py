@@ -13,7 +13,7 @@ import dis
 import inspect
 import operator
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -62,8 +62,7 @@ def describe_pairs(model: nn.Module) -> Iterator[str]:
     """Yield a sentence for the log if pairs run in the kernels."""
     found, num = count_pairs(model)
     # Results of convolutions have the type and memory format of their weights.
-    weights = [layer.weight for layer in model.modules() if isinstance(layer, _ConvNd)]
-    weights = weights or list(islice(model.parameters(), 1))
+    weights = [each.weight for each in model.modules() if isinstance(each, (_ConvNd, nn.Linear))]
     if found and all(map(kernels.take, weights)):
         yield f"{found} of {num} BatchNorm layers run in one kernel with the ReLU behind them"
 

@@ -332,7 +332,8 @@ class Block(nn.Module):
         self.count, self.list = nn.Buffer(torch.zeros(1)), nn.ModuleList()
 
     def out(self, images: Tensor) -> Tensor:
-        return self.relu(self.drop(self.bn(self.fc(images)))) * self.gain
+        out: Tensor = self.relu(self.drop(self.bn(self.fc(images))))
+        return out * self.gain
 
     def forward(self, images: Tensor) -> Tensor:
         return self.out(images if self.more is None else self.more(images))
