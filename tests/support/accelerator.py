@@ -10,7 +10,8 @@ Its tensors wrap a CPU tensor, which computes; every operation on them
                   syncs, transfers between host and device, and of these the pageable copies, which
                   block the host until the device has finished its queue
     is recorded   in a graph, where nothing is computed: a replay is one launch. Refused are a host
-                  sync, a copy from the host and an event there, and a replay whose memory was freed
+                  sync, a copy of pageable memory and an event there, and a replay of which memory
+                  was freed, of the device or pinned
 
 After `hang()` the device waits for a lost worker and the host does not notice: operations of its
 default stream change nothing, and the host blocks when it reads their results or copies from
@@ -294,8 +295,10 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     if recording is not None:
         for x in ours:
             recording.note(x)
+        others = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor))
+        recording.pinned += [weakref.ref(x) for x in others if is_pinned(x)]
         if name not in _FREE:
-            real_args, real_kwargs = tree_map_only(SimTensor, lambda x: x.raw, (args, kwargs))
+            real_args, real_kwargs = tree_map_only(Tensor, memory_of, (args, kwargs))
             # It is computed when it is replayed; numbers of classes may be any by now.
             raws = {id(x): x.raw.clone().mul_(x.dtype.is_floating_point) for x in ours}
     known = {id(raws[id(x)]): x for x in ours}
@@ -352,8 +355,6 @@ def _count(
     if name in _COPIES:
         source, to, waits = _COPIES[name](args, kwargs)
         if to != isinstance(source, SimTensor):
-            if Graph.recording is not None:
-                raise RuntimeError(f"{line}: {name} between host and device in a graph")
             _count_transfer(line, source, to_host=not to, waits=waits)
             return to
     elif ours and host:
@@ -480,6 +481,8 @@ class Graph:
         """Tensors of each address: of others' memory one must be alive in a replay."""
 
         self._own: set[int] = set()
+        self.pinned: list[weakref.ref[Tensor]] = []
+        """Tensors of pinned memory that are copied, alive in a replay too."""
 
     def note(self, tensor: SimTensor, *, made: bool = False) -> None:
         """Note a tensor that the graph reads, writes, or makes."""
@@ -507,6 +510,8 @@ class Graph:
         dead = {at for at, seen in self._seen.items() if not any(ref() is not None for ref in seen)}
         if dead - self._own:
             raise RuntimeError(f"a graph uses the memory of {len(dead - self._own)} freed tensors")
+        if any(ref() is None for ref in self.pinned):
+            raise RuntimeError("a graph copies pinned memory that was freed")
         for step in self._steps:
             step()
         for result in self._results:
@@ -609,6 +614,7 @@ class _Module:
     """Which of all devices it is."""
 
     sync_debug_mode = "default"
+    default_generators = (mock.Mock(),)  # as they are after an error in a graph
     CUDAGraph = Graph
     graph: Value = staticmethod(recording)
     device, stream = nullcontext, nullcontext
@@ -767,8 +773,13 @@ _KEPT: list[Any] = []
 
 def pinned(tensor: Tensor) -> Tensor:
     """Return the tensor, its memory counted as pinned."""
-    _PINNED[tensor.untyped_storage().data_ptr()] = tensor
+    _PINNED[tensor.untyped_storage().data_ptr()] = memory_of(tensor)
     return tensor
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of a tensor's values, which does not keep it alive."""
+    return tensor.raw if isinstance(tensor, SimTensor) else tensor.detach()
 
 
 def is_pinned(tensor: Tensor) -> bool:
