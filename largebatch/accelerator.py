@@ -216,30 +216,22 @@ def is_recording() -> bool:
     return Graph._recording
 
 
-def out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """Return the error of a full device that is, or led to, this one; None if there is none."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__context__
-    return error
-
-
 class _Copies(TorchDispatchMode):
     """Collects operations of a device that read tensors of the host, which a replay reads again."""
 
     def __init__(self, found: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: compiled modules run compiled."""
-        return True
+        return True  # compiled modules run compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
         result = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in {torch.ops.aten.copy_, torch.ops.aten._to_copy}
         read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
         written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
-        copies = func.overloadpacket in {torch.ops.aten.copy_, torch.ops.aten._to_copy}
         reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)
         if reads and any(is_remote(it.device) for it in written):
             self._found.append(f"a pass reads memory of the host ({func})")
@@ -252,12 +244,17 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
     `changed` names what they have changed on the host.
     """
-    before = host_generators()
+
+    def generators() -> object:
+        numpys = np.random.get_state(legacy=False)
+        return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
+
+    before = generators()
     with waits(device) as found, _Copies(found):
         yield found
     if name := changed():
         found.append(f"a pass changes {name}, which a replay would not")
-    if before != host_generators():
+    if before != generators():
         found.append("a pass draws random numbers on the host")
 
 
@@ -282,12 +279,6 @@ def waits(device: torch.device) -> Iterator[list[str]]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-
-
-def host_generators() -> object:
-    """Return the states of the host's random numbers, which a replay would not draw again."""
-    numpys = np.random.get_state(legacy=False)
-    return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
 
 
 class Replayed:

@@ -34,9 +34,6 @@ _INSIDE = {
 }
 """Attribute of the inner module, by class of the wrapper: torch's, and timm's (ModelEma)."""
 
-_LIBRARIES = {"torch", "triton", "largebatch"}
-"""Packages whose objects hold no numbers that passes decide by; their modules are looked into."""
-
 
 def local_model(model: nn.Module) -> nn.Module:
     """Return the outermost module of a model whose forward pass needs only this worker.
@@ -180,8 +177,7 @@ def watch_host(model: nn.Module) -> Callable[[], str | None]:
     """Return a function that names what has changed since in the modules; None if nothing.
 
     Compared is what a replay does not change: numbers, words, containers, random generators and
-    tensors of the host by their values, and tensors of a device by their addresses. The number of
-    spans is counted after a replay too.
+    tensors of the host by their values, and tensors of a device by their addresses.
     """
 
     def read(seen: dict[int, tuple[int, object]]) -> dict[str, object]:
@@ -190,7 +186,7 @@ def watch_host(model: nn.Module) -> Callable[[], str | None]:
             f"{name} of {place or 'the model'}": _state_of(value, seen)
             for place, module in model.named_modules()
             for name, value in {**vars(module), **module._parameters, **module._buffers}.items()
-            if name not in {"num_spans", "_parameters", "_buffers"}
+            if name not in {"num_spans", "_parameters", "_buffers"}  # spans are counted anyway
         }
 
     alive: dict[int, tuple[int, object]] = {}
@@ -221,9 +217,9 @@ def _state_of(value: object, seen: dict[int, tuple[int, object]]) -> object:
         if isinstance(content, Tensor):
             on_host = content.device.type == "cpu"
             return repr(content.tolist()) if on_host else (id(content), content.data_ptr())
-        if type(content).__module__.partition(".")[0] not in _LIBRARIES:
+        if type(content).__module__.partition(".")[0] not in {"torch", "triton", "largebatch"}:
             return _state_of(content.__reduce_ex__(4), seen)
-    return repr(content)
+    return repr(content)  # objects of these libraries hold no numbers that passes decide by
 
 
 def needs_host(model: nn.Module) -> str | None:
@@ -232,7 +228,7 @@ def needs_host(model: nn.Module) -> str | None:
         if has_own_hooks(layer):
             return f"{type(layer).__name__} has hooks, which may decide on the host"
     for name, weight in model.named_parameters():
-        others = weight._post_accumulate_grad_hooks or ()  # type: ignore[attr-defined]  # stubs
+        others = weight._post_accumulate_grad_hooks or ()
         if weight._backward_hooks or len(others) > 1:  # one is of a Reducer
             return f"{name} has hooks, which may decide on the host"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:

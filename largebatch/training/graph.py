@@ -161,7 +161,6 @@ class Graphs:
         if name := shape.changed():
             self._limit(NOTHING, f"{name} changes between updates, which a replay would not see")
             return False
-        reason, full = "", None
         try:
             graph = accelerator.Graph(self._device, self._pool)
             work.results = replace(results)
@@ -176,21 +175,24 @@ class Graphs:
             part = _Part(graph, depth, reducer.held(), spans.is_summed, work.results, more)
             self._pool, shape.parts[first, last] = graph.pool, part
         except Exception as problem:  # torch and Triton raise all kinds
-            reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
-            full = accelerator.out_of_memory(problem)
             self._shapes.clear()
             if work.scaler.is_enabled():
                 work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
-        reducer.hold(held)
-        reducer.in_passes = True
-        spans.counts, spans.is_summed, work.results = counts, False, results
-        if full is not None:
-            raise full
-        if reason:
+            cause: BaseException | None = problem
+            while cause is not None:  # a graph may be invalid because the device was full
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                cause = cause.__context__
+            reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._limit(NOTHING, f"recording failed ({reason})")
-        elif last:
+            return False
+        finally:
+            reducer.hold(held)
+            reducer.in_passes = True
+            spans.counts, spans.is_summed, work.results = counts, False, results
+        if last:
             self._say()
-        return not reason
+        return True
 
     def _run(self, part: _Part, stopwatch: "Stopwatch", *, last: bool) -> None:
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
@@ -242,15 +244,6 @@ def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = Fals
         raise refused("learners of a protocol send each gradient by itself")
     if use is True and device.type not in accelerator.GRAPHS:
         raise refused(f"there are no graphs on a device of type {device.type}")
-
-
-def open_graphs(work: "Work", use: UseGraph, note: Callable[[str], object]) -> Graphs | None:
-    """Return what records and replays the work of updates; None to do it as always."""
-    device = work.reducer.device
-    require_graphs(use, device)
-    if use is False or device.type not in accelerator.GRAPHS:
-        return None
-    return Graphs(work, use, note)
 
 
 def _form(batch: Batch) -> object:
