@@ -425,7 +425,7 @@ def planted(name: str) -> nn.Module:
 def hooked_weight(network: nn.Module) -> Optimizer:
     """Return an optimizer; a hook divides the gradient of a weight by its number."""
     numbers = count(1)
-    network.get_parameter("4.weight").register_hook(lambda grad: grad / next(numbers))
+    next(network.parameters()).register_hook(lambda grad: grad / next(numbers))
     return sgd(network)
 
 
