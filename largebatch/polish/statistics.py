@@ -41,11 +41,11 @@ from largebatch.models.wrappers import (
     describe_layer,
     device_of,
     input_of,
-    kept_on_host,
     local_model,
     mode,
     needs_host,
     uncompiled,
+    watch_host,
 )
 from largebatch.polish.moments import TOGETHER, Moments, pool
 from largebatch.tracking.events import LayerDrift
@@ -351,7 +351,7 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
         every = [it for calls in found for _, *both in calls for it in both]
         return torch.cat([it.double().flatten() for it in every])
 
-    moments = accelerator.Replayed(moments_of, device_of(model), partial(kept_on_host, model))
+    moments = accelerator.Replayed(moments_of, device_of(model), partial(watch_host, model))
 
     def measure(images: Tensor) -> None:
         values = moments(images)
