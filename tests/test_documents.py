@@ -6,12 +6,24 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of
+from documents import (
+    DOCS,
+    PAGES,
+    ROOT,
+    Block,
+    arguments,
+    blocks,
+    commands,
+    known_commands,
+    name_of,
+)
 
 from largebatch.cli.launch import KINDS
-from largebatch.cli.main import parse
+from largebatch.cli.main import make_app, parse
+from largebatch.recipe.explain import meanings
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, Affine, Polish, Statistics
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Duration
 
 COMMANDS = [
@@ -32,6 +44,8 @@ NEEDS = {
     "the network",
 }
 PACKAGE = ROOT / "largebatch"
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages on what there is now."""
 
 
 def polish_blocks() -> list[Block]:
@@ -78,11 +92,42 @@ def test_commands_can_be_copied_and_their_needs_are_known() -> None:
     assert set(marks) == NEEDS
 
 
+def without_blocks(page: Path, language: str = "") -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(rf"^```{language}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_keys_of_a_recipe_exist(page: Path) -> None:
+    keys = rf"(?<![\w./-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z]\w*)+(?![\w(])"
+    for key in re.findall(keys, without_blocks(page, "python")):
+        if not key.endswith(".md"):
+            meanings(re.sub(r"\.arguments\..*", ".arguments", key))
+
+
+def test_commands_in_sentences_exist_and_have_the_options() -> None:
+    known = dict(known_commands(make_app(), "largebatch"))
+    names = {name.split()[1] for name in known}
+    others = "COMMAND|horovodrun|mpirun|sbatch|sha256sum|srun|tensorboard|torchrun"
+    text = "".join(map(without_blocks, PRESENT))
+    for code in re.findall(r"`([^`]+)`", text):
+        words = code.removeprefix("largebatch ").split(".py ")[0].split()
+        ours = code.startswith("largebatch ") or re.match(r"[a-z]\w* --\w", code)
+        if re.match(others, words[0]) or not (ours or (words[0] in names and len(words) > 1)):
+            continue
+        command = next(
+            name
+            for length in (2, 1, 0)
+            if (name := " ".join(["largebatch", *words[:length]])) in known or not length
+        )
+        assert command in known, code
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= {*known[command], "--help"}, code
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_linked_files_and_headings_exist(page: Path) -> None:
-    text = re.sub(
-        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+    text = without_blocks(page)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in link:
             place, _, heading = link.partition("#")
