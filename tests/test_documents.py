@@ -6,17 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from documents import (
-    DOCS,
-    PAGES,
-    ROOT,
-    Block,
-    arguments,
-    blocks,
-    commands,
-    known_commands,
-    name_of,
-)
+from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of, options_of
 
 from largebatch.cli.launch import KINDS
 from largebatch.cli.main import make_app, parse
@@ -106,23 +96,16 @@ def test_keys_of_a_recipe_exist(page: Path) -> None:
 
 
 def test_commands_in_sentences_exist_and_have_the_options() -> None:
-    known = dict(known_commands(make_app(), "largebatch"))
-    names = {name.split()[1] for name in known}
-    others = "COMMAND|horovodrun|mpirun|sbatch|sha256sum|srun|tensorboard|torchrun"
-    text = "".join(map(without_blocks, PRESENT))
-    for code in re.findall(r"`([^`]+)`", text):
-        words = code.removeprefix("largebatch ").split(".py ")[0].split()
-        ours = code.startswith("largebatch ") or re.match(r"[a-z]\w* --\w", code)
-        if re.match(others, words[0]) or not (ours or (words[0] in names and len(words) > 1)):
-            continue
-        command = next(
-            name
-            for length in (2, 1, 0)
-            if (name := " ".join(["largebatch", *words[:length]])) in known or not length
-        )
-        assert command in known, code
-        options = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert options <= {*known[command], "--help"}, code
+    known = {name.strip(): options for name, options in options_of(make_app())}
+    groups = "|".join({name.split()[0] for name in known})
+    wrong = rf"(?:{groups}) \w|(?!horovodrun|sha256sum|srun|sbatch|tensorboard|torchrun)\w+ --\w"
+    text = " ".join("".join(map(without_blocks, PRESENT)).split())
+    for start, code in re.findall(r"`(largebatch )?([a-z][^`]*)`", text):
+        names = [name for name in known if f"{code} ".startswith(f"{name} ")]
+        assert names or not (start or re.match(wrong, code)), code
+        own = code.split(".py ")[0]  # what follows a script is its
+        given = re.findall(r"(?<!\S)--[a-z-]+", own) if names else []
+        assert {*given} <= {*known.get(max(names, key=len, default=""), ()), "--help"}, code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import started_browser
-from documents import PAGES, ROOT, known_commands
+from documents import PAGES, ROOT, options_of
 
 from largebatch.cli.main import make_app
 from largebatch.lab.studies.study import Study
@@ -112,7 +112,7 @@ def test_every_key_of_a_file_has_its_values_on_one_page(
 def test_every_command_is_on_one_page_with_its_options(site: Path) -> None:
     page = (site / "docs/reference/commands.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", page)
-    found = list(known_commands(make_app(), "largebatch"))
+    found = list(options_of(make_app(), "largebatch"))
     assert len(found) > 20
     for command, options in found:
         assert command in text

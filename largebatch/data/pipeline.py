@@ -228,7 +228,7 @@ def open_images(
     plan: Plan,
     backend: Backend,
     *,
-    folder: Path | None,
+    folder: Path | str | None,
     dataset: str | None = None,
     progress: Progress = silent,
 ) -> Pipeline:
@@ -241,6 +241,7 @@ def open_images(
     the folder does not match the recipe, MissingPackageError if the decoder is not installed.
     """
     data, execution = recipe.data, recipe.execution
+    folder = None if folder is None else Path(folder)
     if folder is not None and data.source != "folder":
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"

@@ -26,7 +26,7 @@ def polished(model: nn.Module, averaged: AveragedModel, batches: Iterable[Any]) 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     >>> averaged = AveragedModel(model)  # updated after every update of the model
     >>> with polished(model, averaged, [torch.randn(8, 3, 9, 9)]):
-    ...     weights = model.state_dict()  # or evaluate(model, val_loader)
+    ...     weights = model.state_dict()
     """
     exchange(model, averaged)
     try:

@@ -23,7 +23,6 @@ def audit_loop(
     The objects have been prepared by the accelerator; `max_norm` clips gradients. Pass a step that
     differs to `largebatch.audit`.
 
-    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     >>> findings = audit_loop(accelerator, model, loader, loss_fn, optimizer)  # doctest: +SKIP
     """
 

@@ -30,8 +30,7 @@ def polish_averages() -> None:
     divided among workers as for its validation loader, which repeats a few where the number of
     workers does not divide them. The pass raises DataError if a script has made only one loader.
 
-    >>> polish_averages()  # before the script's own lines  # doctest: +SKIP
-    >>> runpy.run_path("train.py", run_name="__main__")  # doctest: +SKIP
+    >>> polish_averages()  # then run timm's script in this process  # doctest: +SKIP
     """
     own_loader, own_update = data.create_loader, ModelEmaV3.update
     loaders: dict[bool, tuple[Dataset[Any], dict[str, Any]]] = {}

@@ -104,12 +104,6 @@ if TYPE_CHECKING:
         def __get__(self, options: object, kind: type) -> Path: ...
         def __set__(self, options: object, value: Path | str) -> None: ...
 
-    class _Data:
-        """The same, or None."""
-
-        def __get__(self, options: object, kind: type) -> Path | None: ...
-        def __set__(self, options: object, value: Path | str | None) -> None: ...
-
     class _Overrides:
         """Words of --set, for which mypy accepts a mapping too."""
 
@@ -118,7 +112,6 @@ if TYPE_CHECKING:
 
 else:
     _Path, _Overrides = Annotated[Folder, OF_FOLDER], Overrides
-    _Data = Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +166,7 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: _Data = None  # type: ignore[assignment]
+    data: Annotated[Path | str | None, OF_DATA, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
@@ -264,8 +257,7 @@ def with_options(
             return function(recipe, make(*args, **options))
 
         hints = hints_of(Options)  # without what the command line needs
-        hints |= {"out": Path | str, "data": Path | str | None}
-        hints |= {"overrides": Sequence[str] | Mapping[str, object]}
+        hints |= {"out": Path | str, "overrides": Sequence[str] | Mapping[str, object]}
         keywords = [
             Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
                      annotation=hints[field.name])

@@ -1,6 +1,7 @@
 """What `export` writes, loaded by timm."""
 
 import re
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,15 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
 
 @pytest.mark.parametrize("name", ["resnet10t", "cifar_resnet8"])
 def test_the_lines_of_the_card_predict_as_the_package_does(
-    name: str,
-    trained: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(trained[name], tmp_path / "out")
-    monkeypatch.chdir(tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    photo = Path("photo.jpg")
+    photo = tmp_path / "out/photo.jpg"
     Image.effect_noise((81, 60), 100).save(photo)
-    exec(code, {})
+    with chdir(tmp_path / "out"):
+        exec(code, {})
     (best, *_) = capsys.readouterr().out.splitlines()
     expected = predict(trained[name], [photo])
     probability, label = expected.probabilities[0].max(0)

@@ -74,15 +74,11 @@ def arguments(command: str) -> list[list[str]]:
     return calls
 
 
-def known_commands(app: App, prefix: str) -> Iterator[tuple[str, list[str]]]:
+def options_of(app: App, name: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yield every command of the program with its options."""
-    for name in app:
-        if name.startswith("-"):
-            continue
-        yield from known_commands(app[name], f"{prefix} {name}")
-        if app[name].default_command is not None:
-            arguments = app[name].assemble_argument_collection()
-            yield (
-                f"{prefix} {name}",
-                [each.name for each in arguments if each.parse and each.name != "*"],
-            )
+    if app.default_command is not None:
+        arguments = app.assemble_argument_collection()
+        yield name, [each.name for each in arguments if each.parse and each.name != "*"]
+    for below in app:
+        if not below.startswith("-"):
+            yield from options_of(app[below], f"{name} {below}")
