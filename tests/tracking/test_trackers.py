@@ -235,7 +235,7 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(folder: 
 def test_a_run_of_two_commands_is_sent_with_what_it_printed(tmp_path: Path) -> None:
     changes = ("duration={steps: 5}", "schedule.warmup=null", "polish=null", "tracking=[wandb]")
     words = [word for change in changes for word in ("--set", change)]
-    start = [sys.executable, "-m", "largebatch", "train", "digits_96", "--out", tmp_path / "run"]
+    start = [sys.executable, "-m", "largebatch", "train", "digits_96", "--out", f"{tmp_path}/run"]
     for more in (["--max-steps", "3"], ["--resume"]):
         shown = subprocess.check_output([*start, *words, *more], text=True)
     (note,) = [line for line in shown.splitlines() if "send it: " in line]
