@@ -2,8 +2,7 @@
 
 `largebatch.polish` is a package, so `from largebatch import polish` gives the package, whatever
 `largebatch/__init__.py` defines: importing a subpackage binds it in its parent. Such a package gets
-the class below: calling it calls the function of the same name inside, and its help is that of the
-function.
+the class below: calling it calls the function of the same name inside; its help is the function's.
 """
 
 import sys

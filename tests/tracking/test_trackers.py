@@ -175,18 +175,6 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     assert artifacts == {"report.html": 11}
 
 
-@pytest.fixture(name="offline")
-def with_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up W&B without an account."""
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_NAME", "mine")
-    monkeypatch.setenv("WANDB_TAGS", "x,y")
-    wandb.teardown()  # it reads the environment once in a process
-
-
 def sent(note: str) -> Server:
     """Run the command of a note; return what W&B's own upload sent."""
     with serving() as server:
@@ -196,9 +184,17 @@ def sent(note: str) -> Server:
     return server
 
 
-@pytest.mark.usefixtures("offline")
-def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(folder: Path) -> None:
+def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real library and its own upload, to a server: each update is one row, sent once."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    monkeypatch.setenv("WANDB_TAGS", "x,y")
+    wandb.teardown()  # it reads the environment once in a process
     given = Tracking(group="seeds", tags=("z",), notes="of three parts", job_type="train")
     first, second = MONITORED
     best = replace(EVALUATION, stage="train", step=1, top1=0.99)
@@ -231,13 +227,14 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(folder: 
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("offline")
 def test_a_run_of_two_commands_is_sent_with_what_it_printed(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     changes = ("duration={steps: 5}", "schedule.warmup=null", "polish=null", "tracking=[wandb]")
     words = [word for change in changes for word in ("--set", change)]
     start = [sys.executable, "-m", "largebatch", "train", "digits_96", "--out", f"{tmp_path}/run"]
     for more in (["--max-steps", "3"], ["--resume"]):
-        shown = subprocess.check_output([*start, *words, *more], text=True)
+        environment = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "offline"}
+        shown = subprocess.check_output([*start, *words, *more], text=True, env=environment)
     (note,) = [line for line in shown.splitlines() if "send it: " in line]
     server = sent(note)
     assert [server.rows[line]["step"] for line in sorted(server.rows)] == [0, 1, 2, 3, 4, 5]
