@@ -249,20 +249,11 @@ def on_two_devices() -> None:
     sim = device.simulate()
     device.use_kernels()
     kernels.DEVICES.add("cpu")
-    weights = [
-        nn.Parameter(weight.detach().to(sim)) if number % 2 else weight
-        for number, weight in enumerate(parameters(torch.float32))
-    ]
+    weights = parameters(torch.float32)
+    weights[::2] = [nn.Parameter(weight.detach().to(sim)) for weight in weights[::2]]
     optimizer = LARS(weights, eta=0.02, weight_decay=0.05)
     formulas = [Formula(weight.cpu(), optimizer.param_groups[0]) for weight in weights]
-    scaler = {"grad_scale": torch.tensor(4.0), "found_inf": torch.zeros(())}
-    for step in range(3):
-        for weight, grad, formula in zip(weights, gradients(weights, step), formulas, strict=True):
-            if grad is not None:
-                formula.step(grad.double().numpy(), 1.0)
-                weight.grad = (4 * grad).to(weight.device)
-        vars(optimizer).update({key: value.to(sim) for key, value in scaler.items()})
-        optimizer.step()
+    take_steps(optimizer, weights, formulas, range(2))
     assert {it.device.type for it in optimizer._tables} == {"cpu", sim.type}
     for weight, formula in zip(weights, formulas, strict=True):
         assert_close(weight.cpu(), formula.w, 1e-6)

@@ -2,14 +2,14 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from lars_formula import Formula, Path, assert_close, choose_path
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.errors import MissingPackageError
@@ -69,65 +69,45 @@ def test_a_state_dict_keeps_every_digit_of_the_masters(dtype: torch.dtype) -> No
     assert restored.state[copy]["master"].equal(optimizer.state[weight]["master"])
 
 
-def _replace_buffers(optimizer: LARS, _: object) -> None:
+def _replace_buffers(optimizer: LARS, kind: torch.dtype) -> None:
     for each in optimizer.state.values():
-        each["momentum_buffer"] = each["momentum_buffer"].clone()
+        each["momentum_buffer"] = each["momentum_buffer"].to(kind, copy=True)
 
 
-def _widen_buffers(optimizer: LARS, _: object) -> None:
-    for each in optimizer.state.values():
-        each["momentum_buffer"] = each["momentum_buffer"].double()
-
-
-def _move_a_parameter(optimizer: LARS, _: object) -> None:
+def _move_a_parameter(optimizer: LARS) -> None:
     first, second = (group["params"] for group in optimizer.param_groups)
     second.insert(0, first.pop())
 
 
-def _freeze_the_last_group(optimizer: LARS, _: object) -> None:
-    for weight in optimizer.param_groups[1]["params"]:
-        weight.grad = None
-
-
-def _clear_the_state(optimizer: LARS, _: object) -> None:
-    optimizer.state.clear()
-
-
-def _load_the_state(optimizer: LARS, _: object) -> None:
-    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
-
-
-def _move_weights(optimizer: LARS, _: object) -> None:
-    for weight in optimizer.state:
-        weight.data = weight.data.clone()
-
-
 def _wrap_weights(optimizer: LARS, weights: list[nn.Parameter]) -> None:
     """Replace the parameters of the first group by others of the same memory."""
-    for number in range(2):
-        weights[number] = nn.Parameter(weights[number].data)
-        weights[number].grad = torch.empty(5, 3)
+    weights[:2] = [nn.Parameter(weight.data) for weight in weights[:2]]
     optimizer.param_groups[0]["params"] = weights[:2]
+    _set_gradients(weights[:2], torch.empty(5, 3))
 
 
-def _turn_gradients(optimizer: LARS, _: object) -> None:
-    for weight in optimizer.state:
-        assert weight.grad is not None
-        weight.grad.data = torch.empty(3, 5).t()  # the same object
+def _set_gradients(weights: list[nn.Parameter], grad: Tensor | None) -> None:
+    for weight in weights:
+        weight.grad = None if grad is None else grad.clone()
+
+
+def _set_data(tensors: Iterable[Any], model: Tensor | None = None) -> None:
+    for tensor in tensors:
+        tensor.data = (tensor if model is None else model).clone()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        _replace_buffers,
-        _widen_buffers,
-        _move_a_parameter,
-        _freeze_the_last_group,
-        _clear_the_state,
-        _load_the_state,
-        _move_weights,
+        lambda optimizer, _: _replace_buffers(optimizer, torch.float32),
+        lambda optimizer, _: _replace_buffers(optimizer, torch.float64),
+        lambda optimizer, _: _move_a_parameter(optimizer),
+        lambda _, weights: _set_gradients(weights[2:], None),
+        lambda optimizer, _: optimizer.state.clear(),
+        lambda optimizer, _: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
         _wrap_weights,
-        _turn_gradients,
+        lambda _, weights: _set_data(weights),
+        lambda _, weights: _set_data([it.grad for it in weights], torch.empty(3, 5).t()),
     ],
 )
 def test_a_table_follows_changes_of_groups_and_state(

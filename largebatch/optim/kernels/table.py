@@ -132,14 +132,7 @@ def _numbers(rule: Rule) -> list[float]:
 def trial(device: torch.device) -> float:
     """Return the error of an update relative to the formula in float64."""
     rule = Rule(
-        momentum=0.9,
-        decay=0.1,
-        ratio_decay=0.1,
-        eta=0.1,
-        eps=0.0,
-        into=0.5,
-        out=1.0,
-        ratio="inside",
+        momentum=0.9, decay=0.1, ratio_decay=0.1, eta=0.1, into=0.5, out=1.0, ratio="inside"
     )
     values = torch.linspace(-2, 3, 9000, dtype=torch.float64)
     weight, grad, buffer = (values.roll(shift).float().to(device) for shift in (0, 100, 200))
