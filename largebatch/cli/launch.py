@@ -1,7 +1,8 @@
 """The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
-The templates are the files of launch/. Its scripts also run by themselves; a job has other values
-on the lines of their settings. Its manifests are Jinja's, and share pod.yaml. The plan is made
+The templates are the files of launch/. Its scripts also run by themselves and read variables; a
+job has values on the lines of their settings instead, so that it runs as it is printed. The
+manifests are Jinja's, and share pod.yaml. The plan is made
 first, so that a batch which cannot be divided is never submitted.
 """
 
@@ -47,6 +48,10 @@ KINDS = {
 LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 -- refused
 """Folders that every host has for itself."""
 
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+IMAGE = rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
+"""Pattern of an image in a registry."""
+
 SHORTEST, SAVING = 300, 600
 """Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
 
@@ -58,12 +63,25 @@ def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
     return int(found[1]) * (1024 if found[2] == "T" else 1)
 
 
-def _word(_: object, value: str | None) -> None:
-    if value is not None and not re.fullmatch(r"[\w.:/@%+,=#-]+", value):
-        raise ValueError(f"expected a name without spaces, got {value!r}")
+def _matching(pattern: str, expected: str) -> Parameter:
+    """Return the check of an option's value."""
+
+    def check(_: object, value: str | None) -> None:
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ValueError(f"expected {expected}")
+
+    return Parameter(validator=check, metavar="NAME")
 
 
-Word = Annotated[str, Parameter(validator=_word, metavar="NAME")]
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # of DNS
+_LABELS = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
+
+Word = Annotated[str, _matching(r"[\w.:/@%+,=#-]+", "a name without spaces")]
+Namespace = Annotated[str, _matching(_LABEL, "lower-case letters, digits and -, at most 63")]
+Named = Annotated[str, _matching(_LABELS, "lower-case letters, digits, - and .")]
+Resource = Annotated[
+    str, _matching(rf"{_LABELS}/[A-Za-z0-9][\w.-]{{0,62}}", "a resource such as rdma/hca")
+]
 Memory = Annotated[int, Parameter(converter=_gibibytes, metavar="SIZE")]
 
 
@@ -102,16 +120,16 @@ class Queue:
 class Pods:
     """Options of Kubernetes."""
 
-    namespace: Word | None = None
+    namespace: Namespace | None = None
     """Namespace of the job."""
 
-    env_secret: Word | None = None
+    env_secret: Named | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
-    data_claim: Word = "data"
+    data_claim: Named = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
-    runs_claim: Word = "runs"
+    runs_claim: Named = "runs"
     """PersistentVolumeClaim that is mounted at /runs."""
 
     shared_memory: Memory | None = None
@@ -120,7 +138,7 @@ class Pods:
     host_ipc: bool = False
     """Share memory with the node's other pods, as NCCL does between GPUs of one node."""
 
-    rdma: Word | None = None
+    rdma: Resource | None = None
     """Resource of an RDMA card, such as rdma/hca_shared_devices_a."""
 
 
@@ -165,6 +183,8 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             if kind not in kinds and getattr(options, field.name) != field.default:
                 flag = f"--{field.name.replace('_', '-')}"
                 raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
+    if job.queue.time and job.queue.cluster:
+        raise LargebatchError("--time and --cluster each choose the time; leave one out")
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
@@ -208,6 +228,7 @@ def _places(kind: str, source: Path, weights: str | None, job: Job) -> dict[str,
     files_of_job = {
         "RECIPE": source if source.is_file() else None,
         "model.weights": Path(weights) if weights else None,
+        "--image": Path(job.image) if job.image and job.image.endswith(".sif") else None,
     }
     given = files_of_job | {"--data": job.data, "--out": job.out}
     places = {
@@ -239,22 +260,27 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
     if places.get("--out", Path()).is_relative_to(Path.cwd()):
         del places["--out"]  # its folder may not exist yet
+    image_file = places.pop("--image", None)
     folders = [place if key == "--data" else place.parent for key, place in places.items()]
     mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
     python, image = [sys.executable], job.image or ""
-    if image.endswith(".sif"):
+    if image_file:
         binds = [word for mount in mounts for word in ("--bind", mount)]
-        python = ["apptainer", "exec", "--nv", *binds, str(Path(image).absolute()), "python3"]
+        python = ["apptainer", "exec", "--nv", *binds, str(image_file), "python3"]
         image = ""
     elif image:
         python = ["python3"]
-    if image and kind != "slurm":
-        raise LargebatchError(
-            f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are for "
-            f"slurm, {', '.join(KUBERNETES)}"
-        )
+        if kind != "slurm":
+            raise LargebatchError(
+                f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are "
+                f"for slurm, {', '.join(KUBERNETES)}"
+            )
+        if found := re.fullmatch(r"((?:docker://)?[\w-]+(?:\.[\w-]+)+(?::\d+)?)/([^#]+)", image):
+            raise LargebatchError(
+                f"--image {image}: pyxis expects REGISTRY#IMAGE; give {found[1]}#{found[2]}"
+            )
     seconds, cpus = queue.time or 8 * 3600, node.cpus or 8
-    if queue.cluster is not None and queue.time is None:
+    if queue.cluster is not None:
         seconds = _predict_time(job, recipe, queue.cluster)
     if seconds < SHORTEST:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
@@ -268,16 +294,16 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reserved = {"q": queue.partition, "A": queue.account, "l": place}
     pbs = [f"\n#PBS -{key} {value}" for key, value in reserved.items() if value]
     settings = {
-        "RECIPE=": f"${{RECIPE:-{shlex.quote(str(places.get('RECIPE', source)))}}}",
-        "OUT=": f"${{OUT:-{shlex.quote(str(job.out or f'runs/{name}'))}}}",
+        "RECIPE=": shlex.quote(str(places.get("RECIPE", source))),
+        "OUT=": shlex.quote(str(job.out or f"runs/{name}")),
         "OPTIONS=": f"({shlex.join(options)})",
         "python=": f"({shlex.join(python)})",
-        "IMAGE=": f"${{IMAGE:-{image and shlex.quote(image)}}}",
-        "MOUNTS=": f"${{MOUNTS:-{','.join(['$PWD:$PWD', *map(shlex.quote, mounts)])}}}",
-        "WORKERS=": f"${{WORKERS:-{job.nodes * gpus}}}",
-        "NODES=": f"${{NODES:-{job.nodes}}}",
-        "GPUS=": f"${{GPUS:-{gpus}}}",
-        "LIMIT=": f"${{LIMIT:-{int(max(seconds - SAVING, seconds / 2)) // 60}m}}",
+        "IMAGE=": image and shlex.quote(image),
+        "MOUNTS=": ",".join(["$PWD:$PWD", *map(shlex.quote, mounts)]),
+        "WORKERS=": job.nodes * gpus,
+        "NODES=": job.nodes,
+        "GPUS=": gpus,
+        "LIMIT=": f"{int(max(seconds - SAVING, seconds / 2)) // 60}m",
         "#SBATCH --job-name=": "".join([name, *slurm]),
         "#SBATCH --nodes=": job.nodes,
         "#SBATCH --gpus-per-node=": gpus,
@@ -291,6 +317,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     }
     template = (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8")
     template = template.replace("node1:8,node2:8", f"node1:{gpus},node2:{gpus}")
+    template = re.sub(r".*\$\{PYTHON.*\n", "", template)  # a job has its own
     return re.sub(
         rf"^({'|'.join(map(re.escape, settings))}).*$",
         lambda line: f"{line[1]}{settings[line[1]]}",
@@ -306,10 +333,14 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reads_data = job.data is not None or recipe.data.source == "folder"
     if reads_data:
         options += ["--data", str(job.data or "/data")]
-    if job.image is None or job.image.endswith(".sif"):
+    if job.image is None or job.image.endswith(".sif") or not re.fullmatch(IMAGE, job.image):
+        given = f"--image {job.image}: " if job.image else ""
         raise LargebatchError(
-            f"launch {kind}: pods need the --image of a registry, built from launch/Dockerfile"
+            f"{given}launch {kind}: pods need the --image of a registry, as HOST/name:TAG, built from "
+            "launch/Dockerfile"
         )
+    for module in job.imports:
+        print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)
     for option, path, folders, remedy in (
         ("model.weights:", weights, ("/data", "/runs"), "copy it there, --set model.weights=PATH"),
         ("--data", str(job.data or ""), ("/data",), "give a folder there"),

@@ -111,7 +111,10 @@ EXAMPLES = {
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
-    "launch": ("launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",),
+    "launch": (
+        "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
+        "launch trainjob digits_96 --nodes 2 --image registry.example/largebatch:1 > job.yaml",
+    ),
     "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
