@@ -155,7 +155,12 @@ def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path
     assert printed == f"+ python3 {TRAIN} --workers 4\n"
 
 
-MORE = {"slurm": ["IMAGE", "MOUNTS"], "pbs": ["LIMIT"], "mpirun": ["HOSTS"], "horovodrun": ["HOSTS"]}
+MORE = {
+    "slurm": ["IMAGE", "MOUNTS"],
+    "pbs": ["LIMIT"],
+    "mpirun": ["HOSTS"],
+    "horovodrun": ["HOSTS"],
+}
 """Settings of some jobs besides those of all."""
 
 
@@ -163,14 +168,14 @@ MORE = {"slurm": ["IMAGE", "MOUNTS"], "pbs": ["LIMIT"], "mpirun": ["HOSTS"], "ho
 def test_a_job_is_filled_in_for_the_plan(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It runs as printed, whatever variables are exported, and so does the command in its header."""
+    """Exported variables do not change it, and the command in its header runs."""
     recipe = cluster / "it's a {recipe}.yaml"
     recipe.write_text((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text())
     words = ["--nodes", "3", "--gpus-per-node", "4", "--set", "batch.bn_span=24"]
     job = cluster / "job.sh"
     job.write_text(filled(capsys, kind, str(recipe), *words, "--data", "my data"))
     subprocess.run([SHELLCHECK, job], check=True)
-    others = "RECIPE OUT PYTHON IMAGE MOUNTS WORKERS NODES GPUS LIMIT".split()
+    others = ["RECIPE", "OUT", "PYTHON", "IMAGE", "MOUNTS", "WORKERS", "NODES", "GPUS", "LIMIT"]
     printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4", **dict.fromkeys(others, "other")))
     assert "other" not in printed
     (command,) = re.findall(r"^#   (DRY_RUN=1 .*?)  ", job.read_text(), re.MULTILINE)

@@ -8,9 +8,11 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import AuditError, DataError, LargebatchError
-from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
+from largebatch.runs.options import OF_WORKERS, Count, Given, Workers, completing
 
 if TYPE_CHECKING:
     from largebatch.audit import Findings
@@ -24,7 +26,12 @@ class Audited(Workers):
     """Number of worker processes to start on this machine (2 for a script)."""
 
 
-def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
+def audit(
+    target: Annotated[str, Parameter(completer=completing(".py"))],
+    /,
+    *arguments: str,
+    options: Annotated[Audited, Given] = Audited(),
+) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
     TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates

@@ -4,6 +4,7 @@ import shlex
 from dataclasses import asdict
 from typing import Annotated
 
+from largebatch.cli.plan import ClusterName
 from largebatch.cli.printing import INTERRUPTED, wrapped
 from largebatch.cli.recipe import write_recipe
 from largebatch.distributed.environment import worker_rank
@@ -29,7 +30,7 @@ def batch(
     /,
     *,
     minutes: Number = 10.0,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     price: Number | None = None,
     out: Folder = NEW_FOLDER,
     options: Annotated[Machine, Given] = Machine(),

@@ -172,9 +172,10 @@ def _progress(text: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress
 
+    console = Console(stderr=True)
     with (
         answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
-        Progress(console=Console(stderr=True), transient=True) as bar,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from rich.filesize import decimal
 
+from largebatch.cli.plan import ClusterName
 from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, own_rank
@@ -232,7 +233,7 @@ def rehearse(
     *,
     workers: Count = 1,
     rank: int = 0,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     changes: Annotated[Changes, Given] = Changes(),
 ) -> None:
     """Print the work of one worker of a job, without the job's machines.

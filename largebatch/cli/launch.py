@@ -21,6 +21,7 @@ from typing import Annotated, Literal, get_args
 from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from largebatch.cli.plan import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import duration
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -103,7 +104,7 @@ class Queue:
     time: Seconds | None = None
     """Longest time, such as 90m (8h); a longer run saves, is queued again and resumes."""
 
-    cluster: Annotated[str | None, Parameter(metavar="NAME")] = None
+    cluster: ClusterName | None = None
     """Cluster that the time is predicted for: a name of `lab clusters`, or a file."""
 
     partition: Word | None = None
@@ -336,8 +337,8 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     if job.image is None or job.image.endswith(".sif") or not re.fullmatch(IMAGE, job.image):
         given = f"--image {job.image}: " if job.image else ""
         raise LargebatchError(
-            f"{given}launch {kind}: pods need the --image of a registry, as HOST/name:TAG, built from "
-            "launch/Dockerfile"
+            f"{given}launch {kind}: pods need the --image of a registry, as HOST/name:TAG, built "
+            "from launch/Dockerfile"
         )
     for module in job.imports:
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)

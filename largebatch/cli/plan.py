@@ -1,9 +1,11 @@
 """The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
+
+from cyclopts import Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, printable
@@ -18,8 +20,17 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_tree
-from largebatch.runs.options import Changes, Count, Given, RecipeFile
+from largebatch.runs.options import Changes, Count, Given, RecipeFile, completing
 from largebatch.schedules.build import follow
+
+
+def _clusters() -> Iterable[str]:
+    from largebatch.lab.planner.cluster import installed_clusters
+
+    return installed_clusters()
+
+
+ClusterName = Annotated[str, Parameter(completer=completing(".yaml", _clusters), metavar="NAME")]
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -27,7 +38,7 @@ def plan(  # noqa: PLR0913 -- its options
     /,
     *,
     workers: Count = 1,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     json: bool = False,
     calibrate: bool = False,
     data: Path | None = None,

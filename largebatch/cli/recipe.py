@@ -9,9 +9,9 @@ from dataclasses import asdict
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
@@ -38,7 +38,7 @@ recipes = App(name="recipes", help="List the installed recipes, or copy one to e
 def check(
     recipe: RecipeFile,
     /,
-    *recipes: Path,
+    *recipes: RecipeFile,
     overrides: Overrides = (),
     mlperf_closed: bool = False,
     json: AsJson = False,
@@ -46,7 +46,6 @@ def check(
     """Validate recipes without running them.
 
     Args:
-        recipes: Further ones.
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
     problems, broken, checked = [], False, list[dict[str, object]]()
@@ -212,7 +211,12 @@ def _facts() -> Iterator[dict[str, Any]]:
 
 
 @recipes.command
-def copy(name: str, /, *, out: Path | None = None) -> None:
+def copy(
+    name: Annotated[str, Parameter(completer=lambda _: list(installed()))],
+    /,
+    *,
+    out: Path | None = None,
+) -> None:
     """Write an installed recipe to a file, which is not overwritten.
 
     Args:

@@ -5,7 +5,8 @@ workers get them as JSON.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import wraps
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Se
 from typing import get_type_hints as hints_of
 
 from cyclopts import Group, Parameter, Token
+from cyclopts.completion import CompletionContext
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import override_words
 
 Resume = bool | Literal["auto"]
@@ -74,15 +77,29 @@ OF_FOLDER = Parameter(group=Group("Run folder and end of the run", sort_key=4))
 OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
 
 
-def _recipes(_: object) -> list[str]:
-    from largebatch.recipe.installed import installed
+def completing(
+    suffix: str, names: Callable[[], Iterable[str]] = tuple
+) -> Callable[[CompletionContext], list[str]]:
+    """Return a function that completes names, folders, and files with a suffix.
 
-    return list(installed())
+    bash quotes what it gets twice; other files it completes itself.
+    """
+
+    def complete(context: CompletionContext) -> list[str]:
+        above = context.incomplete[: context.incomplete.rfind("/") + 1]
+        plain = [it for it in Path(above or ".").iterdir() if re.match(r"\w[\w.+@-]*$", it.name)]
+        found = [f"{above}{it.name}/" for it in plain if it.is_dir()]
+        return [*names(), *found, *(f"{above}{it.name}" for it in plain if it.suffix == suffix)]
+
+    return complete
 
 
 RecipeFile = Annotated[
     Path,
-    Parameter(completer=_recipes, help="A YAML file, or the name of an installed recipe."),
+    Parameter(
+        completer=completing(".yaml", installed),
+        help="A YAML file, or the name of an installed recipe.",
+    ),
 ]
 Overrides = Annotated[
     Sequence[str],
