@@ -51,7 +51,7 @@ def audit(
         if options.backend == "serial":
             raise LargebatchError(f"--backend serial is for FUNCTION; {target} connects workers")
         if not script.is_file():
-            raise DataError(f"{target}: there is no such script")
+            raise DataError(f"{target}: there is no such script; correct the path")
         if options.workers is None and worker_rank() is None:
             from largebatch.runs.launch import start_workers
 

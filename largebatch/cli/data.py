@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from largebatch.data.index.index import Index
 
 SPLITS = ("train", "val")
+GENERIC = {"data", "dataset", "images", "train"}
+"""Names of folders that do not describe their images."""
+
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
@@ -32,6 +35,7 @@ Format = Literal[
 ]
 """Formats that can be imported."""
 
+_FOLDERS = {"imagefolder", "parquet", "webdataset"}  # formats of any images
 _OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed"}, "parquet": {"val_name"}}
 """Options that only some formats have."""
 
@@ -136,7 +140,9 @@ def import_(  # noqa: PLR0913 -- its options
     for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):
         print(printable(line), flush=True)
     index(out)
-    print(printable(f"next: largebatch init {shlex.quote(str(out))}"))
+    label = source.resolve().name.partition(".")[0] if name in _FOLDERS else name
+    words = ["--name", label] if out.name in GENERIC and label not in GENERIC else []
+    print(printable(f"next: {shlex.join(['largebatch', 'init', str(out), *words])}"))
 
 
 @app.command
@@ -189,7 +195,7 @@ def init(  # noqa: PLR0913 -- its options
     name: str | None = None,
     weights: str | None = None,
     model: str | None = None,
-    image_size: Count | None = None,
+    image_size: Annotated[int | None, Parameter(validator=Between(gte=8), metavar="N")] = None,
     minutes: Number | None = None,
 ) -> None:
     """Write a recipe for a folder of images.
@@ -197,7 +203,8 @@ def init(  # noqa: PLR0913 -- its options
     Args:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<name>.yaml).
-        name: Name of the recipe and its runs (that of --out, else the folder's).
+        name: Name of the recipe and its runs (that of --out, else the folder's, or, of one named
+            data or images, of the folder above it).
         weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
         model: Network of largebatch or timm, or torchvision/NAME.
         image_size: Side of the images that the network gets, in pixels.
@@ -206,13 +213,14 @@ def init(  # noqa: PLR0913 -- its options
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
     from largebatch.runs.pretrained import start_with
 
-    text = name or (out.stem if out else folder.resolve().name)
+    above = (part for part in reversed(folder.resolve().parts[1:]) if part not in GENERIC)
+    text = name or (out.stem if out else next(above, ""))
     name = recipe_name(text, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
     train, val = open_indexes(folder)
-    for remark in remarks(train, val):
+    for remark in remarks(train, val, pretrained=weights is not None):
         print(printable(remark))
     start, epochs = None, None
     if weights is not None or model is not None:

@@ -185,7 +185,7 @@ class Tracking(Section):
     @property
     def remark(self) -> str:
         """A sentence on the first key that none of the trackers reads; empty if there is none."""
-        for key in type(self).model_fields.keys() - {"trackers"}:
+        for key in ("name", "group", "job_type", "tags", "entity", "notes"):
             readers = ["wandb"] if key == "entity" else ["wandb", "mlflow"]
             if getattr(self, key) and set(readers).isdisjoint(self.trackers):
                 needs = " or ".join(readers)

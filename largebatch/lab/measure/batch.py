@@ -336,7 +336,8 @@ def _require_fitting(question: Question) -> None:
         out.mkdir(parents=True)
         out.rmdir()
     except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be made: {error.strerror}") from None
+        problem = f"--out {out}: cannot be made: {error.strerror}; choose another"
+        raise LargebatchError(problem) from None
 
 
 def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Row, ...]:
