@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -253,15 +253,18 @@ def rehearse(
     loaded = load_recipe(recipe, changes.changes)
     place = load_cluster(cluster) if cluster else None
     result = rehearsal(loaded, workers=workers, rank=rank, cluster=place)
-    plan, memory = result.plan, result.memory
-    where = f" on {place.name}: GPU {result.local_rank} of node {result.node}" if place else ""
-    positions = plan.positions(0, 0, result.rank)
+    plan = result.plan
+    where = ""
+    if place is not None:
+        node, gpu = divmod(rank, place.gpus_per_node)
+        where = f" on {place.name}: GPU {gpu} of node {node}"
+    positions = plan.positions(0, 0, rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
-    sizes = asdict(memory) | {"together": memory.total}
+    sizes = result.memory | {"together": result.total}
     of = f" of {_size(result.available)}" if result.available is not None else ""
     rows = {
         "recipe": loaded.name,
-        "worker": f"{result.rank:,} of {plan.workers:,}, numbered from 0{where}",
+        "worker": f"{rank:,} of {plan.workers:,}, numbered from 0{where}",
         "global batch": describe_division(plan),
         "BatchNorm span": describe_spans(plan),
         "first samples": f"{samples} (positions {positions.start:,} to {positions.stop - 1:,})",
@@ -270,9 +273,9 @@ def rehearse(
     }
     rows["together"] += f"{of}, libraries not counted"
     print_rows(rows)
-    if not result.fits:
+    if result.available is not None and result.total + FIXED_BYTES > result.available:
         raise LargebatchError(
-            f"an update takes {_size(memory.total)} on each worker, libraries some "
+            f"an update takes {_size(result.total)} on each worker, libraries some "
             f"{_size(FIXED_BYTES)}, and the GPU has{of.removeprefix(' of')}; give {HELP['memory']}"
         )
 

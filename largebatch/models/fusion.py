@@ -3,11 +3,19 @@
 `pair` reads the forward pass of each block with torch.fx, and gives the block one in which a pair
 is a single call. The call uses the kernels where they take the batch, in training and without hooks
 on the modules; otherwise it calls the modules, as before. Modules, names and `state_dict` stay.
+
+torch.fx records one path through Python's branches. So a block is read only if modules and plain
+attributes of its own decide every call, which its compiled code shows (`_read_by`), and its own
+forward pass is used again as soon as one of them differs.
 """
 
+import dis
+import inspect
 import operator
 from collections.abc import Iterator
+from itertools import pairwise
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +29,25 @@ _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 """Functions, and methods by name."""
 
+_CALLS = {*_RELU, *_ADD, "dropout", "flatten", "is_scripting", "jit", "mean", "pad"}
+"""Functions and methods of torch that a forward pass may call; others are not known here."""
+
+_REFUSED = {"FOR_ITER", "MAKE_FUNCTION", "STORE_ATTR"}
+"""Instructions of a forward pass that torch.fx runs only once, or that hide others."""
+
 _PAIRS = "num_pairs"
-"""Attribute of a block with pairs: their number."""
+"""Attribute of a forward pass with pairs: their number."""
 
 
 def pair(model: nn.Module) -> tuple[int, int]:
     """Pair layers in place; return the number of BatchNorm layers in pairs, and of all.
 
-    A layer stays as it is if its block cannot be traced, or depends on the mode it is in, or if its
-    input or result is used elsewhere. Call this last: a traced block keeps the attributes that its
-    forward pass reads (drop rates, gradient checkpointing).
+    A layer stays as it is if its input or result is used elsewhere, or if its block takes more than
+    one argument, depends on the mode it is in or on anything but its modules and plain attributes,
+    or changes itself. A pickled copy has no pairs; a deep copy has.
     """
     for block in model.modules():
-        if not isinstance(block, SpanBatchNorm):
+        if any(isinstance(child, SpanBatchNorm) for child in block.children()):
             _pair_in(block)
     return count_pairs(model)
 
@@ -42,7 +56,8 @@ def count_pairs(model: nn.Module) -> tuple[int, int]:
     """Return the number of BatchNorm layers in pairs, and of all that have a span."""
     layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
     inside = sum(layer.ends_in_relu() for layer in layers)
-    return inside + sum(vars(block).get(_PAIRS, 0) for block in model.modules()), len(layers)
+    passes = [vars(block).get("forward") for block in model.modules()]
+    return inside + sum(getattr(each, _PAIRS, 0) for each in passes), len(layers)
 
 
 def describe_pairs(model: nn.Module) -> Iterator[str]:
@@ -53,14 +68,24 @@ def describe_pairs(model: nn.Module) -> Iterator[str]:
 
 
 def norm_relu(
-    norm: nn.Module, relu: nn.Module | None, images: Tensor, other: Tensor | None = None
+    norm: nn.Module,
+    relu: nn.Module | None,
+    images: Tensor,
+    other: Tensor | None = None,
+    *between: nn.Module,
 ) -> Tensor:
-    """Normalise N x C x ... images, add `other` if any, and apply ReLU (the module, if any)."""
-    own = isinstance(norm, SpanBatchNorm) and norm.training and not has_hooks(norm)
-    fits = relu is None or (type(relu) is nn.ReLU and not has_hooks(relu))  # also after `pair`
-    if own and fits and kernels.take(images, other):
+    """Normalise N x C x ... images, add `other` if any, and apply ReLU (the module, if any).
+
+    `between` are modules behind the BatchNorm that do nothing, unless they have hooks.
+    """
+    own = isinstance(norm, SpanBatchNorm) and norm.training
+    fits = relu is None or type(relu) is nn.ReLU  # also after `pair`
+    modules = [norm, *between] if relu is None else [norm, *between, relu]
+    if own and fits and not any(map(has_hooks, modules)) and kernels.take(images, other):
         return norm.normalise(images, other, relu=True)  # type: ignore[no-any-return, operator]  # as `own` says
     out = norm(images)
+    for module in between:
+        out = module(out)
     if other is not None:
         out = out + other
     result: Tensor = F.relu(out) if relu is None else relu(out)
@@ -75,29 +100,77 @@ class _Tracer(fx.Tracer):
 
 
 def _pair_in(block: nn.Module) -> None:
-    if "forward" in vars(block) or not any(isinstance(m, SpanBatchNorm) for m in block.modules()):
+    own: Any = type(block).forward
+    if vars(block).get("forward", MethodType(own, block)) != MethodType(own, block):
         return
-    graphs = [_trace(block, training=training) for training in (True, False)]
+    try:
+        names = _read_by(block, own)
+        graphs = [_trace(block, training=training) for training in (True, False)]
+    except Exception:  # torch.fx raises all kinds
+        return
     graph = graphs[0]
-    if graph is None or str(graph) != str(graphs[1]):
+    if str(graph) != str(graphs[1]):
         return
     num = sum(_replace(block, graph, node) for node in list(graph.nodes) if _norm(block, node))
-    if num:
-        graph.lint()
-        made = fx.GraphModule(block, graph)
-        block.forward = MethodType(type(made).forward, block)
-        setattr(block, _PAIRS, num)
+    if not num:
+        return
+    graph.lint()
+    paired: Any = type(fx.GraphModule(block, graph)).forward
+    before = _form(block, names)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the block's
+        return (paired if _form(self, names) == before else own)(self, *args, **kwargs)
+
+    setattr(forward, _PAIRS, num)
+    block.forward = MethodType(forward, block)
 
 
-def _trace(block: nn.Module, *, training: bool) -> fx.Graph | None:
-    """Return the calls of the forward pass; None if they depend on values or change the module."""
-    before = dict(vars(block))
-    try:
-        with mode(block, training=training):
-            graph = _Tracer().trace(block)
-        return graph if vars(block) == before else None  # raises for tensors
-    except Exception:
-        return None
+def _form(block: nn.Module, names: list[str]) -> list[object]:
+    """Return what decides the calls of a forward pass that reads these plain attributes."""
+    modules = [(name, type(module)) for name, module in block._modules.items()]
+    return [*modules, *(block.__dict__.get(name) for name in names)]
+
+
+def _read_by(block: nn.Module, own: Any) -> list[str]:  # noqa: ANN401 -- a function
+    """Return the attributes, besides modules, that decide the calls of a forward pass.
+
+    Raises ValueError if anything else may: optional arguments, other code, other objects.
+    """
+    _, images = inspect.signature(own).parameters.values()
+    if images.kind is not images.POSITIONAL_OR_KEYWORD or images.default is not images.empty:
+        raise ValueError(images.name)
+    if own is nn.Sequential.forward:
+        return []
+    if vars(block).get("grad_checkpointing"):
+        raise ValueError("recomputation is not traced")
+    return sorted(_names(block, own) - {"training"})  # both modes are traced
+
+
+def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- as above
+    used = inspect.getclosurevars(function)
+    outside = [value for name, value in used.globals.items() if name != "checkpoint_seq"]  # timm's
+    known = all(value in (torch, F, nn) for value in outside)
+    for before, code in pairwise(dis.get_instructions(function)):
+        if code.opname == "IS_OP" or "_NONE" in code.opname:
+            known = known and before.opname == "LOAD_ATTR"  # a traced value is never None
+        known = known and code.opname not in _REFUSED
+    if not known or used.nonlocals or used.builtins.keys() - {"float"}:
+        raise ValueError(function.__name__)
+    found = set()
+    for name in used.unbound - block._modules.keys():
+        method = getattr(type(block), name, None)
+        if inspect.isfunction(method):
+            found |= {name, *_names(block, method)}
+        elif isinstance(vars(block).get(name, ...), int | float | str | None):
+            found.add(name)
+        elif name in vars(block) or name not in _CALLS:
+            raise ValueError(name)
+    return found
+
+
+def _trace(block: nn.Module, *, training: bool) -> fx.Graph:
+    with mode(block, training=training):
+        return _Tracer().trace(block)
 
 
 def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:
@@ -105,6 +178,7 @@ def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:
     gone, end, other = [norm], _only_user(norm), None
     while end is not None and _is(block, end, set(), nn.Identity):  # timm's for what is left out
         gone, end = [*gone, end], _only_user(end)
+    between = [node.target for node in gone[1:]]
     if end is not None and _is(block, end, _ADD, None) and not end.kwargs:
         others = [each for each in end.args if each is not gone[-1] and isinstance(each, fx.Node)]
         in_place = end.target in {operator.iadd, "add_"}
@@ -113,10 +187,10 @@ def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:
         other, gone, end = others[0], [*gone, end], _only_user(end)
     if end is None or not _is(block, end, _RELU, nn.ReLU):
         return False
-    with graph.inserting_before(end):
-        layer = graph.get_attr(str(norm.target))
+    with graph.inserting_before(gone[-1]):  # where the sum reads `other`, which may change later
+        layer, *nothing = (graph.get_attr(str(target)) for target in [norm.target, *between])
         relu = graph.get_attr(str(end.target)) if end.op == "call_module" else None
-        call = graph.call_function(norm_relu, (layer, relu, norm.args[0], other))
+        call = graph.call_function(norm_relu, (layer, relu, norm.args[0], other, *nothing))
     end.replace_all_uses_with(call)
     for node in (end, *reversed(gone)):
         graph.erase_node(node)

@@ -25,7 +25,7 @@ from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.torch_distributed import TorchDistributed, require_one_type
 from largebatch.errors import BackendError, MismatchError
-from largebatch.lab.protocols.links import open_links
+from largebatch.lab.protocols.exchange import open_links
 
 
 def on_late_workers(work: Callable[[TorchDistributed], object], *, workers: int) -> object:

@@ -5,10 +5,11 @@ Triton's interpreter runs them where there is no GPU, and its compiler makes the
 
 import copy
 import os
+import pickle
+import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import SpanBatchNorm, Spans
 from largebatch.models.compiled import compile_model
-from largebatch.models.fusion import describe_pairs, pair
+from largebatch.models.fusion import count_pairs, describe_pairs, pair
 from largebatch.optional import require_torchvision
 
 runs = pytest.mark.usefixtures("kernels_run")
@@ -321,27 +322,59 @@ def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
         assert error(found[name], value.double()) < 2e-5, name
 
 
-class Keeps(nn.Module):
-    """A block that keeps its output, which a graph would not."""
-
+class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bn, self.last = nn.BatchNorm2d(8), torch.zeros(1)
+        self.fc, self.bn, self.more = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ModuleList()
+        self.count = nn.Buffer(torch.zeros(1))
 
-    def forward(self, maps: Tensor) -> Tensor:
-        self.last = F.relu(self.bn(maps))
-        return self.last
+    def out(self, images: Tensor) -> Tensor:
+        return F.relu(self.bn(self.fc(images)))
 
 
-def test_a_block_that_changes_itself_keeps_its_modules() -> None:
-    assert pair(with_span(Keeps(), 2)) == (0, 1)
+def _keeps(self: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a block
+    self.training = self.training
+    out: Tensor = self.out(x)
+    return out
+
+
+def _loops(self: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a block
+    for module in self.more:
+        x = module(x)
+    out: Tensor = self.out(x)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("forward", "num"),
+    [
+        pytest.param(lambda self, x: self.out(x), 1, id="plain"),
+        pytest.param(lambda self, x, y=None: self.out(x if y is None else y), 0, id="optional"),
+        pytest.param(lambda self, *x: self.out(x[0]), 0, id="arguments"),
+        pytest.param(lambda self, x: self.out(x) if x is not None else x, 0, id="comparison"),
+        pytest.param(lambda self, x: self.out(random.choice([x])), 0, id="draws"),
+        pytest.param(lambda self, x: self.out(x) if DEVICE else x, 0, id="other object"),
+        pytest.param(lambda self, x: self.out(x) if torch.is_grad_enabled() else x, 0, id="mode"),
+        pytest.param(lambda self, x: self.out(x) if isinstance(x, Tensor) else x, 0, id="type"),
+        pytest.param(lambda self, x: self.out(x) if self.count.add_(1) else x, 0, id="buffer"),
+        pytest.param(lambda self, x: [self.out(it) for it in [x]][-1], 0, id="code inside"),
+        pytest.param(_keeps, 0, id="changes itself"),
+        pytest.param(_loops, 0, id="loop"),
+    ],
+)
+def test_only_blocks_that_tracing_knows_wholly_are_paired(forward: Any, num: int) -> None:  # noqa: ANN401 -- a function
+    block = with_span(type("Block", (Plain,), {"forward": forward})(), 2)
+    assert pair(block) == (num, 1)
+    assert block.count == 0
 
 
 @runs
 def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
     block = with_span(block, 2).to(DEVICE)
-    assert pair(block) == (1, 1)
+    assert pair(block) == pair(block) == (1, 1)
+    pickled = pickle.loads(pickle.dumps(block))
+    assert (count_pairs(pickled), pair(pickled)) == ((0, 1), (1, 1))
     assert "1 of 1" in "".join(describe_pairs(block))
     fused = kernels.batchnorm()
     normalise = mock.Mock(side_effect=fused.normalise)
@@ -357,6 +390,7 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
     hook.remove()
     block.eval()(images)
     assert normalise.call_count == 2
+    assert block.append(nn.Flatten())(images).ndim == 2
 
 
 @runs
@@ -411,32 +445,44 @@ def test_what_the_kernels_do_not_take_is_left_to_pytorch(
     assert not kernels.take(images.to(DEVICE), None if other is None else other.to(DEVICE))
 
 
-def _own_forward(block: nn.Sequential) -> None:
-    block[2].forward = lambda images: images
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.relu = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()
+        self.drop, self.more, self.gain = nn.Identity(), None, 1.0
 
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.drop(self.bn(self.fc(images)))
+        if self.more is not None:
+            out = self.more(out)
+        if self.gain:
+            out += images
+        return self.last(self.relu(out))
 
-def _another_activation(block: nn.Sequential) -> None:
-    block[2] = nn.GELU()
-
-
-def _another_norm(block: nn.Sequential) -> None:
-    block[1] = nn.LayerNorm(4)
+    def last(self, out: Tensor) -> Tensor:
+        return out * self.gain
 
 
 @runs
-@pytest.mark.parametrize("change", [_own_forward, _another_activation, _another_norm])
-def test_modules_that_change_after_pairing_are_called(
-    change: Callable[[nn.Sequential], None],
-) -> None:
-    block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
-    block = with_span(block.to(DEVICE), 2)
+@pytest.mark.parametrize(
+    ("layer", "name", "value"),
+    [
+        ("relu", "forward", torch.abs),
+        ("drop", "forward", torch.abs),
+        ("", "relu", nn.GELU()),
+        ("", "bn", nn.LayerNorm(3)),
+        ("", "more", nn.Linear(3, 3)),
+        ("", "gain", 2.0),
+        ("", "gain", 0),
+        ("", "last", torch.square),
+    ],
+)
+def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any) -> None:  # noqa: ANN401 -- any attribute
+    block = with_span(Block().to(DEVICE), 2)
     assert pair(block) == (1, 1)
-    change(block)
-    images = draw(6, 3)
-    expected = images
-    for layer in block:
-        expected = layer(expected)
-    assert torch.equal(block(images), expected)
+    setattr(block.get_submodule(layer), name, copy.deepcopy(value))
+    images, block = draw(6, 3), block.to(DEVICE)
+    assert torch.equal(block(images), Block.forward(block, images))
 
 
 @runs

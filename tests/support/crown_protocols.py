@@ -13,8 +13,8 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.gradients import Gradients, average_statistics
-from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.lab.protocols.server import MiniBatches, Rule
+from largebatch.lab.protocols.stage import Gradients, average_statistics
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loop import cross_entropy
 

@@ -13,8 +13,7 @@ from torch.optim import SGD, Optimizer
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals, ParameterServer, replay
+from largebatch.lab.protocols.server import Arrival, MiniBatches, ParameterServer, Rule, replay
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}
@@ -41,7 +40,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 def replayed(
-    rule: Rule, record: Arrivals, *, optimizer: str = "sgd"
+    rule: Rule, record: Sequence[Arrival], *, optimizer: str = "sgd"
 ) -> tuple[list[list[Tensor]], int]:
     """Return the weights after each update, and the number of gradients computed."""
     model, calls = build(), 0
@@ -56,8 +55,8 @@ def replayed(
         return torch.autograd.grad(loss, weights), loss.item()
 
     after: list[list[Tensor]] = []
-    for applied in replay(server, record, weights, gradient):
-        assert applied.update == len(after)
+    for taken in replay(server, record, weights, gradient):
+        assert {one.update for one in taken} == {len(after)}
         after.append([weight.detach().clone() for weight in own])
     return after, calls
 

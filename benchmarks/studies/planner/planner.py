@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.planner.planner [--rows benchmarks/studies/planner/rows.csv]
 
-The constants are those of largebatch.lab.planner.model, fitted in logarithms by least squares to
+The constants, of largebatch.lab.planner.prediction, are fitted in logarithms by least squares to
 `runs.csv` and to a prior, which a constant keeps if no run depends on it. Every system is left out
 once and predicted from the others, and V100 and A100 are predicted from their data sheets. The
 interval is conformal (Lei et al. 2018, arXiv:1604.04173, section 5.2): the errors of systems that
@@ -27,7 +27,13 @@ from scipy.optimize import least_squares
 
 from benchmarks.speed.measuring import write
 from largebatch.lab.planner.cluster import Cluster, Generation, Software, load_cluster
-from largebatch.lab.planner.model import Constants, Load, evaluation_seconds, machine, step_seconds
+from largebatch.lab.planner.prediction import (
+    Constants,
+    Load,
+    evaluation_seconds,
+    machine,
+    step_seconds,
+)
 from largebatch.lab.planner.suggest import IMAGES, VALIDATION
 
 RUNS = Path(__file__).with_name("runs.csv")

@@ -57,9 +57,9 @@ Edges = tuple[tuple[int, float | None], ...]
 """Upper bounds of range tests by batch; None where one has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Question:
-    """What is asked: a recipe, its images, a time, and a machine."""
+    """What is asked: a recipe, its images, a time, and a machine; and its measurements, in turn."""
 
     recipe: Recipe
     options: Options
@@ -69,26 +69,20 @@ class Question:
     cluster: Cluster | None = None
     """Where the recipe is to run; None: this machine, which is measured."""
 
-    @property
-    def here(self) -> int:
-        """Number of workers that measure on this machine."""
-        return self.options.workers if self.cluster is None else 1
-
-
-@dataclass(slots=True)
-class Measuring:
-    """The measurements of one question, in turn."""
-
-    question: Question
     remarks: list[str] = field(default_factory=list)
     end: float = field(init=False)
     """Time at which the minutes are over, by `monotonic`."""
 
-    seconds: float = field(init=False, default=math.nan)
+    seconds: float = math.nan
     """Newest measured time of an update in the recipe's batch."""
 
     def __post_init__(self) -> None:
-        self.end = monotonic() + 60 * self.question.minutes
+        self.end = monotonic() + 60 * self.minutes
+
+    @property
+    def here(self) -> int:
+        """Number of workers that measure on this machine."""
+        return self.options.workers if self.cluster is None else 1
 
     def share(self, part: str) -> float:
         """Return the seconds of a part: its share of what is left for it and for later ones."""
@@ -100,37 +94,36 @@ class Measuring:
         """Raise LargebatchError if a part needs more than its share, in seconds."""
         available = self.share(part)
         if needed > available:
-            enough = self.question.minutes + (needed - available) / SHARES[part] / 60
+            enough = self.minutes + (needed - available) / SHARES[part] / 60
             raise LargebatchError(
-                f"--minutes {self.question.minutes:g}: {what} takes {duration(needed)} and has "
+                f"--minutes {self.minutes:g}: {what} takes {duration(needed)} and has "
                 f"{duration(available)}; give --minutes {math.ceil(enough)} or more"
             )
 
-    def cluster(self, step_seconds: float) -> Cluster:
+    def this_machine(self, step_seconds: float) -> Cluster:
         """Measure this machine; raise LargebatchError where its share of the time is too short."""
-        question, recipe = self.question, self.question.recipe
-        update = step_seconds * question.here / make_plan(recipe, workers=1).accumulation
+        recipe, own = self.recipe, self.options
+        update = step_seconds * self.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
-        own = question.options
         found = measure(recipe, data=own.data, dataset=own.dataset, workers=own.workers)
         return cluster_of(found, name="this machine")
 
     def noise(self) -> NoiseScale:
         """Train at a constant rate and measure the noise scale."""
-        recipe, folder = self.question.recipe, self.question.options.out / "noise"
+        folder = self.options.out / "noise"
         self.require("noise", LEAST * self.seconds, f"the noise scale of {LEAST} updates")
         end = monotonic() + self.share("noise")
-        planned = make_plan(recipe, workers=self.question.here).steps
+        planned = make_plan(self.recipe, workers=self.here).steps
         most = max(planned, LEAST)
         number = min(most, int(self.share("noise") / self.seconds))
-        short = at_constant_rate(recipe, updates=number)
+        short = at_constant_rate(self.recipe, updates=number)
         made = max(LEAST, int(FIRST * number))
 
         def train(steps: int, *, before: int) -> None:
             """Train until a number of updates in all, and time those not made before."""
-            options, workers, began = self.question.options, self.question.here, monotonic()
-            train_in(folder, short, options, workers=workers, max_steps=steps)
+            began = monotonic()
+            train_in(folder, short, self.options, workers=self.here, max_steps=steps)
             self.seconds = (monotonic() - began) / (steps - before)
 
         train(made, before=0)
@@ -142,7 +135,7 @@ class Measuring:
 
     def judge(self, noise: NoiseScale, *, planned: int) -> NoiseScale:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
-        more = f"--minutes {math.ceil(4 * self.question.minutes)}"
+        more = f"--minutes {math.ceil(4 * self.minutes)}"
         if not noise.value > 0:
             found = "the gradient does not exceed its noise, so no batch can be chosen"
             if noise.value == 0 and math.isfinite(noise.high):
@@ -162,23 +155,23 @@ class Measuring:
 
     def edges(self, batches: tuple[int, int]) -> Edges:
         """Run range tests at two batches, seed by seed; none where they take too long."""
-        question, recipe = self.question, self.question.recipe
         try:
-            steps = len(plan_range(recipe).rates)
+            steps = len(plan_range(self.recipe).rates)
         except LargebatchError as error:
             self.remarks.append(f"no edges of the learning rate: {error}")
             return ()
-        needed = steps * sum(batches) / recipe.batch.global_batch * self.seconds
+        needed = steps * sum(batches) / self.recipe.batch.global_batch * self.seconds
         seeds = 0
         found: Edges = ()
         while seeds < SEEDS and needed <= self.share("edges"):
             begin, seeds, tests = monotonic(), seeds + 1, []
             for size in batches:  # earlier seeds are kept
-                rates = plan_range(at_batch(recipe, size), seeds=seeds)
-                options = replace(question.options, out=question.options.out / f"range-{size}")
-                test = train_range(rates, options, workers=question.here)
+                rates = plan_range(at_batch(self.recipe, size), seeds=seeds)
+                options = replace(self.options, out=self.options.out / f"range-{size}")
+                test = train_range(rates, options, workers=self.here)
                 assert test is not None
-                tests.append((size, None if test.upper is None else test.upper.value))
+                upper = test.bounds["upper"]
+                tests.append((size, upper.value if upper else None))
             found, needed = tuple(tests), monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(
@@ -193,23 +186,20 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
 
     The warm-up is at most a quarter of `updates`, and the end is never reached in these.
     """
-    warmup, per_epoch = recipe.schedule.warmup, recipe.train_samples / recipe.batch.global_batch
-    steps = 0.0
-    if warmup is not None:
-        steps = (warmup.epochs or 0) * per_epoch + (warmup.steps or 0)
-    ramp = round(min(steps, updates / 4))
+    warmup = recipe.schedule.warmup
+    ramp = min(make_plan(recipe).steps_in(warmup), round(updates / 4)) if warmup else 0
     changes = {
         "duration": {"steps": 8 * updates + 2},
-        "data": {**recipe.data.model_dump(), "resolution": ()},
+        "data": {**recipe.data.model_dump(mode="json"), "resolution": []},
         "schedule": {
-            **recipe.schedule.model_dump(),
+            **recipe.schedule.model_dump(mode="json"),
             "warmup": {"steps": ramp} if ramp else None,
             "start_lr": 0.0,
             "decay": {"kind": "constant"},
         },
         "polish": None,
         "evaluation": {},
-        "monitor": ("noise_scale",),
+        "monitor": ["noise_scale"],
     }
     return derived(recipe, changes, purpose="its noise scale cannot be measured")
 
@@ -290,28 +280,26 @@ def advise(question: Question) -> Advice:
     """
     recipe, batch = question.recipe, question.recipe.batch.global_batch
     _require_fitting(question)
-    measuring = Measuring(question)
     plan = make_plan(at_constant_rate(recipe, updates=LEAST), workers=question.here)
     # Twice, because other programs slow one of them.
     step = min(estimate(recipe, plan).step_seconds for _ in range(2))
-    cluster = question.cluster or measuring.cluster(step)
-    predict(
-        workload(recipe, workers=question.options.workers), cluster
-    )  # before minutes have gone by
-    measuring.seconds = step
-    noise = measuring.noise()
+    cluster = question.cluster or question.this_machine(step)
+    work = workload(recipe, workers=question.options.workers)
+    predict(work, cluster)  # before minutes have gone by
+    question.seconds = step
+    noise = question.noise()
     rows = compare(question, cluster, noise)
     chosen = recommend(rows, most=MORE_STEPS * noise.value, own=batch)
     others = [row.batch for row in rows if row.batch > batch] or [rows[0].batch]
     other = chosen.batch if chosen.batch != batch else others[0]
-    edges = measuring.edges((batch, other)) if other != batch else ()
+    edges = question.edges((batch, other)) if other != batch else ()
     return Advice(
         recipe=recipe,
         noise=noise,
         rows=rows,
         chosen=chosen,
         edges=edges,
-        remarks=tuple(measuring.remarks),
+        remarks=tuple(question.remarks),
     )
 
 

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -106,20 +105,24 @@ def measure(
         model = build_model(recipe, device)
         optimizer, criterion = build_optimizer(recipe, model, backend), build_criterion(recipe.loss)
 
-        def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
-            criterion(model(images), labels).backward()
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
         side, classes = recipe.data.image_size, recipe.data.classes
-        rivals: dict[int, Callable[[], object]] = {}
-        for size in _device_batches(plan):
-            batch = random_batch(size, side, classes=classes, device=device)
-            rivals[size] = partial(forward_and_backward, *batch)
-        found = _take_turns({**rivals, 0: update}, device, clock)
-        passes = {size: median(times) for size, times in found.items()}
+        batches = {
+            size: random_batch(size, side, classes=classes, device=device)
+            for size in _device_batches(plan)
+        }
+        times: dict[int, list[float]] = {size: [] for size in (*batches, 0)}
+        for _ in range(ROUNDS + 1):
+            for size, taken in times.items():
+                start = clock()
+                if size:
+                    images, labels = batches[size]
+                    criterion(model(images), labels).backward()
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+                accelerator.synchronize(device)  # sync: this is a measurement
+                taken.append(clock() - start)
+        passes = {size: median(taken[1:]) for size, taken in times.items()}
         seconds_per_update = passes.pop(0)
         # With a worker on every device, this one has its share of the CPU cores.
         shared = Serial(device)
@@ -193,19 +196,6 @@ def _device_batches(plan: Plan) -> list[int]:
         size = max(2, plan.device_batch // part)
         sizes.add(size if size < span else size - size % span)
     return sorted(sizes)
-
-
-def _take_turns(
-    rivals: dict[int, Callable[[], object]], device: torch.device, clock: Callable[[], float]
-) -> dict[int, list[float]]:
-    times: dict[int, list[float]] = {name: [] for name in rivals}
-    for _ in range(ROUNDS + 1):
-        for name, rival in rivals.items():
-            start = clock()
-            rival()
-            accelerator.synchronize(device)  # sync: this is a measurement
-            times[name].append(clock() - start)
-    return {name: each[1:] for name, each in times.items()}
 
 
 def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:

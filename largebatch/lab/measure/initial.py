@@ -183,7 +183,7 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
             if not _accepts(found.start, size, found.train):
                 continue
             found = survey(found.train, found.val, found.start, image_size=size)
-        recipe = validate_tree(Recipe, _tree(found, "timed", most), source="timed")
+        recipe = _recipe(found, "timed", most)
         plan = make_plan(recipe)
         updates = min(estimate(recipe, plan).run_seconds for _ in range(2))  # others may slow one
         images = plan.updates * plan.global_batch
@@ -217,17 +217,30 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     least, most = _epochs(found)
     rule = f"{SEEN:,} images, {least} to {most} epochs" if epochs is None else "as --minutes allows"
     seen = min(most, max(least, round(SEEN / number)))
-    recipe = validate_tree(Recipe, _tree(found, name, epochs or seen), source=name)
+    recipe = _recipe(found, name, epochs or seen)
     require_accepted(
         recipe.model, classes=recipe.data.classes, image_sizes=[recipe.data.image_size]
     )
-    comments = _comments(number)
+    updates = f"{UPDATES_PER_EPOCH} updates an epoch if there are enough images"
+    comments = {
+        "data.image_size": "from the short sides of half of the images",
+        "data.mean": f"of {min(SAMPLE, number)} training images at this size",
+        "data.crop_area": "random crops while training",
+        "data.flip": "false where left and right mean something: letters, digits, signs",
+        "data.eval_resize": "short side of clean images; the centre is cut out of it",
+        "model": "from random weights",
+        "batch.global_batch": f"{SMALLEST_BATCH} to {LARGEST_BATCH}, for at least {updates}",
+        "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
+        "polish": "Final Polishing: the last epochs on clean images, then statistics",
+        "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
+        "duration": rule,
+    }
     if found.image_size != image_sizes(found.train)[0]:
         del comments["data.image_size"]  # it was chosen otherwise
     if recipe.model.weights is not None:
         comments["model"] = "if its weights saw such images, try backbone: {lr_factor: 0.1}"
         comments["data.mean"] = "as the weights were trained"
-    return dump_commented(recipe, comments | {"duration": rule}, header=header)
+    return dump_commented(recipe, comments, header=header)
 
 
 def _epochs(found: Survey) -> tuple[int, int]:
@@ -235,11 +248,13 @@ def _epochs(found: Survey) -> tuple[int, int]:
     return (5, 20) if found.start.model.weights is not None else (FEWEST_EPOCHS, MOST_EPOCHS)
 
 
-def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
+def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
     number, model = len(found.train), found.start.model
     total = num_bytes(found.train) + num_bytes(found.val)
     kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
-    batch = global_batch_for(number)
+    batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
+    while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
+        batch *= 2  # as long as enough updates are left
     normalized = found.start.has_batchnorm
     tree: dict[str, Any] = {
         "name": name,
@@ -277,28 +292,4 @@ def _tree(found: Survey, name: str, epochs: int) -> dict[str, Any]:
         tree["data"] |= {"interpolation": found.start.data["interpolation"]}
     if not normalized:
         del tree["polish"]
-    return tree
-
-
-def _comments(number: int) -> dict[str, str]:
-    updates = f"{UPDATES_PER_EPOCH} updates an epoch if there are enough images"
-    return {
-        "data.image_size": "from the short sides of half of the images",
-        "data.mean": f"of {min(SAMPLE, number)} training images at this size",
-        "data.crop_area": "random crops while training",
-        "data.flip": "false where left and right mean something: letters, digits, signs",
-        "data.eval_resize": "short side of clean images; the centre is cut out of it",
-        "model": "from random weights",
-        "batch.global_batch": f"{SMALLEST_BATCH} to {LARGEST_BATCH}, for at least {updates}",
-        "schedule.peak_lr": "for SGD: 0.1 for every 256 of a batch (arXiv:1706.02677)",
-        "polish": "Final Polishing: the last epochs on clean images, then statistics",
-        "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
-    }
-
-
-def global_batch_for(number: int) -> int:
-    """Return the largest power of two that leaves UPDATES_PER_EPOCH, within the bounds above."""
-    batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
-    while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
-        batch *= 2
-    return batch
+    return validate_tree(Recipe, tree, source=name)

@@ -19,18 +19,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.formatting import aligned, plural
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import parse_recipe, validate_tree
 from largebatch.recipe.optimizers import SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section
@@ -90,16 +89,11 @@ class Curve:
     lower: float | None
     """First rate at which the loss is clearly below its start; None if it never falls."""
 
-    lowest: float
-    """Rate of the lowest smoothed loss."""
-
     rises: bool
     """True if the loss rises again, as clearly as it fell."""
 
-    @property
-    def turn(self) -> float | None:
-        """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
-        return self.lowest if self.lower is not None and self.rises else None
+    turn: float | None
+    """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
 
 
 def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
@@ -125,6 +119,7 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
     clear = max(CLEAR * fall, NOISE * error)
     above = np.flatnonzero(smooth[: place + 1] > start - clear)
     below = float(rates[above[-1] + 1 if above.size else 0]) if fall > 2 * NOISE * error else None
+    rises = bool(smooth[place:].max() > smooth[place] + clear)
     bad = np.flatnonzero(~np.isfinite(losses))
     return Curve(
         seed=seed,
@@ -134,8 +129,8 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
         start=start,
         diverged=float(rates[bad[0]]) if bad.size else None,
         lower=below,
-        lowest=float(rates[place]),
-        rises=bool(smooth[place:].max() > smooth[place] + clear),
+        rises=rises,
+        turn=float(rates[place]) if below is not None and rises else None,
     )
 
 
@@ -201,39 +196,31 @@ def bound(rates: Sequence[float | None]) -> Bound | None:
     return Bound(math.exp(math.fsum(map(math.log, known)) / len(known)), min(known), max(known))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RangeTest:
     """Range test of a recipe over one or more seeds."""
 
     recipe: Recipe
-    curves: tuple[Curve, ...]
-    overshoot: float
-    """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
+    curves: Sequence[Curve]
 
-    lower: Bound | None
-    """Rate at which the loss starts to fall."""
+    @cached_property
+    def overshoot(self) -> float:
+        """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
+        optimizer = self.recipe.optimizer
+        nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
+        return overshoot(momentum_of(optimizer), nesterov=nesterov)
 
-    turn: Bound | None
-    """Rate at which the loss is lowest and turns."""
-
-    upper: Bound | None
-    """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
-
-
-def judged(recipe: Recipe, curves: Sequence[Curve]) -> RangeTest:
-    """Return the bounds over the curves of several seeds."""
-    optimizer = recipe.optimizer
-    nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
-    ratio = overshoot(momentum_of(optimizer), nesterov=nesterov)
-    turn, factor = bound([curve.turn for curve in curves]), math.sqrt(ratio)
-    return RangeTest(
-        recipe=recipe,
-        curves=tuple(curves),
-        overshoot=ratio,
-        lower=bound([curve.lower for curve in curves]),
-        turn=turn,
-        upper=turn and Bound(turn.value / factor, turn.low / factor, turn.high / factor),
-    )
+    @cached_property
+    def bounds(self) -> dict[str, Bound | None]:
+        """`lower`: rate at which the loss starts to fall; `turn`: rate at which it is lowest and
+        turns; `upper`: the geometric mean of `turn` and `turn / overshoot`.
+        """
+        lower, turn = (
+            bound([getattr(one, name) for one in self.curves]) for name in ("lower", "turn")
+        )
+        factor = math.sqrt(self.overshoot)
+        upper = turn and Bound(turn.value / factor, turn.low / factor, turn.high / factor)
+        return {"lower": lower, "turn": turn, "upper": upper}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +272,8 @@ def plan_range(
     gamma = (low / high) ** (1 / (steps - 1))
     changes = {
         "duration": {"steps": steps},
-        "batch": {**recipe.batch.model_dump(), "schedule": ()},
-        "data": {**recipe.data.model_dump(), "resolution": ()},
+        "batch": {**recipe.batch.model_dump(mode="json"), "schedule": []},
+        "data": {**recipe.data.model_dump(mode="json"), "resolution": []},
         "schedule": {
             "peak_lr": high,
             "warmup": None,
@@ -304,12 +291,9 @@ def plan_range(
 
 
 def derived(recipe: Recipe, changes: Mapping[str, object], *, purpose: str) -> Recipe:
-    """Return a recipe with other sections; raise LargebatchError where they do not fit."""
-    try:
-        return Recipe.model_validate(recipe.model_dump() | dict(changes))
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise LargebatchError(f"{recipe.name}: {purpose}: {reason}") from None
+    """Return a recipe with other sections; raise RecipeError where they do not fit."""
+    tree = {**recipe.model_dump(mode="json"), **changes}
+    return validate_tree(Recipe, tree, source=f"{recipe.name}: {purpose}")
 
 
 def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTest | None:
@@ -343,7 +327,7 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
             curves.append(curve_of(run.seed, rates.rates, losses))
     if own_rank():
         return None
-    test = judged(rates.recipe, curves)
+    test = RangeTest(rates.recipe, curves)
     write_json(options.out / RESULT, content(test))
     save_png(options.out / CHART, partial(draw, test=test), size=(800, 400), pixels=1200)
     return test
@@ -380,8 +364,7 @@ def describe(test: RangeTest) -> Iterator[str]:
         "turn": "it turns",
         "upper": f"mean of turn and turn / {test.overshoot:.2g}, by the momentum",
     }
-    bounds: dict[str, Bound | None] = {name: getattr(test, name) for name in meanings}
-    known = {name: found for name, found in bounds.items() if found is not None}
+    known = {name: found for name, found in test.bounds.items() if found is not None}
     table = [("bound", "rate", "seeds", "meaning")]
     for name, found in known.items():
         seeds = f"{rate(found.low)} to {rate(found.high)}"
@@ -417,10 +400,9 @@ def rate(value: float) -> str:
 
 def content(test: RangeTest) -> dict[str, Any]:
     """Return the result for JSON; losses after a divergence are null."""
-    bounds = {name: getattr(test, name) for name in ("lower", "turn", "upper")}
     return {
         "recipe": test.recipe.name,
-        **{name: limit and asdict(limit) for name, limit in bounds.items()},
+        **{name: limit and asdict(limit) for name, limit in test.bounds.items()},
         "overshoot": test.overshoot,
         "peak_lr": test.recipe.schedule.peak_lr,
         "curves": [
@@ -450,7 +432,7 @@ def draw(figure: "Figure", test: RangeTest) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     title = name_axes(axes, y="Training loss", x="Learning rate")
     title = name_line(axes, f"{len(test.curves)} seeds, smoothed", colour, after=title)
-    lower, upper = test.lower, test.upper
+    lower, upper = test.bounds["lower"], test.bounds["upper"]
     if lower is not None and upper is not None and lower.value < upper.value:
         axes.axvspan(lower.value, upper.value, color=shade, alpha=0.1, lw=0)
         bounds = f"between the bounds: {rate(lower.value)} to {rate(upper.value)}"

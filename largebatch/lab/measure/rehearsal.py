@@ -24,7 +24,7 @@ from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
 from largebatch.lab.measure.estimate import saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
-from largebatch.lab.planner.prediction import FIXED_BYTES, workload
+from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
@@ -79,37 +79,15 @@ class Rehearsed(Serial):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Device memory of one worker during an update, in bytes."""
-
-    parameters: int
-    buffers: int
-    gradients: int
-    """Gradients, with the copies of a shorter type that are sent."""
-
-    optimizer: int
-    average: int
-    activations: int
-    """Activations of a device batch, with its images."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all, without temporary tensors of backward and without libraries."""
-        kept = self.parameters + self.buffers + self.gradients
-        return kept + self.optimizer + self.average + self.activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
     """Result of a rehearsal of one worker."""
 
     plan: Plan
-    rank: int
-    node: int | None
-    """Number of the worker's node; None without a cluster."""
+    memory: dict[str, int]
+    """Bytes of device memory during an update: `parameters`, `buffers`, `gradients` with the copies
+    of a shorter type that are sent, `optimizer`, `average`, and `activations` of a device batch
+    with its images."""
 
-    local_rank: int | None
-    memory: Memory
     available: float | None
     """Memory of the GPU in bytes; None if unknown."""
 
@@ -120,9 +98,9 @@ class Rehearsal:
     """Indices of the samples in the worker's first device batch."""
 
     @property
-    def fits(self) -> bool:
-        """True if the memory is enough or unknown."""
-        return self.available is None or self.memory.total + FIXED_BYTES <= self.available
+    def total(self) -> int:
+        """All of its memory, without temporary tensors of backward and without libraries."""
+        return sum(self.memory.values())
 
 
 def rehearse(
@@ -138,8 +116,8 @@ def rehearse(
     if cluster is not None:
         require_workers(cluster, workers)
     plan = workload(recipe, workers=workers).plan
-    each = None if cluster is None else min(cluster.gpus_per_node, workers)
-    backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
+    each = 1 if cluster is None else min(cluster.gpus_per_node, workers)
+    backend = Rehearsed(rank=rank, workers=workers, local_size=each)
     sizes = {piece.image_size for piece in plan.sizes}
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
     criterion = build_criterion(recipe.loss)
@@ -186,17 +164,14 @@ def rehearse(
     gpu = None if cluster is None else cluster.gpu
     return Rehearsal(
         plan=plan,
-        rank=rank,
-        node=None if each is None else rank // each,
-        local_rank=None if each is None else rank % each,
-        memory=Memory(
-            parameters=parameters,
-            buffers=buffers,
-            gradients=gradients + (0 if recipe.reduction.dtype == "fp32" else 2 * shorter),
-            optimizer=state_bytes(optimizer),
-            average=parameters + buffers if averages else 0,
-            activations=activations,
-        ),
+        memory={
+            "parameters": parameters,
+            "buffers": buffers,
+            "gradients": gradients + (0 if recipe.reduction.dtype == "fp32" else 2 * shorter),
+            "optimizer": state_bytes(optimizer),
+            "average": parameters + buffers if averages else 0,
+            "activations": activations,
+        },
         available=None if gpu is None else gpu.memory_gigabytes * 1e9,
         messages=tuple(backend.messages),
         first_samples=tuple(first.tolist()),

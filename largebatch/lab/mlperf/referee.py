@@ -17,7 +17,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.errors import LargebatchError, clip
+from largebatch.errors import CheckpointError, clip
 from largebatch.lab.mlperf.logger import MLPERF_LOG
 from largebatch.lab.mlperf.rules import BENCHMARK, ROUND, USAGE
 from largebatch.optional import require_mlperf
@@ -25,10 +25,6 @@ from largebatch.optional import require_mlperf
 PURPOSE = "referee"
 
 RUNS = 5  # number of runs of a ResNet submission; the fastest and the slowest do not count
-
-
-class LogError(LargebatchError):
-    """A log that cannot be checked: missing, damaged, or of another benchmark."""
 
 
 class Verdict(NamedTuple):
@@ -44,11 +40,11 @@ class Verdict(NamedTuple):
 def find_logs(folder: Path) -> list[Path]:
     """Return the logs in a folder."""
     if not folder.is_dir():
-        raise LogError(f"{folder}: expected a run folder or one of result_*.txt")
+        raise CheckpointError(f"{folder}: expected a run folder or one of result_*.txt")
     own = folder / MLPERF_LOG
     paths = [own] if own.exists() else sorted(folder.glob("result_*.txt"))
     if not paths:
-        raise LogError(
+        raise CheckpointError(
             f"{folder}: holds neither {MLPERF_LOG} nor result_*.txt; a run writes its log with "
             "--set tracking=[mlperf]"
         )
@@ -58,12 +54,13 @@ def find_logs(folder: Path) -> list[Path]:
 def check(folders: Sequence[Path]) -> dict[str, Verdict]:
     """Run MLPerf's checkers on the logs in run folders, or in folders of result_*.txt.
 
-    Raises LogError for logs that cannot be checked, MissingPackageError without mlperf-logging.
+    Raises CheckpointError for logs that cannot be checked: missing, damaged, or of another
+    benchmark, MissingPackageError without mlperf-logging.
     """
     logs = [path for folder in folders for path in find_logs(folder)]
     divisions = {_division(path) for path in logs}
     if len(divisions) > 1:
-        raise LogError(f"{logs[0].parent}: logs of several divisions; check each by itself")
+        raise CheckpointError(f"{logs[0].parent}: logs of several divisions; check each by itself")
     verdicts = {
         "compliance": _check_compliance(logs),
         "seeds": _check_seeds(logs),
@@ -82,12 +79,14 @@ def _division(path: Path) -> object:
         lines, errors = parser.parse_file(path, ruleset=ROUND)
         values = {line.key: line.value["value"] for line in lines}
     except (KeyError, TypeError, OSError) as error:
-        raise LogError(f"{path}: is damaged: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{path}: is damaged: {type(error).__name__}: {error}") from None
     if errors:
         line, reason = errors[0]
-        raise LogError(f"{path}: is damaged: {reason}, in a line that begins {clip(line, 80)!r}")
+        raise CheckpointError(
+            f"{path}: is damaged: {reason}, in a line that begins {clip(line, 80)!r}"
+        )
     if values.get("submission_benchmark") != BENCHMARK:
-        raise LogError(
+        raise CheckpointError(
             f"{path}: submission_benchmark is {values.get('submission_benchmark')!r}, expected "
             f"{BENCHMARK!r}"
         )

@@ -52,6 +52,7 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
     whole, every = "all training images are trained on", "accuracy is measured every 4 epochs"
     data, batch, schedule = recipe.data, recipe.batch, recipe.schedule
     evaluation, model, polish = recipe.evaluation, recipe.model, recipe.polish
+    cache = recipe.execution.cache
     updates = recipe.train_samples / batch.global_batch
     warmup = warmup_epochs(schedule.warmup, updates_per_epoch=updates)
     sgd = isinstance(recipe.optimizer, SGD)
@@ -86,17 +87,9 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
         ),
         ("data.held_out", data.held_out is None, whole),
         ("polish.held_out", recipe.train_samples == data.train_split, whole),
-        (
-            "execution.cache",
-            recipe.execution.cache in {None, "none"},
-            "the clock starts before any image",
-        ),
+        ("execution.cache", cache in {None, "none"}, "the clock starts before any image"),
         ("evaluation.every_epochs", evaluation.every_epochs == 4, every),
-        (
-            "evaluation.offset_epochs",
-            evaluation.offset_epochs in {0, 1, 2, 3},
-            f"{every}, from 0-3",
-        ),
+        ("evaluation.offset_epochs", evaluation.offset_epochs in range(4), f"{every}, from 0-3"),
         ("evaluation.views", evaluation.views == 1, "one view of each image is evaluated"),
     )
     settings = recipe.model_dump(mode="json", exclude_none=True)

@@ -49,25 +49,28 @@ class Point(NamedTuple):
     """A reference point."""
 
     name: str
-    batch: int
-    peak_lr: float
-    warmup: float
-    """Warm-up as a share of the run."""
+    recipe: Any
+    """A Recipe with LARS, BatchNorm spans, and lengths in epochs."""
 
-    momentum: float
-    weight_decay: float
-    bn_span: int
-    schedule_epochs: float
     mean_epochs: float
     """Epochs until 75.9 % top-1."""
 
+    @property
+    def batch(self) -> int:
+        """Its global batch."""
+        size: int = self.recipe.batch.global_batch
+        return size
 
-SETTINGS: dict[str, Callable[[Point], float]] = {
-    "learning rate": lambda point: point.peak_lr,
-    "warm-up, share of the run": lambda point: point.warmup,
-    "1 - momentum": lambda point: 1 - point.momentum,
-    "weight decay": lambda point: point.weight_decay,
-    "BatchNorm span": lambda point: point.bn_span,
+
+Setting = Callable[[Any], float]
+"""Maps the recipe of a point to one of its settings."""
+
+SETTINGS: dict[str, Setting] = {
+    "learning rate": lambda of: of.schedule.peak_lr,
+    "warm-up, share of the run": lambda of: of.schedule.warmup.epochs / of.duration.epochs,
+    "1 - momentum": lambda of: 1 - of.optimizer.momentum,
+    "weight decay": lambda of: of.optimizer.weight_decay,
+    "BatchNorm span": lambda of: of.batch.bn_span,
 }
 """Settings that are interpolated, on logarithmic scales of batch and value."""
 
@@ -75,30 +78,18 @@ SETTINGS: dict[str, Callable[[Point], float]] = {
 @cache
 def reference_points() -> tuple[Point, ...]:
     """Read the points from the installed recipes, smallest batch first."""
-    texts = {name: text for name, text in installed().items() if _POINT.fullmatch(name)}
-    return tuple(sorted((_point(*item) for item in texts.items()), key=lambda point: point.batch))
+    points = []
+    for name, text in installed().items():  # sorted by the numbers in their names
+        if _POINT.fullmatch(name):
+            (mean,) = _MEAN.findall(" ".join(text.replace("#", " ").split()))
+            points.append(Point(name, parse_recipe(text, source=name), float(mean)))
+    return tuple(points)
 
 
-def _point(name: str, text: str) -> Point:
-    recipe: Any = parse_recipe(text, source=name)  # with LARS, spans, and lengths in epochs
-    (mean,) = _MEAN.findall(" ".join(text.replace("#", " ").split()))
-    return Point(
-        name=name,
-        batch=recipe.batch.global_batch,
-        peak_lr=recipe.schedule.peak_lr,
-        warmup=recipe.schedule.warmup.epochs / recipe.duration.epochs,
-        momentum=recipe.optimizer.momentum,
-        weight_decay=recipe.optimizer.weight_decay,
-        bn_span=recipe.batch.bn_span,
-        schedule_epochs=recipe.duration.epochs,
-        mean_epochs=float(mean),
-    )
-
-
-def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], float]) -> float:
+def interpolate(batch: float, points: Sequence[Point], value: Setting) -> float:
     """Return the value of a power law through the two points around the batch."""
     batches = np.log([point.batch for point in points])
-    values = np.log([value(point) for point in points])
+    values = np.log([value(point.recipe) for point in points])
     return math.exp(np.interp(math.log(batch), batches, values))
 
 
@@ -165,8 +156,8 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     values = {name: interpolate(equivalent, points, value) for name, value in SETTINGS.items()}
     law_epochs = fit_epochs(points)(equivalent)
     if epochs is None:
-        longer = median(point.schedule_epochs / point.mean_epochs for point in points)
-        epochs = lower.schedule_epochs if is_point else math.ceil(law_epochs * longer)
+        longer = median(point.recipe.duration.epochs / point.mean_epochs for point in points)
+        epochs = lower.recipe.duration.epochs if is_point else math.ceil(law_epochs * longer)
     if is_point:
         source = f"it is a reference point: {lower.name}"
     elif is_alone:
@@ -177,7 +168,10 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     else:
         upper = points[points.index(lower) + 1]
         source = f"settings between {lower.name} and {upper.name}, as power laws of the batch"
-    kept = base or parse_recipe(read_installed(lower.name))
+    momentum, rate = round(1 - values["1 - momentum"], 4), _digits(values["learning rate"], 4)
+    if is_alone:
+        momentum, rate = lower.recipe.optimizer.momentum, lower.recipe.schedule.peak_lr
+    kept: Recipe = base or lower.recipe
     name = f"{(kept.model.name if base is None else kept.name)[:60]}-{batch}-suggested"
     warmup = _digits(values["warm-up, share of the run"] * epochs, 3)
     has_spans = kept.batch.bn_span is not None
@@ -195,13 +189,13 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
         "optimizer": {
             "kind": "lars",
             "convention": "reference",
-            "momentum": lower.momentum if is_alone else round(1 - values["1 - momentum"], 4),
+            "momentum": momentum,
             "weight_decay": _digits(values["weight decay"], 3),
             "eta": ETA,
             "eps": 0.0,
         },
         "schedule": {
-            "peak_lr": lower.peak_lr if is_alone else _digits(values["learning rate"], 4),
+            "peak_lr": rate,
             "warmup": {"epochs": warmup},
             "decay": {"kind": "polynomial", "power": 2.0, "end_lr": 1e-4},
             "first_step": 1,
@@ -230,7 +224,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish.clean": "the share of Fujitsu's entry",
         }
     if base is not None and (old := base.optimizer).kind == "lars":
-        length = tree["schedule"]["peak_lr"] * ETA / (1 - tree["optimizer"]["momentum"])
+        length = rate * ETA / (1 - momentum)
         factor = length / (base.schedule.peak_lr * old.eta / (1 - old.momentum))
         if factor > LONGER:
             source += (

@@ -1,27 +1,308 @@
-"""Makes some updates by a protocol, with every worker as a learner, a server or both.
+"""Learners and parameter servers of a run: the links between them, and their work over these.
 
-Before and after, every worker has the same weights and momentum, after the same number of updates.
-So a run can be evaluated, saved and resumed between them as usual.
+Every worker is a learner, a server or both. Before and after some updates every worker has the same
+weights and momentum, after the same number of updates, so a run can be evaluated, saved and resumed
+between them as usual.
+
+A thread of a server's process serves each learner, so that a slow or stopped learner does not
+delay the others. A lock makes their operations on the server atomic; its order is the order of
+arrival.
+
+A group of torch.distributed is for one thread at a time, and all its operations fail when one
+member dies. With a group for each pair of workers, threads of one worker talk to different workers
+at the same time, and the loss of a worker is detected immediately, and only by its peers. The
+groups use Gloo: GPU tensors are copied through the host's memory.
 """
 
 import copy
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
-from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.links import Link, QueueLink, open_links
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import MOMENTUM, Arrival, ParameterServer, divide
-from largebatch.lab.protocols.service import Gradient, Service, Shard, learn
+from largebatch.distributed.torch_distributed import RunningTorch, lost_peers_named
+from largebatch.errors import BackendError, PeerLostError
+from largebatch.lab.protocols.server import (
+    MOMENTUM,
+    Arrival,
+    MiniBatches,
+    ParameterServer,
+    Rule,
+    divide,
+)
 from largebatch.schedules.functions import Schedule
+
+
+class GroupLink:
+    """A connection to one other worker. Each end must be used by one thread at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, *, peer: int) -> None:
+        self.peer = peer
+        """Rank of the other worker."""
+
+        self._group, self._own = group, dist.get_rank()
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor; it may be changed after the return. Raises PeerLostError."""
+        sent = tensor.to("cpu").contiguous()  # sync: a copy to the host
+        with lost_peers_named(self._own):
+            dist.send(sent, dst=self.peer, group=self._group)
+
+    def receive(self, into: Tensor) -> None:
+        """Wait for a tensor of the type and size of `into`, and copy it there.
+
+        Raises PeerLostError.
+        """
+        received = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+        with lost_peers_named(self._own):
+            dist.recv(received, src=self.peer, group=self._group)
+        if received is not into:
+            into.copy_(received)
+
+
+class QueueLink:
+    """One end of a connection between two threads of this process, whose rank is `peer`."""
+
+    def __init__(
+        self, sent: SimpleQueue[Tensor], received: SimpleQueue[Tensor], *, peer: int
+    ) -> None:
+        self.peer = peer
+        self._sent, self._received = sent, received
+
+    @classmethod
+    def ends(cls, peer: int) -> tuple[Self, Self]:
+        """Return both ends of a new connection."""
+        there, back = SimpleQueue[Tensor](), SimpleQueue[Tensor]()
+        return cls(there, back, peer=peer), cls(back, there, peer=peer)
+
+    def send(self, tensor: Tensor) -> None:
+        """Pass on a tensor, which must not change until the other end has received it."""
+        self._sent.put(tensor)
+
+    def receive(self, into: Tensor) -> None:
+        """Wait for a tensor, and copy it into `into`."""
+        into.copy_(self._received.get())
+
+
+Link = GroupLink | QueueLink
+
+
+def open_links(backend: Backend, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Link]:
+    """Open a link for each of these pairs of ranks, and return those of this worker.
+
+    Every worker must call this with the same pairs. Raises BackendError unless the backend is
+    torch.distributed, the only one with point-to-point sends.
+    """
+    if not pairs:
+        return {}
+    if not isinstance(backend, RunningTorch):
+        raise BackendError(f"{backend.name} cannot send to one worker alone; use --backend torch")
+    return {
+        pair: GroupLink(group, peer=pair[1] if backend.rank == pair[0] else pair[0])
+        for pair, group in backend.pair_groups(pairs).items()
+    }
+
+
+_PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
+_NONE, _LOST = -1.0, -2.0
+"""Codes in the protocol: no mini-batch (sent in its place); update cannot be completed (in place of
+a clock)."""
+
+
+class Service:
+    """A server of this process, for all learners; `mini_batches` only of the first server."""
+
+    def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
+        self.server = server
+        self.updates: list[tuple[int, float, float]] = []
+        """Numbers, learning rates, and seconds since the previous update, of the updates made."""
+
+        self.failure: Exception | None = None
+        self._mini_batches = mini_batches
+        self._sizes = [weight.numel() for weight in server.weights]
+        self._changed = threading.Condition()
+        self._begun = time.perf_counter()
+
+    @contextmanager
+    def serving(self, links: Mapping[int, Link]) -> Iterator[None]:
+        """Serve these learners in threads until each of them has left."""
+        threads = [
+            threading.Thread(target=self.serve, args=pair, daemon=True) for pair in links.items()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        except PeerLostError as error:
+            raise self.failure or error from None
+        for thread in threads:
+            thread.join()
+        self._require_whole()
+
+    def serve(self, learner: int, link: Link) -> None:
+        """Answer a learner until it leaves or fails."""
+        try:
+            self._answer(learner, link)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End all learners, so that none waits for an update that is never made."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _answer(self, learner: int, link: Link) -> None:
+        asked = torch.empty(5, dtype=torch.float64)
+        weights = self.server.weights[0].new_empty(sum(self._sizes))
+        while True:
+            link.receive(asked)
+            kind, clock, mini_batch, loss, stop = asked.tolist()
+            if kind == _LEAVE:
+                return
+            gradient = torch.empty_like(weights)
+            if kind == _PUSH:
+                link.receive(gradient)
+            try:
+                with self._changed:
+                    self._require_whole()
+                    if kind == _PUSH:
+                        if self._mini_batches and (stop or not math.isfinite(loss)):
+                            self._mini_batches.stop_early()
+                        self._push(learner, int(clock), gradient, int(mini_batch), loss)
+                        answer = [0.0, _NONE]
+                    else:
+                        answer = self._pull(learner, weights)
+            except Exception as error:
+                self._fail(error)
+                link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
+                raise
+            link.send(torch.tensor(answer, dtype=torch.float64))
+            if kind == _PULL:
+                link.send(weights)
+
+    def _pull(self, learner: int, into: Tensor) -> list[float]:
+        number = None if self._mini_batches is None else self._mini_batches.next(learner)
+        clock, weights = self.server.pull()
+        torch.cat([weight.flatten() for weight in weights], out=into)
+        return [float(clock), _NONE if number is None else float(number)]
+
+    def _push(
+        self, learner: int, clock: int, gradient: Tensor, mini_batch: int, loss: float
+    ) -> None:
+        """Add the gradient, and wait for its update if the rule requires it."""
+        parts = [
+            part.view_as(weight)
+            for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
+        ]
+        update = self.server.clock
+        lr = self.server.push(learner, clock, parts, mini_batch=mini_batch, loss=loss)
+        if lr is not None:
+            seconds = time.perf_counter() - self._begun
+            self._begun += seconds
+            self.updates.append((update, lr, seconds))
+            self._changed.notify_all()
+        elif self.server.rule.waits:
+            self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
+            if self.server.clock <= update:
+                self._require_whole()
+
+    def _require_whole(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class Shard:
+    """One server over a link, and its part of a learner's weights, by their numbers.
+
+    `ask` and `push` send, `finish_*` waits for the answer.
+    """
+
+    def __init__(self, link: Link, weights: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        self._link, self._numbers = link, numbers
+        self._weights = [weights[number] for number in numbers]
+        self._sizes = [weight.numel() for weight in self._weights]
+        self._flat = weights[0].new_empty(sum(self._sizes))
+        self._clock = 0.0
+
+    @torch.no_grad()
+    def finish_pull(self) -> int | None:
+        """Copy the server's weights to the learner's; return the number of the next mini-batch.
+
+        It is None if none is left, and from all servers but the first.
+        """
+        self._clock, number = self._answer()
+        self._link.receive(self._flat)
+        for part, weight in zip(self._flat.split(self._sizes), self._weights, strict=True):
+            weight.copy_(part.view_as(weight))
+        return None if number == _NONE else int(number)
+
+    def push(self, gradient: Sequence[Tensor], *, mini_batch: int, loss: float, stop: bool) -> None:
+        """Send the server's part of a gradient; `stop` is True to stop or to save."""
+        self.ask(_PUSH, self._clock, mini_batch, loss, stop)
+        self._link.send(torch.cat([gradient[number].flatten() for number in self._numbers]))
+
+    def finish_push(self) -> None:
+        """Wait until it was received or, if learners wait by the rule, for its update."""
+        self._answer()
+
+    def ask(
+        self, kind: float, clock: float = 0, mini_batch: float = 0, loss: float = 0, stop: float = 0
+    ) -> None:
+        """Request the weights, announce a gradient, or end the server's thread for this learner."""
+        self._link.send(torch.tensor([kind, clock, mini_batch, loss, stop], dtype=torch.float64))
+
+    def _answer(self) -> list[float]:
+        answer = torch.empty(2, dtype=torch.float64)
+        self._link.receive(answer)
+        if answer[0] == _LOST:
+            raise PeerLostError(
+                f"worker {self._link.peer}, a parameter server, lost contact with a learner"
+            )
+        numbers: list[float] = answer.tolist()
+        return numbers
+
+
+Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
+"""Maps a mini-batch to its mean gradient, one tensor for each weight, and its mean loss."""
+
+
+def learn(
+    shards: Sequence[Shard], gradient: Gradient, *, asks: Callable[[], bool] = lambda: False
+) -> None:
+    """Run a learner until the first server has no mini-batch left.
+
+    `asks` returns True if this worker is asked to stop. Raises PeerLostError if a server, or a
+    learner that an update waits for, is lost.
+    """
+    first, *others = shards
+    while True:
+        first.ask(_PULL)
+        number = first.finish_pull()
+        if number is None:
+            break
+        for shard in others:
+            shard.ask(_PULL)
+        for shard in others:
+            shard.finish_pull()
+        found, loss = gradient(number)
+        stop = asks()
+        for shard in shards:
+            shard.push(found, mini_batch=number, loss=loss, stop=stop)
+        for shard in shards:
+            shard.finish_push()
+    for shard in shards:
+        shard.ask(_LEAVE)
 
 
 class Record(NamedTuple):
@@ -43,12 +324,8 @@ class Exchange:
 
     def __init__(self, backend: Backend, *, learners: int, servers: Sequence[int]) -> None:
         self.backend, self.learners, self._servers = backend, learners, servers
-        rank = backend.rank
-        pairs = [(learner, server) for learner in range(learners) for server in servers]
-        others = [(learner, server) for learner, server in pairs if learner != server]
-        self._links = open_links(backend, others)
-        self._place = servers.index(rank) if rank in servers else None
-        """Number of this worker's server."""
+        pairs = [(one, server) for one in range(learners) for server in servers if one != server]
+        self._links = open_links(backend, pairs)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
         self,
@@ -71,20 +348,20 @@ class Exchange:
         Raises PeerLostError if a worker is lost.
         """
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
-        rank, place = self.backend.rank, self._place
+        rank = self.backend.rank
         parts = divide([weight.nbytes for weight in weights], len(self._servers))
         own, numbers = None, list[int]()
-        if place is not None:
+        if rank in self._servers:
+            place = self._servers.index(rank)
             numbers = parts[place]
-            server = ParameterServer(
-                *_copied(weights, optimizer, numbers), schedule, rule, clock=clock
-            )
+            copied = _copied(weights, optimizer, numbers)
+            server = ParameterServer(*copied, schedule, rule, clock=clock)
             own = Service(server, mini_batches if place == 0 else None)
         learner, near = QueueLink.ends(rank)
         served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
         if rank < self.learners:
             served[rank] = near
-        with _serving(own, served):
+        with own.serving(served) if own else nullcontext():
             if rank < self.learners:
                 shards = [
                     Shard(self._links.get((rank, server), learner), weights, part)
@@ -135,27 +412,6 @@ class Exchange:
         found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
         return Record([tuple(one) for one in found[0]["updates"]], arrivals)
-
-
-@contextmanager
-def _serving(service: Service | None, links: Mapping[int, Link]) -> Iterator[None]:
-    """Serve these learners in threads until each of them has left."""
-    if service is None:
-        yield
-        return
-    threads = [
-        threading.Thread(target=service.serve, args=pair, daemon=True) for pair in links.items()
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    except PeerLostError as error:
-        raise service.failure or error from None
-    for thread in threads:
-        thread.join()
-    if service.failure is not None:
-        raise service.failure
 
 
 def _copied(

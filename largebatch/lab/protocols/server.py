@@ -1,24 +1,116 @@
-"""A parameter server: a part of the weights and their optimizer, without communication.
+"""A parameter server: a part of the weights and their optimizer, without communication; its rule.
 
-It holds whole tensors, because LARS needs the norms of its layers. The protocol determines the
-order of calls: a run's services call it in the order in which gradients arrive, a replay in the
-order of its record.
+The servers of a run and the simulator use the same rule. A server holds whole tensors, because LARS
+needs the norms of its layers. The protocol determines the order of calls: a run's services call it
+in the order in which gradients arrive, a replay in the order of its record.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from largebatch.lab.protocols.rule import Rule
 from largebatch.optim.lars import LARS
 from largebatch.optim.rates import set_rates
+from largebatch.recipe.protocols import Hardsync, Protocol
 from largebatch.schedules.functions import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The gradients and the learning rate of an update, and whether learners wait for it.
+
+    >>> rule = Rule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
+    >>> [rule.factor(staleness) for staleness in (0, 1, 4)]
+    [1.0, 1.0, 0.25]
+    """
+
+    learners: int
+    """Number of learners (lambda)."""
+
+    gradients: int
+    """Number of gradients per update (c)."""
+
+    waits: bool
+    """True if a learner waits after a push for the update with its gradient. An update then has one
+    gradient of every learner."""
+
+    rate: float = 1.0
+    """Factor of the learning rate of every update."""
+
+    by_staleness: bool = False
+    """True if the learning rate of each gradient is divided by its staleness."""
+
+    @classmethod
+    def hardsync(cls, learners: int) -> Self:
+        """Return the synchronous rule, at the learning rate of the schedule."""
+        return cls(learners=learners, gradients=learners, waits=True)
+
+    @classmethod
+    def of(cls, protocol: Protocol, *, mini_batch: int) -> Self:
+        """Return the rule of a protocol; `mini_batch` is in samples (mu)."""
+        learners, gradients = protocol.learners, protocol.gradients
+        if isinstance(protocol, Hardsync):
+            reference = protocol.reference_batch
+            rate = math.sqrt(learners * mini_batch / reference) if reference else 1.0
+            return cls(learners=learners, gradients=gradients, waits=True, rate=rate)
+        return cls(
+            learners=learners,
+            gradients=gradients,
+            waits=False,
+            rate=1 / protocol.n if protocol.modulation == "n" else 1.0,
+            by_staleness=protocol.modulation == "staleness",
+        )
+
+    def factor(self, staleness: int) -> float:
+        """Return a gradient's factor by its staleness, in addition to `rate`; 1 without.
+
+        Staleness-aware SGD: arXiv:1511.05950.
+        """
+        return 1 / max(1, staleness) if self.by_staleness else 1.0
+
+
+class MiniBatches:
+    """Hands out the mini-batches of some updates to the learners, each of them once.
+
+    Mini-batch m has the positions m mu to (m + 1) mu - 1 of the sample order. If learners wait,
+    learner i gets the i-th part of the global batch of every update. Otherwise any learner gets the
+    next one, and after update k all mini-batches before (k + 1) c have been used, in any order.
+
+    >>> them = MiniBatches(Rule(learners=3, gradients=2, waits=False), range(4, 6))
+    >>> [them.next(learner) for learner in (2, 0, 2, 1, 0)]
+    [8, 9, 10, 11, None]
+    >>> them = MiniBatches(Rule.hardsync(2), range(4, 6))
+    >>> [them.next(learner) for learner in (1, 0, 0, 1, 0)]
+    [9, 8, 10, 11, None]
+    """
+
+    def __init__(self, rule: Rule, updates: range) -> None:
+        self._rule, self._stop = rule, updates.stop
+        self._next = updates.start * rule.gradients
+        self._updates = dict.fromkeys(range(rule.learners), updates.start)
+
+    def next(self, learner: int) -> int | None:
+        """Return the next mini-batch of a learner; None if none is left."""
+        if self._rule.waits:
+            update = self._updates[learner]
+            self._updates[learner] = min(self._stop, update + 1)
+            return update * self._rule.learners + learner if update < self._stop else None
+        if self._next == self._stop * self._rule.gradients:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def stop_early(self) -> None:
+        """Restrict the mini-batches to those that complete started updates."""
+        begun = -(-self._next // self._rule.gradients)
+        self._stop = max(self._updates.values()) if self._rule.waits else begun
+
 
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in the state of SGD and LARS."""
@@ -38,18 +130,8 @@ class Arrival(NamedTuple):
     """Number of updates that these weights lack: update - clock_read (tau)."""
 
     mini_batch: int
-    loss: float
-    """Mean loss over the mini-batch."""
-
-
-class Applied(NamedTuple):
-    """The record of an update."""
-
-    update: int
-    lr: float
-    """Learning rate of the schedule, times the factor of the rule that all gradients share."""
-
-    arrivals: tuple[Arrival, ...]
+    loss: float = math.nan
+    """Mean loss over the mini-batch; NaN in a simulation."""
 
 
 class ParameterServer:
@@ -98,10 +180,12 @@ class ParameterServer:
         *,
         mini_batch: int = -1,
         loss: float = 0.0,
-    ) -> Applied | None:
-        """Add a gradient, the mean over its mini-batch; return the update that it completes.
+    ) -> float | None:
+        """Add a gradient, the mean over its mini-batch; make the update that it completes, if any.
 
-        `gradient` has a tensor for each of the weights, which must not change any more.
+        Returns the learning rate of this update: that of the schedule, times the factor of the rule
+        that all gradients share. `gradient` has a tensor for each of the weights, which must not
+        change any more.
 
         Raises ValueError for a gradient of weights that do not exist yet, and, if learners wait,
         for a second gradient of the same learner.
@@ -117,7 +201,7 @@ class ParameterServer:
         return self._apply() if len(self._gradients) == self.rule.gradients else None
 
     @torch.no_grad()
-    def _apply(self) -> Applied:
+    def _apply(self) -> float:
         taken, self._gradients = self._gradients, []
         if self.rule.waits:  # then the sum does not depend on who was first
             taken.sort(key=lambda one: one[0].learner)
@@ -141,7 +225,7 @@ class ParameterServer:
         for weight in self.weights:
             weight.grad = None
         self.clock += 1
-        return Applied(self.clock - 1, lr, tuple(arrival for arrival, _ in taken))
+        return lr
 
 
 def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
@@ -163,40 +247,8 @@ def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def server_bytes(weights: Sequence[Tensor], servers: int) -> list[int]:
-    """Return the bytes of the weights on each server.
-
-    >>> server_bytes([torch.zeros(10, 3), torch.zeros(4)], 2)
-    [120, 16]
-    """
-    sizes = [weight.nbytes for weight in weights]
-    return [sum(sizes[number] for number in own) for own in divide(sizes, servers)]
-
-
 ARRIVALS = "arrivals.jsonl"
 """Name of the file of a run folder with the arrivals of all servers."""
-
-IntArray = npt.NDArray[np.int64]
-
-
-class Arrivals(NamedTuple):
-    """Columns with a row for each gradient that one server received, in order of arrival."""
-
-    learner: IntArray
-    mini_batch: IntArray
-    """Numbers of the mini-batches, the same on every server."""
-
-    clock_read: IntArray
-    """Number of this server's updates in the weights that the gradient was computed from."""
-
-    update: IntArray
-    """Numbers of the updates that the gradients are part of, counted from 0."""
-
-    @property
-    def staleness(self) -> IntArray:
-        """Number of the server's updates between the weights of a gradient and its own update."""
-        return self.update - self.clock_read
-
 
 Gradient = Callable[[int, int], tuple[Sequence[Tensor], float]]
 """Maps a learner and a mini-batch to its mean gradient at the current weights, one tensor for each,
@@ -204,9 +256,12 @@ and its mean loss. The next call may overwrite the tensors."""
 
 
 def replay(
-    server: ParameterServer, arrivals: Arrivals, weights: Sequence[Tensor], gradient: Gradient
-) -> Iterator[Applied]:
-    """Make the updates of a record of one server, in its order; yield each.
+    server: ParameterServer,
+    arrivals: Sequence[Arrival],
+    weights: Sequence[Tensor],
+    gradient: Gradient,
+) -> Iterator[list[Arrival]]:
+    """Make the updates of a record of one server, in its order; yield the gradients of each.
 
     A learner's weights are those of its server at the clock that it read. So a replay of thousands
     of learners needs no copies of their weights: it stores only the versions from which later
@@ -214,24 +269,12 @@ def replay(
 
     Before each call of `gradient`, `weights` are set to the ones that the learner read. The
     server's optimizer must not hold them.
-
-    Raises ValueError for a record that no run can write: a gradient is in the wrong update, was
-    computed from weights that did not exist yet, or comes twice.
     """
-    rows = list(zip(*(column.tolist() for column in arrivals), strict=True))
-    if len({mini_batch for _, mini_batch, _, _ in rows}) < len(rows):
-        raise ValueError("a mini-batch comes twice in the record")
-    left = Counter(clock_read for _, _, clock_read, _ in rows)  # gradients of each version
+    left = Counter(arrival.clock_read for arrival in arrivals)  # gradients of each version
     versions: dict[int, list[Tensor]] = {}
-    for number, (learner, mini_batch, clock_read, update) in enumerate(rows, start=1):
+    for number, (update, learner, clock_read, _, mini_batch, _) in enumerate(arrivals, start=1):
         clock, held = server.pull()
-        if clock != update:
-            raise ValueError(
-                f"mini-batch {mini_batch} is recorded in update {update}; by the rule it is in "
-                f"{clock}"
-            )
-        if clock_read > clock:
-            raise ValueError(f"mini-batch {mini_batch} was computed from weights that came later")
+        assert clock == update, "the record follows another rule"
         with torch.no_grad():
             read = held if clock_read == clock else versions[clock_read]
             for weight, values in zip(weights, read, strict=True):
@@ -243,6 +286,6 @@ def replay(
         if number % server.rule.gradients == 0 and left[clock]:  # this completes an update
             versions[clock] = [weight.clone() for weight in held]
         own = [tensor.detach().clone() for tensor in tensors]
-        applied = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
-        if applied is not None:
-            yield applied
+        made = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
+        if made is not None:
+            yield server.arrivals[-server.rule.gradients :]

@@ -16,28 +16,173 @@ gradients of an update when the last of them has arrived.
 """
 
 import math
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, assert_never
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field
 
-from largebatch.lab.protocols.cluster import Cluster, FloatArray, Link, Serving, compute_times
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import Arrivals
-from largebatch.optional import require_simpy
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.lab.protocols.server import Arrival, MiniBatches, Rule
+from largebatch.optional import require_scipy, require_simpy
+from largebatch.recipe.section import NonNegative, Positive, Section
 
 if TYPE_CHECKING:
     import simpy
 
 
+FloatArray = npt.NDArray[np.float64]
+
+_BLOCKS = 16  # number of blocks drawn at a time, which is 64 mini-batches
+
+
+class Constant(Section):
+    """The same time for every mini-batch."""
+
+    kind: Literal["constant"]
+    seconds: Positive
+
+
+class Lognormal(Section):
+    """Lognormal distribution, as is common for times on shared machines."""
+
+    kind: Literal["lognormal"]
+    median: Positive
+    sigma: Positive
+    """Standard deviation of the natural logarithm."""
+
+
+class Recorded(Section):
+    """Measured times, each with the same probability."""
+
+    kind: Literal["recorded"]
+    seconds: Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+
+class Stragglers(Section):
+    """Times in which any mini-batch of any learner may take several times as long."""
+
+    kind: Literal["stragglers"]
+    usual: Annotated[Constant | Lognormal | Recorded, Field(discriminator="kind")]
+    probability: Annotated[float, Field(gt=0, lt=1)]
+    factor: Annotated[float, Field(gt=1, le=1e6)]
+
+
+ComputeTime = Annotated[Constant | Lognormal | Recorded | Stragglers, Field(discriminator="kind")]
+
+
+def quantiles(times: ComputeTime, uniform: FloatArray) -> FloatArray:
+    """Return the seconds for numbers drawn uniformly between 0 and 1."""
+    match times:
+        case Constant(seconds=seconds):
+            return np.full_like(uniform, seconds)
+        case Lognormal(median=median, sigma=sigma):
+            normal: FloatArray = require_scipy("scipy.special").ndtri(uniform)
+            return median * np.exp(sigma * normal)
+        case Recorded(seconds=record):
+            places = (uniform * len(record)).astype(np.int64)
+            return np.asarray(record, dtype=np.float64)[places]
+        case Stragglers(usual=usual, probability=probability, factor=factor):
+            slow = uniform < probability
+            rest = (uniform - probability) / (1 - probability)
+            found = quantiles(usual, np.where(slow, uniform / probability, rest))
+            return np.where(slow, factor * found, found)
+        case _:
+            assert_never(times)
+
+
+def expectation(times: ComputeTime) -> float:
+    """Return the mean in seconds."""
+    match times:
+        case Constant(seconds=seconds):
+            return seconds
+        case Lognormal(median=median, sigma=sigma):
+            return median * math.exp(sigma**2 / 2)
+        case Recorded(seconds=record):
+            return float(np.mean(record))
+        case Stragglers(usual=usual, probability=probability, factor=factor):
+            return expectation(usual) * (1 + probability * (factor - 1))
+        case _:
+            assert_never(times)
+
+
+def compute_times(
+    times: ComputeTime, *, seed: int, learner: int, factor: float = 1.0
+) -> Iterator[float]:
+    """Yield the seconds of each mini-batch of a learner that is slower by `factor`."""
+    for block in count(step=_BLOCKS):
+        words = random_words(
+            seed, Stream.COMPUTE_TIME, block=block, num_blocks=_BLOCKS, part=learner
+        )
+        # 52 bits, and half a bit that keeps the ends out, where a quantile may be infinite.
+        bits = (words.reshape(_BLOCKS * WORDS_PER_BLOCK) >> np.uint64(12)).astype(np.float64)
+        uniform: FloatArray = (bits + 0.5) * 2.0**-52
+        yield from (factor * quantiles(times, uniform)).tolist()
+
+
+class Link(Section):
+    """The network link of a host, the same in both directions."""
+
+    bandwidth: Positive | None = None
+    """Bytes per second in each direction; null: no limit."""
+
+    latency: NonNegative = 0.0
+    """Seconds that this link adds to every message."""
+
+
+class Serving(Section):
+    """Time of a server, which does one of these after the other."""
+
+    pull: NonNegative = 0.0
+    """Seconds to copy a byte of the weights for a learner."""
+
+    gradient: NonNegative = 0.0
+    """Seconds to add a byte of one gradient to the mean of an update."""
+
+    update: NonNegative = 0.0
+    """Seconds to update a byte of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Learners, the servers that hold the weights, and the times of computation and links."""
+
+    learners: int
+    compute: ComputeTime
+    """Seconds for the gradient of one mini-batch."""
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Factors on the time of all mini-batches of some learners, counted from 0."""
+
+    link: Link = field(default_factory=Link)
+    """Link of every learner."""
+
+    server_link: Link | None = None
+    """Link of every server on a host of its own; None: the same as of a learner."""
+
+    serving: Serving | None = None
+    """None: servers take no time."""
+
+    model_bytes: float = 0.0
+    """Bytes of the weights, or of a gradient, over all servers."""
+
+    shares: Sequence[float] = ()
+    """Bytes on each server; empty: equal parts of model_bytes."""
+
+    sharing: Literal["queue", "fair"] = "queue"
+    """How messages share a link: one after the other, or all at the same time at fair rates, as TCP
+    connections do. Fair rates take longer to simulate."""
+
+
 class Simulation(NamedTuple):
     """The result of a simulation."""
 
-    arrivals: tuple[Arrivals, ...]
-    """Arrivals of every server."""
+    arrivals: list[list[Arrival]]
+    """Arrivals at every server, in their order."""
 
     ends: FloatArray
     """Seconds from the start until all servers have made an update, one for each update."""
@@ -67,15 +212,8 @@ def simulate(
         rule, cluster, servers=servers, seed=seed, updates=range(first, first + updates)
     )
     engine.run()
-    takes = rule.gradients
-    ends = [np.frombuffer(server.seconds)[takes - 1 :: takes] for server in engine.servers]
-    return Simulation(
-        arrivals=tuple(
-            Arrivals(*(np.frombuffer(column, dtype=np.int64) for column in server.columns))
-            for server in engine.servers
-        ),
-        ends=np.max(ends, axis=0),
-    )
+    arrivals = [server.arrivals for server in engine.servers]
+    return Simulation(arrivals, np.max([server.ends for server in engine.servers], axis=0))
 
 
 class Direction:
@@ -98,8 +236,6 @@ class Direction:
 
 
 class _Host:
-    """A machine and its link."""
-
     def __init__(self, link: Link) -> None:
         self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
         self.latency = link.latency
@@ -113,8 +249,8 @@ class _Server:
         self.work = Direction(1.0)  # in seconds
         self.arrived = 0  # with those that wait for the server
         self.pushed: list[_Connection] = []  # whose gradients the next update has so far
-        self.seconds = array("d")
-        self.columns = tuple(array("q") for _ in Arrivals._fields)
+        self.ends: list[float] = []
+        self.arrivals: list[Arrival] = []
 
 
 class _Learner:
@@ -147,8 +283,6 @@ class _Connection:
 
 
 class _Engine:
-    """The learners, the servers and the events between them."""
-
     def __init__(
         self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, updates: range
     ) -> None:
@@ -237,15 +371,16 @@ class _Engine:
 
     def _take_gradient(self, connection: _Connection) -> None:
         server, learner = connection.server, connection.learner
-        row = (learner.number, learner.mini_batch, connection.clock_read, server.clock)
-        for column, value in zip(server.columns, row, strict=True):
-            column.append(value)
-        server.seconds.append(self.env.now)
+        update, read = server.clock, connection.clock_read
+        server.arrivals.append(
+            Arrival(update, learner.number, read, update - read, learner.mini_batch)
+        )
         server.pushed.append(connection)
         free: Sequence[_Connection] = () if self._rule.waits else (connection,)
         if len(server.pushed) == self._rule.gradients:
             free = server.pushed if self._rule.waits else free
             server.pushed = []
+            server.ends.append(self.env.now)
             server.clock += 1
         for each in free:
             if not each.learner.waits_after(self.env.now + each.latency):

@@ -1,27 +1,41 @@
-"""The page of a study of policies or of settings, whose runs are those of `largebatch train`."""
+"""Studies of policies and of settings, whose runs are those of `largebatch train`: their page.
+
+Policies are ranked by accuracy and by the cost of an accuracy, within one recipe, where all else is
+the same, and by seed. Differences within the noise of seeds are reported as such. A cost to a
+target is the mean of the seeds that reached it; the cost of the others is only known to be higher
+than what was run.
+
+Of settings the page shows the transfer: whether the best one is best for other recipes, too. It is
+that of GTDLBench (arXiv:1810.12210), which carries the settings that are best for one data set over
+to others, and looks at processor and memory use along with hyper-parameters.
+"""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Literal, NamedTuple
 
-from largebatch.lab.studies.metrics import ENOUGH_SEEDS, trade_off
-from largebatch.lab.studies.policies import Ranked, costs, rank, schedule
-from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.settings import (
-    CPU,
-    MEASURES,
-    MEMORY,
-    TOP1,
-    TRAINING,
-    findings,
-    matrix,
-    used,
+from largebatch.formatting import MISSING, plural
+from largebatch.lab.studies.metrics import (
+    ENOUGH_SEEDS,
+    Interval,
+    Measurement,
+    cost,
+    difference,
+    interval,
+    ratio,
+    trade_off,
 )
-from largebatch.lab.studies.study import Study
+from largebatch.lab.studies.runner import Records
+from largebatch.lab.studies.study import Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
+from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
+    Code,
     Column,
     Page,
     Part,
@@ -53,6 +67,303 @@ _TRANSFER = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """One policy, and how it compares with the first one."""
+
+    results: CellResults
+    scores: Mapping[int, float]
+    """By seed, updates to the target, without seeds that did not reach it; else top-1."""
+
+    against: Interval | None = None
+    """Its cost over that of the first policy, or the accuracy of that one minus its own."""
+
+    is_level: bool = False
+    """True if it is within the noise of seeds of the first policy."""
+
+    @property
+    def policy(self) -> str:
+        """Its name."""
+        return self.results.cell.variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The policies of one recipe of a study, the best first; those without a score last."""
+
+    target: float | None
+    """The accuracy whose cost ranks them; None: they are ranked by their accuracy."""
+
+    ranked: tuple[Ranked, ...]
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is missing, and what speaks against the best policy; none recommend it."""
+        first, found = self.ranked[0], []
+        unfinished = [one.policy for one in self.ranked if not one.results.finished]
+        if unfinished:
+            found.append(f"not finished: {', '.join(unfinished)}")
+        if not first.scores:
+            what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
+            return [*found, f"no policy {what}"]
+        if len(self.ranked) == 1:
+            found.append("only one policy was measured")
+        if len(first.scores) < ENOUGH_SEEDS:
+            found.append(f"{plural(len(first.scores), 'seed')}, of {ENOUGH_SEEDS} that are needed")
+        cell = first.results
+        if cell.diverged:
+            found.append(f"{cell.diverged} of {len(cell.seeds)} seeds of {first.policy} diverged")
+        if cell.edge:
+            found.append(
+                f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
+                "be beyond"
+            )
+        level = [one.policy for one in self.ranked if one.is_level]
+        if level:
+            names = ", ".join([first.policy, *level])
+            found.append(f"within the noise of each other, so in no order: {names}")
+        return found
+
+    @property
+    def finding(self) -> str:
+        """The best policy with its rate, and what is missing."""
+        first, doubts = self.ranked[0], self.doubts
+        parts = [f"insufficient data: {missing}" for missing in doubts]
+        if first.scores:
+            head = "tentative" if doubts else "recommended"
+            by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
+            rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
+            parts = [f"{head} by {by}: {first.policy}{rate}", *parts]
+        return "; ".join(parts)
+
+
+def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Ranking:
+    """Rank the policies of one recipe by the cost of a target, a fraction, else by accuracy.
+
+    The order is by divergence, then by the number of seeds that reached the target, then by the
+    mean. A policy without a score, or that alone diverged, is worse than the first; another is
+    level with it unless the interval of their difference, over the seeds of both, excludes
+    equality. These intervals hold jointly (Bonferroni).
+    """
+
+    def score(run: Result) -> float | None:
+        if target is None:
+            return run.top1
+        reached = reached_at(run, target)
+        return None if reached is None else reached.step
+
+    def order(one: Ranked) -> tuple[bool, bool, float, float]:
+        known = one.scores.values()
+        mean = fmean(known) if known else 0.0
+        share = len(known) / len(one.results.seeds) if known else 0.0
+        return not known, one.results.diverged > 0, -share, -mean if target is None else mean
+
+    scored = []
+    for cell in cells:
+        scores = {run.seed: score(run) for run in cell.seeds}
+        known = {seed: value for seed, value in scores.items() if value is not None}
+        scored.append(Ranked(results=cell, scores=known))
+    first, *others = sorted(scored, key=order)
+    compared = []
+    for one in others:
+        if target is None:
+            against, equal = difference(first.scores, one.scores, together=len(others)), 0.0
+        else:
+            against, equal = ratio(one.scores, first.scores, together=len(others)), 1.0
+        is_sure = against is not None and against.low > equal
+        only_it_diverged = one.results.diverged > 0 and not first.results.diverged
+        is_level = bool(one.scores) and not only_it_diverged and not is_sure
+        compared.append(replace(one, against=against, is_level=is_level))
+    return Ranking(target=target, ranked=(first, *compared))
+
+
+def reached_at(run: Result, target: float) -> Measurement | None:
+    """Return the cost of a run up to a top-1 accuracy (a fraction).
+
+    None if the run did not reach it, or diverged and so did not keep it.
+    """
+    return None if run.diverged else cost(run.evaluations, target)
+
+
+def costs(cell: CellResults, target: float) -> list[Measurement]:
+    """Return the costs of the seeds that reached a target."""
+    found = (reached_at(run, target) for run in cell.seeds)
+    return [one for one in found if one is not None]
+
+
+def schedule(best: CellResults) -> Code:
+    """Return the schedule of a policy at its rate, as a section of a recipe."""
+    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
+    text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
+    return Code(name=f"schedule of {best.cell.variant}", text=text)
+
+
+class Measure(NamedTuple):
+    """A metric that chooses the best setting of a recipe."""
+
+    title: str
+    unit: str
+    form: str
+    best: str
+    """What the best setting is called: `the highest top-1`."""
+
+    of: Callable[[Result], float]
+    """Its value of a run, in the unit; NaN where it was not measured."""
+
+    higher: bool = False
+    """True if the highest value is best."""
+
+
+def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+    """Return the function of a run that is its usage of this name, times a factor.
+
+    It is NaN where that was not measured, or the run diverged.
+    """
+    return lambda run: math.nan if run.diverged else factor * run.usage.get(name, math.nan)
+
+
+TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)
+TRAINING = Measure("Training time", "s", ",.1f", "the shortest training", used("train_seconds"))
+CPU = Measure("Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"))
+MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6))
+MEASURES = TOP1, TRAINING, CPU, MEMORY
+
+
+class Transfer(NamedTuple):
+    """A recipe with the best setting of a recipe, which may be itself."""
+
+    best_of: str
+    used_on: str
+    setting: str | None
+    """The best one of `best_of`; None if none has a value for every seed."""
+
+    value: Interval | None
+    """Value of `used_on` with this setting."""
+
+    gap: Interval | None
+    """`value` minus that of its own best setting by seed, or the ratio of costs. None if seeds are
+    missing, and for a cost of 0. Its interval holds for the own best one against all other settings
+    together, for it was chosen among them."""
+
+    def describe(self, measure: Measure) -> str:
+        """Return the gap: a difference in points, or a ratio of costs."""
+        if self.best_of == self.used_on:
+            return "its own best"
+        if self.gap is None:
+            return "not measured with every seed"
+        if measure.higher:
+            return self.gap.with_ends("+.2f").replace("-", "−")
+        return f"× {self.gap.with_ends('.2f')}"
+
+
+def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
+    """Return the setting with the best mean, of those with a value for every seed; None without."""
+    seeds = {seed for found in settings.values() for seed in found}
+    means = {
+        name: interval(found.values()).mean
+        for name, found in settings.items()
+        if found and found.keys() == seeds
+    }
+    return (max if higher else min)(means, key=lambda name: means[name], default=None)
+
+
+def transfer_matrix(
+    values: Mapping[str, Mapping[str, Mapping[int, float]]], *, higher: bool
+) -> list[list[Transfer]]:
+    """Return a row for each recipe whose best setting is used, a column for each it is used on.
+
+    `values` are by recipe, setting and seed. `higher`: the best value is the highest, as of an
+    accuracy; else the lowest, as of a cost.
+    """
+    best = {recipe: best_setting(settings, higher=higher) for recipe, settings in values.items()}
+
+    def transfer(best_of: str, used_on: str) -> Transfer:
+        settings = values[used_on]
+        value, own = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
+        gap, together = None, max(1, len(settings) - 1)
+        if own and value.keys() == own.keys():
+            if higher:
+                gap = difference(value, own, together=together)
+            elif min(*value.values(), *own.values()) > 0:
+                gap = ratio(value, own, together=together)
+        return Transfer(
+            best_of=best_of,
+            used_on=used_on,
+            setting=best[best_of],
+            value=interval(value.values()) if value else None,
+            gap=gap,
+        )
+
+    return [[transfer(best_of, used_on) for used_on in values] for best_of in values]
+
+
+def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
+    """Return where the best setting of another recipe is worse than the own one, beyond noise."""
+    return [
+        one
+        for row in matrix
+        for one in row
+        if one.gap is not None
+        and one.best_of != one.used_on
+        and (one.gap.high < 0 if higher else one.gap.low > 1)
+    ]
+
+
+def _matrix_of(cells: Sequence[CellResults], measure: Measure) -> list[list[Transfer]]:
+    """Return the transfer matrix over the seeds that all settings of a recipe have run.
+
+    Else a setting of an unfinished study that has more seeds would win by that alone.
+    """
+    values: dict[str, dict[str, dict[int, float]]] = {}
+    for cell in cells:
+        own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
+        common = set.intersection(*({run.seed for run in one.seeds} for one in own))
+        values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
+            run.seed: value
+            for run in cell.seeds
+            if run.seed in common and math.isfinite(value := measure.of(run))
+        }
+    return transfer_matrix(values, higher=measure.higher)
+
+
+def findings(cells: Sequence[CellResults]) -> Iterator[str]:
+    """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
+    for measure in MEASURES:
+        matrix = _matrix_of(cells, measure)
+        form, unit = measure.form, f" {measure.unit}"
+        parts = [
+            f"{row[0].setting} on {row[0].best_of}, {own.with_ends(form, unit)}"
+            for place, row in enumerate(matrix)
+            if (own := row[place].value)
+        ]
+        parts += [
+            f"on {one.used_on} that of {one.best_of} is {one.describe(measure)}"
+            for one in lost(matrix, higher=measure.higher)
+        ]
+        if parts:
+            yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
+
+
+def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
+    """Return the table of a measure, for the best setting of a recipe on each other one."""
+    rows = _matrix_of(cells, measure)
+    settings = [row[0].setting or MISSING for row in rows]
+    columns = [Column("Best setting of", [row[0].best_of for row in rows], details=settings)]
+    columns += [
+        Column(
+            f"used on {column[0].used_on}, {measure.unit}",
+            [one.value and one.value.mean for one in column],
+            measure.form,
+            details=[one.describe(measure) for one in column],
+        )
+        for column in zip(*rows, strict=True)
+    ]
+    caption = f"{measure.title} of each recipe with the setting that has {measure.best} for another"
+    return Table(
+        name=f"transfer-{measure.title.lower().replace(' ', '-')}", columns=columns, caption=caption
+    )
+
+
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
     found = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
@@ -67,20 +378,15 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     for cell in cells:
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
-    title, one, note = "Policies", "Policy", _POLICIES
-    if is_of_settings:
-        title, one, note = "Settings", "Setting", _SETTINGS
-    rows, sentences, sections = list[Ranked](), list[str](), list[Section]()
+    ranked, sentences, sections = list[Ranked](), list[str](), list[Section]()
     for recipe, some in recipes.items():
-        cost, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
-        if is_of_settings:
-            rows += [Ranked(results=cell, scores={}) for cell in some]
-        else:
+        title, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
+        if not is_of_settings:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
-            rows += rankings[0].ranked
+            ranked += rankings[0].ranked
             sentences += [f"{recipe}: {each.finding}." for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
-            cost = f"Updates to {100 * (highest.target or 0.0):g} %"
+            title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_spent, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
         points = [
@@ -89,16 +395,18 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
             if (spent := value(cell)) is not None and cell.top1
         ]
         if points:
-            parts.insert(0, trade_off(f"cost-{recipe}", cost, points))
+            parts.insert(0, trade_off(f"cost-{recipe}", title, points))
         sections.append(Section(title=recipe, parts=parts))
     if is_of_settings:
-        sentences += findings(cells)
-    if is_of_settings and len(recipes) > 1 and len(variants) > 1:
-        tables = [matrix(cells, measure) for measure in MEASURES]
-        sections.append(
-            Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
-        )
-    table = _table(rows, targets, looks, title=one)
+        title, note, sentences = "Settings", _SETTINGS, list(findings(cells))
+        table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
+        if len(recipes) > 1 and len(variants) > 1:
+            tables = [matrix(cells, measure) for measure in MEASURES]
+            sections.append(
+                Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
+            )
+    else:
+        title, note, table = "Policies", _POLICIES, _table_of_policies(ranked, targets, looks)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
@@ -111,8 +419,11 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     )
 
 
-def _mean(value: Callable[[Result], float | None]) -> Callable[[CellResults], float | None]:
-    return lambda cell: (it := cell.mean(value)) and it.mean
+def _mean(
+    value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
+) -> Callable[[CellResults], float | None]:
+    """Return a function of a cell: the mean over its seeds, or half the width of its interval."""
+    return lambda cell: getattr(cell.mean(value), part, None)
 
 
 def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
@@ -121,49 +432,63 @@ def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
     return fmean(known) if known else None
 
 
-def _table(
-    rows: Sequence[Ranked], targets: Sequence[float], looks: Mapping[str, Series], *, title: str
+def _table_of_policies(
+    rows: Sequence[Ranked], targets: Sequence[float], looks: Mapping[str, Series]
 ) -> Table:
     cells = [row.results for row in rows]
-    column = columns_over(cells)
-
-    def mean(title: str, value: Callable[[Result], float | None], form: str) -> Column:
-        return column(title, _mean(value), form)
-
-    def reach(title: str, value: Callable[[Result], float]) -> Column:
-        return column(title, lambda cell: (it := cell.mean(value)) and it.reach, ",.2f")
-
-    def of_target(target: float) -> Iterator[Column]:
-        of = f"{100 * target:g} %"
-        yield column(f"Updates to {of}", partial(_spent, target=target, name="step"), ",.0f")
-        yield column(f"Seconds to {of}", partial(_spent, target=target, name="seconds"), ",.1f")
+    column, details = columns_over(cells), list[Column]()
+    for target in targets:
+        of, reach = f"{100 * target:g} %", partial(_spent, target=target)
         reached = [f"{len(costs(cell, target))} of {len(cell.seeds)}" for cell in cells]
-        yield Column(f"reached {of}", reached)
-
-    resources = [
-        mean("Training, s", TRAINING.of, ",.1f"),
-        reach("± s", TRAINING.of),
-        mean("Images/s", lambda run: run.images_per_second, ",.0f"),
-        mean("Processor, s", CPU.of, ",.1f"),
-        mean("Cores used", used("cores"), ".2f"),
-        mean("Peak memory, MB", MEMORY.of, ",.0f"),
-        mean("GPU, %", used("gpu_percent"), ".0f"),
-        mean("GPU memory, MB", used("gpu_memory_bytes", 1e-6), ",.0f"),
-    ]
+        details += [
+            column(f"Updates to {of}", partial(reach, name="step"), ",.0f"),
+            column(f"Seconds to {of}", partial(reach, name="seconds"), ",.1f"),
+            Column(f"reached {of}", reached),
+        ]
     below = [row.against and row.against.scaled(100).with_ends(".2f") for row in rows]
-    columns = [
-        column(title, lambda cell: cell.cell.variant, None),
+    return _table(cells, looks, "Policy", [Column("Points below the best", below)], details)
+
+
+def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
+    column = columns_over(cells)
+    resources = [
+        column("Training, s", _mean(TRAINING.of), ",.1f"),
+        column("± s", _mean(TRAINING.of, "reach"), ",.2f"),
+        column("Images/s", _mean(lambda run: run.images_per_second), ",.0f"),
+        column("Processor, s", _mean(CPU.of), ",.1f"),
+        column("Cores used", _mean(used("cores")), ".2f"),
+        column("Peak memory, MB", _mean(MEMORY.of), ",.0f"),
+    ]
+    details = [
+        column("GPU, %", _mean(used("gpu_percent")), ".0f"),
+        column("GPU memory, MB", _mean(used("gpu_memory_bytes", 1e-6)), ",.0f"),
+    ]
+    return _table(cells, looks, "Setting", resources, details)
+
+
+def _table(
+    cells: Sequence[CellResults],
+    looks: Mapping[str, Series],
+    variant: str,
+    compared: Sequence[Column],
+    details: Sequence[Column],
+) -> Table:
+    """Return the table of all cells, with what they are compared by; details are not printed."""
+    column = columns_over(cells)
+    printed = [
+        column(variant, lambda cell: cell.cell.variant, None),
         column("Recipe", lambda cell: cell.cell.configuration, None),
-        mean("Top-1, %", TOP1.of, ".2f"),
-        reach("±", TOP1.of),
-        Column("Points below the best", below),
-        *(resources if title == "Setting" else ()),
+        column("Top-1, %", _mean(TOP1.of), ".2f"),
+        column("±", _mean(TOP1.of, "reach"), ",.2f"),
+        *compared,
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
     ]
-    printed = {one.title for one in columns} - {"GPU, %", "GPU memory, MB"}
-    columns += [one for target in targets for one in of_target(target)]
-    columns.append(mean("Loss: validation − training", lambda run: run.loss_difference, ".4f"))
-    shown = [looks[cell.cell.variant] for cell in cells]
-    return Table(name="variants", columns=columns, series=shown, printed=printed)
+    loss = column("Loss: validation − training", _mean(lambda run: run.loss_difference), ".4f")
+    return Table(
+        name="variants",
+        columns=[*printed, *details, loss],
+        series=[looks[cell.cell.variant] for cell in cells],
+        printed={one.title for one in printed},
+    )

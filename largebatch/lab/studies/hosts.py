@@ -1,6 +1,6 @@
 """Starts of workers on hosts: how they are started, what is measured, and its page.
 
-    python -m largebatch.lab.studies.hosts JOB FOLDER
+    python -m largebatch.lab.studies.hosts FOLDER
 
 is one worker. It makes the updates of `largebatch train`, by the same stage.
 """
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,13 +19,13 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from largebatch.distributed.environment import LOST
+from largebatch.distributed.environment import LOST, BackendName
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
 from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, OnHosts, Slot
+from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, naming, recipe_of
 from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
@@ -40,13 +40,12 @@ from largebatch.report.pages import (
     line_chart,
 )
 from largebatch.runs.build import open_session
+from largebatch.runs.launch import USER
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
 from largebatch.training.loop import Criterion
 from largebatch.training.stages import STAGES
-
-USER = 2  # exit code of an error that the user can fix
 
 IDEAL = "ideal"
 """Name of the line of as many times one worker, for charts that show it."""
@@ -86,20 +85,6 @@ class PacedCriterion:
             self.late += left < 0
             time.sleep(max(0.0, left))
         return loss
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Job of a start, the same for all workers."""
-
-    recipe: Recipe
-    options: Options
-    on_hosts: OnHosts
-    samples: int
-    """Nominal mini-batch of a worker, whose gradient takes the set time."""
-
-
-JOB = TypeAdapter(Job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,65 +129,110 @@ class HostsCell(Cell):
         }
 
     def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
-        """Start the workers once, and record what they measure."""
+        """Start the workers once, on hosts made for them, and record what they measure.
+
+        Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
+        worker was lost, BackendError if this machine cannot make hosts.
+        """
         del rate
-        job = Job(
-            recipe=self.recipe.model_copy(update={"seed": slot.seed}),
-            options=replace(options, backend="torch" if self.workers > 1 else "auto"),
-            on_hosts=self.on_hosts,
-            samples=self.samples,
-        )
-        start = measure_on_hosts(job, self.workers_per_host, megabits=self.megabits)
-        return {"seed": slot.seed, **asdict(start), **circumstances()}
+        seeded = replace(self, recipe=self.recipe.model_copy(update={"seed": slot.seed}))
+        backend: BackendName = "torch" if self.workers > 1 else "auto"
+        names = addresses(len(self.workers_per_host))
+        numbers = zip(names, self.workers_per_host, strict=True)
+        hosts = [name for name, number in numbers for _ in range(number)]
+        with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
+            folder = Path(name)
+            own = replace(options, out=folder / "run", backend=backend)
+            own.out.mkdir()
+            (folder / JOB).write_bytes(_JOB.dump_json((seeded, own)))
+            words = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
+            commands = [
+                Command(host, words, environment(rank, hosts), folder / f"output-{rank}")
+                for rank, host in enumerate(hosts)
+            ]
+            codes = run_on_hosts(commands, hosts=names, megabits=self.megabits)
+            if any(codes):
+                raise_cause(codes, folder)
+            files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
+            workers = [json.loads(path.read_bytes()) for path in files]
+        gradients = sum(worker["gradients"] for worker in workers)
+        late = sum(worker["late"] for worker in workers) / gradients if gradients else 0.0
+        found = {"seed": slot.seed, "seconds": workers[0]["seconds"], "late": late}
+        return {**found, **circumstances()}
 
 
-def recipe_on_hosts(
-    base: Recipe, on_hosts: OnHosts, *, workers: int, samples: int, protocol: Json | None = None
-) -> Recipe:
-    """Return the recipe of workers with `samples` samples each in an update, set or computed.
+JOB = "job.json"
+"""Name of the file with what all workers of a start read: the cell, of its seed, and options."""
 
-    Raises RecipeError if it does not fit, or is shorter than what is measured.
+_JOB: TypeAdapter[tuple[HostsCell, Options]] = TypeAdapter(tuple[HostsCell, Options])
+
+
+def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
+    study: Study,
+    folder: Path,
+    configuration: str,
+    variant: str,
+    *,
+    workers: int,
+    samples: int,
+    look: str,
+    protocol: Json | None = None,
+    one_host: bool = False,
+) -> HostsCell:
+    """Return the cell of workers with `samples` samples each in an update, set or computed.
+
+    Raises RecipeError naming the cell if its recipe, relative to `folder`, does not fit, or is
+    shorter than what is measured.
     """
+    entry, section = study.recipes[configuration], study.servers or study.scaling
+    on_hosts = entry.on_hosts
+    assert on_hosts is not None
+    assert section is not None
+    computed = samples
     if on_hosts.compute is not None:
-        samples = samples * on_hosts.compute.computed // on_hosts.mini_batch
-    tree = base.model_dump(mode="json")
-    tree["batch"]["global_batch"] = workers * samples
-    tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
-    recipe = validate_tree(Recipe, tree, source=base.name)
-    plan = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers)
-    needed = on_hosts.warm_up + on_hosts.updates
-    if plan.steps <= needed:
-        raise LargebatchError(
-            f"the recipe ends after {plan.steps} updates, and {needed} are made; give it a longer "
-            "duration, or less to measure"
-        )
-    if plan.accumulation > 1:
-        raise LargebatchError(
-            f"{samples} samples that are really computed make {plan.accumulation} micro-batches, "
-            "and a gradient is slept for once; give a smaller `computed`"
-        )
-    return recipe
+        computed = samples * on_hosts.compute.computed // on_hosts.mini_batch
+    with naming(f"{configuration}/{variant}"):
+        base = recipe_of(entry, folder)
+        tree = base.model_dump(mode="json")
+        tree["batch"]["global_batch"] = workers * computed
+        tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
+        recipe = validate_tree(Recipe, tree, source=base.name)
+        processes = recipe.protocol.workers if recipe.protocol else workers
+        plan = make_plan(recipe, workers=processes)
+        needed = on_hosts.warm_up + on_hosts.updates
+        if plan.steps <= needed:
+            raise LargebatchError(
+                f"the recipe ends after {plan.steps} updates, and {needed} are made; give it a "
+                "longer duration, or less to measure"
+            )
+        if plan.accumulation > 1:
+            raise LargebatchError(
+                f"{computed} samples that are really computed make {plan.accumulation} "
+                "micro-batches, and a gradient is slept for once; give a smaller `computed`"
+            )
+    return HostsCell(
+        configuration=configuration, variant=variant, recipe=recipe, seeds=study.seeds,
+        workers=workers, samples=samples, megabits=section.megabits, on_hosts=on_hosts, look=look,
+        workers_per_host=(processes,) if one_host else (1,) * processes,
+    )  # fmt: skip
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """A tracker that records the seconds of each update."""
-
-    seconds: list[float] = field(default_factory=list)
+class StepTimes(list[float]):
+    """A tracker that keeps the seconds of each update."""
 
     def record(self, event: Event) -> None:
         """Record one event."""
         if isinstance(event, Step):
-            self.seconds.append(event.step_seconds)
+            self.append(event.step_seconds)
 
 
-def measure(job: Job) -> Json:
+def measure(cell: HostsCell, options: Options) -> Json:
     """Train, and return the result of this worker."""
-    on_hosts = job.on_hosts
-    with open_session(job.recipe, job.options, {"command": "study"}) as opened:
+    on_hosts = cell.on_hosts
+    with open_session(cell.recipe, options, {"command": "study"}) as opened:
         session, paced, rank = opened, None, opened.backend.rank
         if on_hosts.compute is not None:
-            times = on_hosts.compute.times(job.samples, seed=job.recipe.seed, worker=rank)
+            times = on_hosts.compute.times(cell.samples, seed=cell.recipe.seed, worker=rank)
             paced = PacedCriterion(opened.criterion, opened.state.model, times)
             session = replace(opened, criterion=paced)
         steps = StepTimes()
@@ -213,43 +243,10 @@ def measure(job: Job) -> Json:
         session.backend.barrier()  # nobody leaves while others need its server
         return {
             "rank": rank,
-            "seconds": steps.seconds[-on_hosts.updates :],
+            "seconds": steps[-on_hosts.updates :],
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
         }
-
-
-def measure_on_hosts(job: Job, workers_per_host: Sequence[int], *, megabits: float) -> Start:
-    """Run a job on hosts made for it, and combine the results of its workers.
-
-    Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
-    worker was lost, BackendError if this machine cannot make hosts.
-    """
-    names = addresses(len(workers_per_host))
-    hosts = [
-        name for name, number in zip(names, workers_per_host, strict=True) for _ in range(number)
-    ]
-    with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
-        folder = Path(name)
-        (folder / "run").mkdir()
-        own = replace(job, options=replace(job.options, out=folder / "run"))
-        (folder / "job.json").write_bytes(JOB.dump_json(own))
-        words = [sys.executable, "-m", "largebatch.lab.studies.hosts"]
-        words += [str(folder / "job.json"), str(folder)]
-        commands = [
-            Command(host, words, environment(rank, hosts), folder / f"output-{rank}")
-            for rank, host in enumerate(hosts)
-        ]
-        codes = run_on_hosts(commands, hosts=names, megabits=megabits)
-        if any(codes):
-            raise_cause(codes, folder)
-        files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
-        workers = [json.loads(path.read_bytes()) for path in files]
-    gradients = sum(worker["gradients"] for worker in workers)
-    return Start(
-        seconds=workers[0]["seconds"],
-        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
-    )
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
@@ -287,8 +284,8 @@ class HostsRow:
 
     cell: HostsCell
     starts: Mapping[int, Start]
-    alone: Mapping[int, float]
-    """Samples per second of one worker alone, by seed; empty without one."""
+    alone: "HostsRow | None" = None
+    """One worker alone; None: it is this."""
 
     scaling: str | None = None
     """weak or strong; None in a study of servers."""
@@ -301,12 +298,13 @@ class HostsRow:
     @property
     def throughputs(self) -> dict[int, float]:
         """Samples per second of all workers, by seed."""
-        return throughputs(self.cell, self.starts)
+        samples = self.cell.workers * self.cell.samples
+        return {seed: samples / fmean(one.seconds) for seed, one in self.starts.items()}
 
     @property
     def speed_up(self) -> Interval | None:
         """Throughput over that of one worker alone, by pairs of a seed; None without one."""
-        return ratio(self.throughputs, self.alone)
+        return ratio(self.throughputs, (self.alone or self).throughputs)
 
     @property
     def efficiency(self) -> Interval | None:
@@ -319,12 +317,6 @@ def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
     """Return the starts of a cell by seed."""
     found = records.get(cell.name, {}).values()
     return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
-
-
-def throughputs(cell: HostsCell, starts: Mapping[int, Start]) -> dict[int, float]:
-    """Return the samples per second of all workers of a cell, by seed."""
-    samples = cell.workers * cell.samples
-    return {seed: samples / fmean(one.seconds) for seed, one in starts.items()}
 
 
 def table_of(name: str, rows: Sequence[HostsRow], looks: Mapping[str, Series]) -> Table:
@@ -378,18 +370,18 @@ def chart_of(
     return line_chart(f"speed-up-{title.replace(', ', '-')}", panel, title=f"Speed-up: {title}")
 
 
-def main(job: str, folder: str) -> int:
-    """Measure, and write the result to the folder; return the exit code."""
+def main(name: str) -> int:
+    """Measure the job in a folder, and write the result there; return the exit code."""
+    folder = Path(name)
     try:
-        result = measure(JOB.validate_json(Path(job).read_bytes()))
+        result = measure(*_JOB.validate_json((folder / JOB).read_bytes()))
     except LargebatchError as error:
         sys.stdout.write(f"{error}\n")
         return USER
     except PeerLostError as error:
         sys.stdout.write(f"{error}\n")
         return LOST
-    path = Path(folder) / f"worker-{result['rank']}.json"
-    write_whole(path, json.dumps(result).encode())
+    write_whole(folder / f"worker-{result['rank']}.json", json.dumps(result).encode())
     return 0
 
 

@@ -153,8 +153,6 @@ def run_on_hosts(
     Raises BackendError if this machine cannot make hosts.
     """
     require_hosts()
-    own = [[each.host, list(each.words), dict(each.environment), str(each.output)]
-           for each in commands]  # fmt: skip
     program = subprocess.Popen(  # noqa: S603 -- the words are ours
         [*OWN_NAMESPACES, sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -164,7 +162,7 @@ def run_on_hosts(
         start_new_session=True,  # Ctrl-C is for this process, which ends the others
     )
     try:
-        answer, _ = program.communicate(json.dumps([dict(hosts), megabits, own]))
+        answer, _ = program.communicate(json.dumps([hosts, megabits, commands], default=str))
     finally:
         program.kill()
         program.wait()

@@ -9,7 +9,6 @@ way, which save a checkpoint or leave no record.
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,25 +16,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from largebatch.distributed.environment import available_cores, worker_rank
+from largebatch.distributed.environment import available_cores, leave_with, worker_rank
 from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import PAGE, Cell, Machine, Slot, Study, load_study
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, load_study
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
-
-Report = Callable[[str], None]
-"""Called with a line after every run."""
 
 Records = Mapping[str, Mapping[str, Json]]
 """Records by the names of cells and runs."""
@@ -97,22 +94,14 @@ def kind_of(study: Study) -> ModuleType:
     Its `cells_of(study, folder)` returns the checked cells of a study whose file is in a folder;
     `make_page(study, folder, records)` returns the page.
     """
-    from largebatch.lab.studies import comparison, scaling, servers, staleness
-
-    match study.kind:
-        case "policies" | "settings":
-            return comparison
-        case "staleness":
-            return staleness
-        case "servers":
-            return servers
-        case "scaling":
-            return scaling
+    name = "comparison" if study.kind in {"policies", "settings"} else study.kind
+    return import_module(f"largebatch.lab.studies.{name}")
 
 
-def carry_out(runs: Runs, *, jobs: int, report: Report) -> bool:
+def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
     """Make what is left, `jobs` runs at a time; return False after a request to stop.
 
+    `report` gets a line after every run.
     Raises LargebatchError for a mistake that a run finds, and WorkerFailedError for a run whose
     process failed; the others stop and can be resumed.
     """
@@ -257,13 +246,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
     """Make a run and send its record, None if it was stopped; end if the parent is gone."""
     os.setsid()  # Ctrl-C is for the parent, which passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+    leave_with(parent)  # and its own workers with it
     try:
         connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
     except (InterruptedStudyError, KeyboardInterrupt):
@@ -308,7 +291,7 @@ def study(  # noqa: PLR0913 -- the options of the command
     dry_run: bool = False,
     page: bool = False,
     machine: Machine,
-    report: Report,
+    report: Callable[[str], None],
 ) -> bool:
     """Carry out a study, or resume it, then report its table and draw its page.
 
@@ -346,5 +329,5 @@ def study(  # noqa: PLR0913 -- the options of the command
     if not records and not (given.servers and given.servers.simulated):
         raise StudyError(f"{store.folder}: no run of the study has finished")
     drawn = kind.make_page(given, folder, records)
-    report(f"{drawn.text()}\npage: {drawn.write(store.folder / PAGE)}")
+    report(f"{drawn.text()}\npage: {drawn.write(store.folder / 'study.html')}")
     return True

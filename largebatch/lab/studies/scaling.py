@@ -7,6 +7,7 @@ have together; so the two meet there, in one cell.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from largebatch.lab.studies.hosts import (
@@ -14,13 +15,12 @@ from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
     chart_of,
-    recipe_on_hosts,
+    hosts_cell,
     starts_of,
     table_of,
-    throughputs,
 )
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Study, naming, recipe_of
+from largebatch.lab.studies.study import Study
 from largebatch.report.pages import Page, Section, series
 
 INSIDE, HOSTS = "one-host", "hosts"
@@ -36,13 +36,18 @@ _TABLE = (
 )
 
 
-def _samples(study: Study, recipe: str, workers: int) -> dict[str, int]:
-    """Return the samples of each worker in weak and in strong scaling."""
-    on_hosts, scaling = study.recipes[recipe].on_hosts, study.scaling
-    assert on_hosts is not None
-    assert scaling is not None
-    weak = on_hosts.mini_batch
-    return {"weak": weak, "strong": weak * max(scaling.workers) // workers}
+def _points(study: Study) -> Iterator[tuple[str, str, int, int, str]]:
+    """Yield kind, recipe, workers, samples of each and place; a worker alone before the others."""
+    assert study.scaling is not None
+    for kind in ("weak", "strong"):
+        for name, entry in sorted(study.recipes.items()):
+            assert entry.on_hosts is not None
+            for workers in sorted({1, *study.scaling.workers}):
+                samples = entry.on_hosts.mini_batch
+                if kind == "strong":
+                    samples = samples * max(study.scaling.workers) // workers
+                for place in (INSIDE,) if workers == 1 else (INSIDE, HOSTS):
+                    yield kind, name, workers, samples, place
 
 
 def cells_of(study: Study, folder: Path) -> list[HostsCell]:
@@ -50,40 +55,26 @@ def cells_of(study: Study, folder: Path) -> list[HostsCell]:
 
     Raises RecipeError naming the cell that cannot be started.
     """
-    assert study.scaling is not None
     cells: dict[str, HostsCell] = {}
-    for name, entry in study.recipes.items():
-        with naming(name):
-            base = recipe_of(entry, folder)
-        for kind in ("weak", "strong"):
-            for workers in (1, *study.scaling.workers):
-                samples = _samples(study, name, workers)[kind]
-                assert entry.on_hosts is not None
-                with naming(f"{name}/{workers}x{samples}"):
-                    recipe = recipe_on_hosts(base, entry.on_hosts, workers=workers, samples=samples)
-                for place in (INSIDE,) if workers == 1 else (INSIDE, HOSTS):
-                    cell = HostsCell(
-                        configuration=name, variant=f"{workers}x{samples}-{place}", recipe=recipe,
-                        seeds=study.seeds, workers=workers, samples=samples,
-                        workers_per_host=(workers,) if place == INSIDE else (1,) * workers,
-                        megabits=study.scaling.megabits, on_hosts=entry.on_hosts, look=place,
-                    )  # fmt: skip
-                    cells[cell.name] = cell
+    for _, name, workers, samples, place in _points(study):
+        cell = hosts_cell(
+            study, folder, name, f"{workers}x{samples}-{place}", workers=workers, samples=samples,
+            look=place, one_host=place == INSIDE,
+        )  # fmt: skip
+        cells[cell.name] = cell
     return list(cells.values())
 
 
 def rows_of(study: Study, folder: Path, records: Records) -> list[HostsRow]:
     """Return the cells that have records, weak scaling first, by recipe and workers."""
     cells = {cell.name: cell for cell in cells_of(study, folder)}
-    rows = []
-    for kind in ("weak", "strong"):
-        for cell in sorted(cells.values(), key=lambda cell: (cell.configuration, cell.workers)):
-            name, starts = cell.configuration, starts_of(cell, records)
-            if cell.samples == _samples(study, name, cell.workers)[kind] and starts:
-                one = cells[f"{name}/1x{_samples(study, name, 1)[kind]}-{INSIDE}"]
-                alone = throughputs(one, starts_of(one, records))
-                rows.append(HostsRow(cell=cell, starts=starts, alone=alone, scaling=kind))
-    return rows
+    rows, alone = [], None
+    for kind, name, workers, samples, place in _points(study):
+        cell = cells[f"{name}/{workers}x{samples}-{place}"]
+        row = HostsRow(cell=cell, starts=starts_of(cell, records), scaling=kind)
+        alone = row if workers == 1 else alone
+        rows.append(replace(row, alone=alone))
+    return [row for row in rows if row.starts]
 
 
 def findings(rows: Sequence[HostsRow]) -> Iterator[str]:

@@ -12,29 +12,27 @@ tensors: if one tensor is most of the model, so is the part of its server.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
 
-from largebatch.lab.protocols.cluster import Cluster, Link, compute_times, expectation
-from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import server_bytes
-from largebatch.lab.protocols.simulator import simulate
+from largebatch.lab.protocols.server import Rule, divide
+from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
     Start,
     chart_of,
-    recipe_on_hosts,
+    hosts_cell,
     starts_of,
     table_of,
-    throughputs,
 )
 from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import ALONE, Study, naming, recipe_of
+from largebatch.lab.studies.study import ALONE, Study
 from largebatch.models import param_groups
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.protocols import Centralised
@@ -58,49 +56,33 @@ _SIMULATED = (
 )
 
 
-def cells_of(study: Study, folder: Path) -> list[HostsCell]:
+def cells_of(study: Study, folder: Path, numbers: Sequence[int] | None = None) -> list[HostsCell]:
     """Return the cells of a study whose file is in `folder`, each checked.
 
-    Raises RecipeError naming the cell that cannot be started.
+    They are one worker alone, and every layout on these `numbers` of workers; None: those of the
+    study. Raises RecipeError naming the cell that cannot be started.
     """
-    return [cell for name in study.recipes for cell in _cells(study, folder, name)]
-
-
-def _cells(
-    study: Study, folder: Path, name: str, numbers: Sequence[int] | None = None
-) -> list[HostsCell]:
-    """Return one worker alone, and every layout on these numbers of workers or on its own."""
-    entry, servers = study.recipes[name], study.servers
-    on_hosts = entry.on_hosts
-    assert on_hosts is not None
-    assert servers is not None
-    with naming(name):
-        base = recipe_of(entry, folder)
-    points = [(ALONE, "torch", 1)] + [
-        (layout, where, workers)
-        for layout, where in servers.layouts.items()
-        for workers in numbers or on_hosts.workers
-        if workers > 1
-    ]
+    assert study.servers is not None
     cells = []
-    for layout, where, workers in points:
-        protocol = None
-        if where != "torch":
-            holders = where.model_dump() if isinstance(where, Centralised) else where
-            protocol = {"kind": "hardsync", "learners": workers, "servers": holders}
-        variant, samples = f"{layout}-{workers}", on_hosts.mini_batch
-        with naming(f"{name}/{variant}"):
-            recipe = recipe_on_hosts(
-                base, on_hosts, workers=workers, samples=samples, protocol=protocol
-            )
-        hosts = workers + (recipe.protocol.dedicated if recipe.protocol else 0)
-        cells.append(
-            HostsCell(
-                configuration=name, variant=variant, recipe=recipe, seeds=study.seeds,
-                workers=workers, samples=samples, workers_per_host=(1,) * hosts,
-                megabits=servers.megabits, on_hosts=on_hosts, look=layout,
-            )
-        )  # fmt: skip
+    for name, entry in study.recipes.items():
+        assert entry.on_hosts is not None
+        points = [(ALONE, "torch", 1)] + [
+            (layout, where, workers)
+            for layout, where in study.servers.layouts.items()
+            for workers in numbers or entry.on_hosts.workers
+            if workers > 1
+        ]
+        for layout, where, workers in points:
+            protocol = None
+            if where != "torch":
+                holders = where.model_dump() if isinstance(where, Centralised) else where
+                protocol = {"kind": "hardsync", "learners": workers, "servers": holders}
+            cells.append(
+                hosts_cell(
+                    study, folder, name, f"{layout}-{workers}", workers=workers,
+                    samples=entry.on_hosts.mini_batch, look=layout, protocol=protocol,
+                )
+            )  # fmt: skip
     return cells
 
 
@@ -113,16 +95,9 @@ def rows_of(
     cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, Start]]
 ) -> list[HostsRow]:
     """Return the cells that have starts, given by the names of cells and by seed."""
-    alone = {
-        cell.configuration: throughputs(cell, starts[cell.name])
-        for cell in cells
-        if cell.look == ALONE
-    }
-    return [
-        HostsRow(cell=cell, starts=starts[cell.name], alone=alone[cell.configuration])
-        for cell in cells
-        if starts[cell.name]
-    ]
+    rows = [HostsRow(cell=cell, starts=starts[cell.name]) for cell in cells]
+    alone = {row.cell.configuration: row for row in rows if row.cell.look == ALONE}
+    return [replace(row, alone=alone[row.cell.configuration]) for row in rows if row.starts]
 
 
 def simulations(study: Study, folder: Path, measured: Sequence[HostsRow]) -> list[HostsRow]:
@@ -132,27 +107,27 @@ def simulations(study: Study, folder: Path, measured: Sequence[HostsRow]) -> lis
     An update also takes what that of one worker alone takes besides its gradient, if `measured`
     has it.
     """
-    rows = []
     assert study.servers is not None
-    for name in study.recipes if study.servers.simulated else ():
-        cells = _cells(study, folder, name, study.servers.simulated)
-        recipe = cells[0].recipe
-        model = model_without_memory(recipe.model, classes=recipe.data.classes)
-        groups = param_groups(model, weight_decay=0.0)
-        weights = [weight.detach() for group in groups for weight in group["params"]]
-        overhead = 0.0
-        for row in measured:
-            compute = row.cell.on_hosts.compute
-            if row.cell.name == cells[0].name and compute is not None:
-                gradient = compute.overhead + compute.sample * row.cell.samples
-                overhead = max(0.0, row.seconds.mean - gradient * expectation(compute.factor))
-        starts = {}
-        for cell in cells:
-            protocol = cell.recipe.protocol
-            shares = server_bytes(weights, protocol.num_servers if protocol else 1)
-            starts[cell.name] = _simulate(cell, shares, overhead)
-        rows += rows_of(cells, starts)
-    return rows
+    if not study.servers.simulated:
+        return []
+    overheads = {}
+    for row in measured:
+        compute = row.cell.on_hosts.compute
+        if row.cell.look == ALONE and compute is not None:
+            gradient = compute.overhead + compute.sample * row.cell.samples
+            left = row.seconds.mean - gradient * expectation(compute.factor)
+            overheads[row.cell.configuration] = max(0.0, left)
+    cells, starts = cells_of(study, folder, study.servers.simulated), {}
+    for cell in cells:
+        recipe, protocol = cell.recipe, cell.recipe.protocol
+        if cell.look == ALONE:  # the first one of its recipe
+            model = model_without_memory(recipe.model, classes=recipe.data.classes)
+            groups = param_groups(model, weight_decay=0.0)
+            sizes = [weight.nbytes for group in groups for weight in group["params"]]
+        parts = divide(sizes, protocol.num_servers if protocol else 1)
+        shares = [sum(sizes[number] for number in part) for part in parts]
+        starts[cell.name] = _simulate(cell, shares, overheads.get(cell.configuration, 0.0))
+    return rows_of(cells, starts)
 
 
 def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, Start]:

@@ -22,11 +22,10 @@ from torch import Tensor
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.lab.protocols.cluster import Cluster
-from largebatch.lab.protocols.gradients import Gradients
-from largebatch.lab.protocols.rule import Rule
-from largebatch.lab.protocols.server import ParameterServer, replay
-from largebatch.lab.protocols.simulator import Simulation, simulate
+from largebatch.errors import DivergedError
+from largebatch.lab.protocols.server import ParameterServer, Rule, replay
+from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
+from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.store import Json
@@ -81,8 +80,7 @@ class StalenessCell(Cell):
         """The rule of its server."""
         protocol = self.recipe.protocol
         assert protocol is not None
-        samples = protocol.mini_batch(self.recipe.batch.global_batch)
-        return Rule.of(protocol, mini_batch=samples)
+        return Rule.of(protocol, mini_batch=self.mu)
 
     @property
     def definition(self) -> Json:
@@ -158,7 +156,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         def evaluate(stage: str) -> None:
             found = evaluator.validation()
             if not math.isfinite(found.loss):
-                raise _DivergedError(f"after {stage} the validation loss is not finite")
+                raise DivergedError(f"after {stage} the validation loss is not finite")
             stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
 
         try:
@@ -173,11 +171,11 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
             if section is not None:
                 evaluator.statistics(section.samples)
                 evaluate("statistics")
-        except _DivergedError as error:
+        except DivergedError as error:
             diverged = str(error)
     last = stages[-1] if stages and diverged is None else {}
     simulations = learners.simulations
-    tau = np.concatenate([found.arrivals[0].staleness for found in simulations])
+    tau = [one.staleness for found in simulations for one in found.arrivals[0]]
     return {
         "seed": seed,
         "top1": last.get("top1", 1 / recipe.data.classes),
@@ -189,10 +187,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "tau": np.bincount(tau).tolist(),
         **circumstances(),
     }
-
-
-class _DivergedError(Exception):
-    """A loss is not finite."""
 
 
 class _Learners:
@@ -225,7 +219,7 @@ class _Learners:
         """The running statistics of every learner that has computed anything."""
 
     def train(self, steps: range, *, clean: bool) -> None:
-        """Make the updates of a stage; raise _DivergedError."""
+        """Make the updates of a stage; raise DivergedError."""
         state, size, rule = self.training.state, self.cell.mu, self.cell.rule
         model_bytes = float(sum(weight.nbytes for weight in self.weights))
         cluster = replace(self.cell.cluster, model_bytes=model_bytes)
@@ -236,11 +230,12 @@ class _Learners:
         arrivals = found.arrivals[0]
         held, updater = list(state.model.parameters()), state.updater
         server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
-        positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
+        numbers = (arrival.mini_batch for arrival in arrivals)
+        positions = (range(m * size, (m + 1) * size) for m in numbers)
         with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
-            for applied in replay(server, arrivals, self.weights, self._gradient):
-                if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
-                    raise _DivergedError(f"update {applied.update}: the loss is not finite")
+            for taken in replay(server, arrivals, self.weights, self._gradient):
+                if not all(math.isfinite(arrival.loss) for arrival in taken):
+                    raise DivergedError(f"update {taken[0].update}: the loss is not finite")
                 if self.must_stop():
                     raise InterruptedStudyError
         idle = self.cell.cluster.learners - len(self.buffers)
@@ -257,11 +252,8 @@ class _Learners:
         start = self.training.state.model.buffers
         own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
         for buffer, kept in zip(self.model.buffers(), own, strict=True):
-            buffer.copy_(kept)
-        found = self.gradients.of(mini_batch)
-        for kept, buffer in zip(own, self.model.buffers(), strict=True):
-            kept.copy_(buffer)
-        return found
+            buffer.data = kept  # which BatchNorm changes in place
+        return self.gradients.of(mini_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic_core import to_json
+from pydantic_core import to_json, to_jsonable_python
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.lab.studies.study import Cell, Slot
@@ -46,7 +46,9 @@ class Store:
 
         Raises StudyError for records of another definition before it writes one.
         """
-        contents = {self.folder / cell.name / CELL: _as_read(cell.definition) for cell in cells}
+        contents = {
+            self.folder / cell.name / CELL: to_jsonable_python(cell.definition) for cell in cells
+        }
         for path, content in contents.items():
             there = _read(path)
             if there is not None and there != content:
@@ -117,11 +119,6 @@ class Store:
             write_whole(path, json.dumps(there).encode())
         rate: float | None = there["rate"]
         return rate
-
-
-def _as_read(definition: Json) -> Json:
-    as_read: Json = json.loads(json.dumps(definition))  # tuples become lists
-    return as_read
 
 
 def _read(path: Path) -> Json | None:

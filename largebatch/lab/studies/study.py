@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError
-from largebatch.lab.protocols.cluster import ComputeTime, Constant, Link, Serving, compute_times
+from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe
@@ -30,9 +30,6 @@ from largebatch.recipe.section import (
     Updates,
 )
 from largebatch.runs.options import Options
-
-PAGE = "study.html"
-"""Name of the page in the folder of a study."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Pattern of names, which also name folders."""
@@ -404,14 +401,13 @@ def load_study(name: str | Path) -> Study:
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path, name = Path(name), str(name)
-    presets = files("largebatch") / "lab" / "studies" / "presets"
     if path.name == name and not path.suffix and not path.is_file():
-        known = sorted(Path(each.name).stem for each in presets.iterdir())
+        presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
+        known = {Path(each.name).stem: each for each in presets}
         if name not in known:
-            raise RecipeError(
-                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
-            )
-        text = (presets / f"{name}.yaml").read_text(encoding="utf-8")
+            found = ", ".join(sorted(known))
+            raise RecipeError(f"{name}: neither a file nor an installed study; those are {found}")
+        text = known[name].read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
     tree = parse_yaml(text, source=name)

@@ -77,10 +77,6 @@ class Result:
     usage: Mapping[str, Measured] = field(default_factory=dict)
     """As usage_of returns it."""
 
-    def used(self, name: str) -> float:
-        """Return a value of its usage; NaN where it was not measured, or the run diverged."""
-        return math.nan if self.diverged else self.usage.get(name, math.nan)
-
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 

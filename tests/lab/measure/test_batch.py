@@ -163,12 +163,12 @@ def test_a_measurement_writes_a_recipe_with_its_sources(
 def test_a_wide_noise_scale_is_remarked_on_and_one_without_a_value_is_refused(
     tmp_path: Path,
 ) -> None:
-    measuring = module.Measuring(question(tmp_path))
-    measuring.judge(noise(100, 40, 300, updates=50), planned=1000)
-    assert ["--minutes 4" in remark for remark in measuring.remarks] == [True]
+    asked = question(tmp_path)
+    asked.judge(noise(100, 40, 300, updates=50), planned=1000)
+    assert ["--minutes 4" in remark for remark in asked.remarks] == [True]
     for found in (noise(math.nan, 40, math.inf), noise(0, 0, math.inf), noise(0, 0, 31.4)):
         with pytest.raises(LargebatchError, match="--minutes 4"):
-            measuring.judge(found, planned=1000)
+            asked.judge(found, planned=1000)
 
 
 def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: Path) -> None:

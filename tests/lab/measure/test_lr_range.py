@@ -17,7 +17,6 @@ from largebatch.lab.measure.lr_range import (
     content,
     curve_of,
     describe,
-    judged,
     overshoot,
 )
 from largebatch.optim import LARS
@@ -52,7 +51,7 @@ def losses_on_a_quadratic(
 
 
 def ranged(*curves: Curve, changes: tuple[str, ...] = ()) -> RangeTest:
-    return judged(load_recipe(DIGITS, changes), curves)
+    return RangeTest(load_recipe(DIGITS, changes), curves)
 
 
 def sgd(momentum: float, *, nesterov: bool = False) -> tuple[str, ...]:
@@ -74,7 +73,8 @@ def test_the_upper_bound_lies_below_the_limit_of_stability_and_near_it(
     losses = losses_on_a_quadratic(
         rates, SPECTRA[spectrum], momentum=momentum, nesterov=nesterov, noise=noise
     )
-    found = ranged(curve_of(0, rates, losses), changes=sgd(momentum, nesterov=nesterov)).upper
+    test = ranged(curve_of(0, rates, losses), changes=sgd(momentum, nesterov=nesterov))
+    found = test.bounds["upper"]
     assert found is not None
     assert found.value < limit
     assert noise or found.value > limit / FACTOR
@@ -95,8 +95,9 @@ def test_with_lars_the_limit_is_that_of_rate_times_eta_whatever_the_curvature(
         optimizer.param_groups[0]["lr"] = float(rate)
         optimizer.step()
     test = ranged(curve_of(0, rates, np.array(losses)))
-    assert test.upper is not None
-    assert 3.8 / eta / FACTOR < test.upper.value < 3.8 / eta
+    upper = test.bounds["upper"]
+    assert upper is not None
+    assert 3.8 / eta / FACTOR < upper.value < 3.8 / eta
 
 
 def test_the_overshoot_is_what_integrals_and_simulations_give() -> None:
@@ -139,7 +140,7 @@ def test_noise_alone_is_hardly_ever_taken_for_a_fall() -> None:
     flat = {"center": 1.0, "fall": 0.0, "wall": 1e6}
     assert sum(noisy(rates, seed, **flat).lower is not None for seed in range(100)) <= 3
     test = ranged(noisy(rates, 1, **flat), noisy(rates, 2, **flat))
-    assert (test.lower, test.upper) == (None, None)
+    assert (test.bounds["lower"], test.bounds["upper"]) == (None, None)
     assert "2 of 2 seeds" in next(describe(test))
 
 
@@ -147,8 +148,8 @@ def test_a_side_beyond_the_range_names_the_option_that_widens_it() -> None:
     falling = np.geomspace(1e-4, 0.02, 60)
     test = ranged(curve_of(0, falling, sigmoid(falling, center=0.01, fall=1, wall=5)))
     text = " ".join(describe(test))
-    assert test.lower is not None
-    assert test.upper is None
+    assert test.bounds["lower"] is not None
+    assert test.bounds["upper"] is None
     assert "--high" in text
     rising = np.geomspace(1, 100, 60)
     test = ranged(curve_of(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
@@ -175,9 +176,10 @@ def test_seeds_that_disagree_are_named_and_their_interval_is_kept() -> None:
         for seed, center in enumerate((0.003, 0.01, 0.03))
     ]
     test = ranged(*curves)
-    assert test.lower is not None
-    assert test.lower.high / test.lower.low > APART
-    assert test.lower.low < test.lower.value < test.lower.high
+    lower = test.bounds["lower"]
+    assert lower is not None
+    assert lower.high / lower.low > APART
+    assert lower.low < lower.value < lower.high
     assert bound([0.003, 0.01, 0.03]).value == pytest.approx(0.0096549, rel=1e-4)  # type: ignore[union-attr]
     assert "lower: seeds differ" in " ".join(describe(test))
-    assert content(test)["lower"]["low"] == test.lower.low
+    assert content(test)["lower"]["low"] == lower.low

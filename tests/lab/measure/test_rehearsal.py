@@ -44,7 +44,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(changes: Sequence[
         plan.device_batch, recipe.data.image_size, classes=10, device=torch.device("cpu")
     )
     measured = activation_bytes(model, build_criterion(recipe.loss), images, labels)
-    rehearsed = rehearse(recipe, workers=1).memory.activations
+    rehearsed = rehearse(recipe, workers=1).memory["activations"]
     # PyTorch's meta device gives moments of bf16 images two bytes, where others keep four.
     assert rehearsed == pytest.approx(measured, rel=0 if recipe.precision == "fp32" else 1e-3)
 
@@ -103,10 +103,11 @@ def test_the_first_samples_are_those_of_the_worker() -> None:
 
 def test_an_average_of_the_weights_is_one_more_copy() -> None:
     plain, ema = (
-        rehearse(load_recipe(DIGITS, [*TINY, f"polish={{{polish}}}"]), workers=2).memory
+        rehearse(load_recipe(DIGITS, [*TINY, f"polish={{{polish}}}"]), workers=2)
         for polish in (CLEAN, "ema: 0.9")
     )
-    assert ema.total == plain.total + plain.parameters + plain.buffers
+    copy = plain.memory["parameters"] + plain.memory["buffers"]
+    assert ema.total == plain.total + copy
 
 
 def test_an_update_of_the_paper_is_foretold_for_each_worker(

@@ -14,7 +14,8 @@ import pytest
 from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
 from scipy import stats
 
-from largebatch.lab.mlperf.referee import LogError, check
+from largebatch.errors import CheckpointError
+from largebatch.lab.mlperf.referee import check
 
 BOUNDS = (1632, 3264, 32768, 49152, 67840)
 """Batches of the points that are left when those slower than the line between others are pruned."""
@@ -210,7 +211,7 @@ def test_logs_of_several_batches_or_divisions_do_not_pass(tmp_path: Path) -> Non
     assert found["convergence"].passed is False
     assert "Batch sizes" in "\n".join(found["convergence"].lines)
     mixed = [recipe("32768_mlperf"), recipe("32768_nus")]
-    with pytest.raises(LogError, match="divisions"):
+    with pytest.raises(CheckpointError, match="divisions"):
         check(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
 
 
@@ -228,7 +229,7 @@ def test_logs_of_several_batches_or_divisions_do_not_pass(tmp_path: Path) -> Non
 )
 def test_a_damaged_log_is_an_error(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mlperf.log").write_text(content)
-    with pytest.raises(LogError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         check([tmp_path])
 
 

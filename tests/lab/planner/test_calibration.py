@@ -21,8 +21,7 @@ from benchmarks.studies.planner.planner import (
     summary,
 )
 from largebatch.lab.planner.cluster import Generation
-from largebatch.lab.planner.model import FITTED, SPREAD, machine, step_seconds
-from largebatch.lab.planner.prediction import PUBLISHED
+from largebatch.lab.planner.prediction import FITTED, PUBLISHED, SPREAD, machine, step_seconds
 
 REFERENCE = Path(os.environ.get("LARGEBATCH_DATA", "data"), "../reference/mlperf_resnet50_runs.csv")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from largebatch.lab.planner.cluster import Gpu, installed_clusters
-from largebatch.lab.planner.model import (
+from largebatch.lab.planner.prediction import (
     FITTED,
     Load,
     Machine,

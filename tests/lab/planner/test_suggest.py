@@ -81,7 +81,7 @@ def test_between_points_settings_are_power_laws_of_the_batch(batch: int) -> None
     ):
         x, y = (
             np.log([point.batch for point in points]),
-            np.log([SETTINGS[key](point) for point in points]),
+            np.log([SETTINGS[key](point.recipe) for point in points]),
         )
         expected = math.exp(np.interp(math.log(batch), x, y))
         assert ours == pytest.approx(expected, rel=5e-3), key

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from largebatch.lab.protocols.cluster import (
+from largebatch.lab.protocols.simulator import (
     ComputeTime,
     Lognormal,
     Recorded,

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from largebatch.distributed.connection import connect
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.exchange import Exchange
-from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.lab.protocols.server import MiniBatches, Rule
 
 WORKERS = 3
 LIMIT = 120.0

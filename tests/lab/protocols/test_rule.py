@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from largebatch.lab.protocols.rule import MiniBatches, Rule
+from largebatch.lab.protocols.server import MiniBatches, Rule
 from largebatch.recipe.protocols import Protocol
 
 PROTOCOL: TypeAdapter[Protocol] = TypeAdapter(Protocol)

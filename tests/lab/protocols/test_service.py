@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch.errors import PeerLostError
-from largebatch.lab.protocols.links import QueueLink
-from largebatch.lab.protocols.rule import MiniBatches, Rule
-from largebatch.lab.protocols.server import ParameterServer
-from largebatch.lab.protocols.service import Service, Shard, learn
+from largebatch.lab.protocols.exchange import QueueLink, Service, Shard, learn
+from largebatch.lab.protocols.server import MiniBatches, ParameterServer, Rule
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""

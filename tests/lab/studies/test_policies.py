@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 from short_studies import Policy, measured
 
-from largebatch.lab.studies.comparison import draw
-from largebatch.lab.studies.policies import Ranking, rank
+from largebatch.lab.studies.comparison import Ranking, draw, rank
 from largebatch.lab.studies.study import Slot
 from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.recipe.loading import parse_recipe

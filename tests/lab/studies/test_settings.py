@@ -7,8 +7,7 @@ import pytest
 from scipy import stats
 
 from largebatch import load_recipe
-from largebatch.lab.studies.comparison import draw
-from largebatch.lab.studies.settings import best_setting, lost, transfer_matrix
+from largebatch.lab.studies.comparison import best_setting, draw, lost, transfer_matrix
 from largebatch.lab.studies.trained import CellResults, Result, TrainedCell
 from largebatch.report.pages import Table
 

@@ -10,7 +10,7 @@ import pytest
 from short_studies import GRID, PLAIN, STALENESS, cells_in, opened
 
 from largebatch import run
-from largebatch.lab.protocols.gradients import Gradients
+from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.runner import carry_out
 from largebatch.lab.studies.staleness import StalenessCell, StalenessRow, cells_of, make_page, train
 from largebatch.lab.studies.study import load_study

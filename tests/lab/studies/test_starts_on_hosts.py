@@ -15,7 +15,7 @@ from on_hosts import needs_hosts
 from torch import Tensor, nn
 
 from largebatch.errors import StudyError, WorkerFailedError
-from largebatch.lab.protocols.cluster import Recorded
+from largebatch.lab.protocols.simulator import Recorded
 from largebatch.lab.studies.hosts import PacedCriterion, raise_cause
 from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
 from largebatch.lab.studies.study import Compute
