@@ -1,9 +1,9 @@
 """The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
 The templates are the files of launch/. Its scripts also run by themselves and read variables; a
-job has values on the lines of their settings instead, so that it runs as it is printed. The
-manifests are Jinja's, and share pod.yaml. The plan is made
-first, so that a batch which cannot be divided is never submitted.
+job has values on the lines of their settings instead, so that it runs as printed. The manifests are
+Jinja's, and share pod.yaml. The plan is made first, so that a batch which cannot be divided is
+never submitted.
 """
 
 import json
@@ -24,6 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from largebatch.cli.plan import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import duration
+from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
@@ -65,8 +66,6 @@ def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
 
 
 def _matching(pattern: str, expected: str) -> Parameter:
-    """Return the check of an option's value."""
-
     def check(_: object, value: str | None) -> None:
         if value is not None and not re.fullmatch(pattern, value):
             raise ValueError(f"expected {expected}")
@@ -205,7 +204,6 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
 
 def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
     """Print and return the seconds to reserve for a run on a cluster."""
-    from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import predict, workload
 
     cluster = load_cluster(name)
@@ -334,11 +332,10 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reads_data = job.data is not None or recipe.data.source == "folder"
     if reads_data:
         options += ["--data", str(job.data or "/data")]
-    if job.image is None or job.image.endswith(".sif") or not re.fullmatch(IMAGE, job.image):
-        given = f"--image {job.image}: " if job.image else ""
+    image = job.image or "NAME"
+    if job.image is None or image.endswith(".sif") or not re.fullmatch(IMAGE, image):
         raise LargebatchError(
-            f"{given}launch {kind}: pods need the --image of a registry, as HOST/name:TAG, built "
-            "from launch/Dockerfile"
+            f"--image {image}: pods need one of a registry, as HOST/name:TAG, from launch/Dockerfile"
         )
     for module in job.imports:
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The command `plan`: the arithmetic of a run, and its time here or on a cluster. It prints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import duration, three_digits
+from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.describe import (
     describe_batch_changes,
     describe_division,
@@ -24,13 +25,9 @@ from largebatch.runs.options import Changes, Count, Given, RecipeFile, completin
 from largebatch.schedules.build import follow
 
 
-def _clusters() -> Iterable[str]:
-    from largebatch.lab.planner.cluster import installed_clusters
-
-    return installed_clusters()
-
-
-ClusterName = Annotated[str, Parameter(completer=completing(".yaml", _clusters), metavar="NAME")]
+ClusterName = Annotated[
+    str, Parameter(completer=completing(".yaml", installed_clusters), metavar="NAME")
+]
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -73,7 +70,6 @@ def plan(  # noqa: PLR0913 -- its options
     if not cluster:
         _plan(loaded, workers, changes.imports)
         return
-    from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import describe, predict, workload
 
     prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BREAKS_RULES = 1  # exit code of `check --mlperf-closed` for a recipe of the open division
 
 By = Literal["epoch", "step", "samples"]
+Installed = Annotated[str, Parameter(completer=lambda _: list(installed()))]
 
 recipes = App(name="recipes", help="List the installed recipes, or copy one to edit.")
 
@@ -211,12 +212,7 @@ def _facts() -> Iterator[dict[str, Any]]:
 
 
 @recipes.command
-def copy(
-    name: Annotated[str, Parameter(completer=lambda _: list(installed()))],
-    /,
-    *,
-    out: Path | None = None,
-) -> None:
+def copy(name: Installed, /, *, out: Path | None = None) -> None:
     """Write an installed recipe to a file, which is not overwritten.
 
     Args:

@@ -5,7 +5,6 @@ workers get them as JSON.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from functools import wraps
 from inspect import Parameter as Argument
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Self, TypeVar
 from typing import get_type_hints as hints_of
 
@@ -80,16 +80,13 @@ OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
 def completing(
     suffix: str, names: Callable[[], Iterable[str]] = tuple
 ) -> Callable[[CompletionContext], list[str]]:
-    """Return a function that completes names, folders, and files with a suffix.
-
-    bash quotes what it gets twice; other files it completes itself.
-    """
+    """Return a function that completes names, folders, and files with a suffix."""
 
     def complete(context: CompletionContext) -> list[str]:
         above = context.incomplete[: context.incomplete.rfind("/") + 1]
-        plain = [it for it in Path(above or ".").iterdir() if re.match(r"\w[\w.+@-]*$", it.name)]
-        found = [f"{above}{it.name}/" for it in plain if it.is_dir()]
-        return [*names(), *found, *(f"{above}{it.name}" for it in plain if it.suffix == suffix)]
+        files = [it for it in Path(above or ".").iterdir() if it.is_dir() or it.suffix == suffix]
+        found = [f"{above}{it.name}{'/' * it.is_dir()}" for it in files if it.name[0] != "."]
+        return [*names(), *(name for name in found if quote(name) == name)]  # bash quotes twice
 
     return complete
 

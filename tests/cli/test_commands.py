@@ -102,7 +102,6 @@ def test_a_shell_completes_commands(shell: str, capsys: pytest.CaptureFixture[st
         ("train m", {"digits_96", "mine.yaml", "runs/"}),
         ("check mine.yaml runs/m", {"runs/b.yaml"}),
         ("plan digits_96 --cluster d", {"dgx-a100", "mine.yaml"}),
-        ("audit m", {"mine.py", "runs/"}),
         ("recipes copy d", {"digits_96"}),
     ],
 )
@@ -116,7 +115,7 @@ def test_names_and_files_are_completed(
     """As the script calls largebatch after Tab; the shell drops what has another beginning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for name in ("mine.yaml", "mine.py", "runs/b.yaml", "two words.yaml"):
+    for name in ("mine.yaml", "runs/b.yaml", "two words.yaml"):
         (tmp_path / name).touch()
     assert main(["__complete", *words.split()]) == DONE
     lines = set(capsys.readouterr().out.splitlines())
