@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from largebatch.data.index.index import Index
 
 SPLITS = ("train", "val")
-GENERIC = {"data", "dataset", "images", "train"}
-"""Names of folders that do not describe their images."""
+GENERIC = {"data", "dataset", "images", "train"}  # names that do not describe images
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
@@ -35,7 +34,6 @@ Format = Literal[
 ]
 """Formats that can be imported."""
 
-_FOLDERS = {"imagefolder", "parquet", "webdataset"}  # formats of any images
 _OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed"}, "parquet": {"val_name"}}
 """Options that only some formats have."""
 
@@ -140,7 +138,7 @@ def import_(  # noqa: PLR0913 -- its options
     for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):
         print(printable(line), flush=True)
     index(out)
-    label = source.resolve().name.partition(".")[0] if name in _FOLDERS else name
+    label = source.resolve().name.partition(".")[0]
     words = ["--name", label] if out.name in GENERIC and label not in GENERIC else []
     print(printable(f"next: {shlex.join(['largebatch', 'init', str(out), *words])}"))
 
@@ -203,8 +201,7 @@ def init(  # noqa: PLR0913 -- its options
     Args:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<name>.yaml).
-        name: Name of the recipe and its runs (that of --out, else the folder's, or, of one named
-            data or images, of the folder above it).
+        name: Name of the recipe and its runs (that of --out, else of the folder, or above "data").
         weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
         model: Network of largebatch or timm, or torchvision/NAME.
         image_size: Side of the images that the network gets, in pixels.

@@ -50,10 +50,6 @@ KINDS = {
 LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 -- refused
 """Folders that every host has for itself."""
 
-_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
-IMAGE = rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
-"""Pattern of an image in a registry."""
-
 SHORTEST, SAVING = 300, 600
 """Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
 
@@ -79,9 +75,7 @@ _LABELS = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
 Word = Annotated[str, _matching(r"[\w.:/@%+,=#-]+", "a name without spaces")]
 Namespace = Annotated[str, _matching(_LABEL, "lower-case letters, digits and -, at most 63")]
 Named = Annotated[str, _matching(_LABELS, "lower-case letters, digits, - and .")]
-Resource = Annotated[
-    str, _matching(rf"{_LABELS}/[A-Za-z0-9][\w.-]{{0,62}}", "a resource such as rdma/hca")
-]
+Resource = Annotated[str, _matching(rf"{_LABELS}/\w[\w.-]{{0,62}}", "such as rdma/hca")]
 Memory = Annotated[int, Parameter(converter=_gibibytes, metavar="SIZE")]
 
 
@@ -332,10 +326,11 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reads_data = job.data is not None or recipe.data.source == "folder"
     if reads_data:
         options += ["--data", str(job.data or "/data")]
-    image = job.image or "NAME"
-    if job.image is None or image.endswith(".sif") or not re.fullmatch(IMAGE, image):
+    image = job.image or "NAME"  # which is none
+    in_registry = re.fullmatch(r"([\w.-]+(:\d+)?/)?[a-z\d][a-z\d._/-]*([:@][\w.:-]+)?", image)
+    if not in_registry or image.endswith(".sif"):
         raise LargebatchError(
-            f"--image {image}: pods need one of a registry, as HOST/name:TAG, from launch/Dockerfile"
+            f"--image {image}: pods need one of a registry, as host/name:tag, by launch/Dockerfile"
         )
     for module in job.imports:
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)

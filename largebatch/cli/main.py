@@ -82,12 +82,7 @@ COMMANDS = {
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
 
 EXAMPLES = {
-    "": (
-        "train digits_96 --workers 2",
-        "init images --name photos --minutes 20",
-        "audit --workers 2 train.py",
-        "plan digits_96",
-    ),
+    "": ("train digits_96 --workers 2", "init photos --minutes 20", "audit --workers 2 train.py"),
     "train": (
         "train digits_96 --workers 2 --set seed=2 --out runs/seed-2",
         "train mine.yaml --data images --time-limit 8h --resume auto --out a",
@@ -134,8 +129,6 @@ EXAMPLES = {
 }
 """Calls that --help of each command shows, of which every one can be parsed."""
 
-_HELP = "Train image classifiers with very large mini-batches, then polish them."
-
 
 class UsageError(LargebatchError):
     """The words of a command have a mistake."""
@@ -159,19 +152,16 @@ def make_app() -> App:
     # that several commands share have the groups of runs.options, as Annotated[Count, OF_WORKERS].
     app = App(
         name="largebatch",
-        help=_HELP,
+        help="Train image classifiers with very large mini-batches, then polish them.",
         version=__version__,
         help_format="plaintext",
-        default_parameter=Parameter(negative=(), show_default=shown),
+        default_parameter=Parameter(
+            negative=(), show_default=lambda value: None if value in (None, False, ()) else value
+        ),
     )
     for name, place in COMMANDS.items():
         app.command(f"largebatch.cli.{place}", name=name)
     return app
-
-
-def shown(default: object) -> object:
-    """Return a default as help shows it; None to show none."""
-    return None if default in (None, False, ()) else default
 
 
 def main(argv: Sequence[str] | None = None) -> int:

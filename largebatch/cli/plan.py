@@ -24,7 +24,6 @@ from largebatch.recipe.writing import dump_tree
 from largebatch.runs.options import Changes, Count, Given, RecipeFile, completing
 from largebatch.schedules.build import follow
 
-
 ClusterName = Annotated[
     str, Parameter(completer=completing(".yaml", installed_clusters), metavar="NAME")
 ]

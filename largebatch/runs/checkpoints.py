@@ -63,7 +63,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     `samples` is the number of clean training images to measure; None: all of them. The summary has
     the accuracies before and after.
     """
-    check_folder(options.out, resume=False, can_resume=False)
+    check_folder(options.out, resume=None)
     _, checkpoint, options = _load(path, options)
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}

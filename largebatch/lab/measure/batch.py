@@ -324,8 +324,7 @@ def _require_fitting(question: Question) -> None:
         out.mkdir(parents=True)
         out.rmdir()
     except OSError as error:
-        problem = f"--out {out}: cannot be made: {error.strerror}; choose another"
-        raise LargebatchError(problem) from None
+        raise LargebatchError(f"--out {out}: {error.strerror}; choose another folder") from None
 
 
 def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Row, ...]:

@@ -45,10 +45,9 @@ SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
 EVALUATIONS, STATISTICS = 20, 10_000
 """Evaluations of the validation images in a run, and most images of the statistics pass."""
 
-FEW, FEW_VALIDATING = 20, 100
-"""Images of a class, and of validation, below which `init` warns."""
-
-MOST_TUNED = 250  # images of a class up to which `init` recommends pretrained weights
+FEW, FEW_VALIDATING, MOST_TUNED = 20, 100, 250
+"""Images of a class, and of validation, below which `init` warns, and of a class up to which it
+recommends pretrained weights."""
 
 LADDER, USED = (192, 160, 128, 96, 64), 0.85
 """Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
