@@ -15,6 +15,7 @@ written to benchmarks/results, or to the folder that BENCHMARK_RESULTS names.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -35,6 +36,9 @@ AROUND = 20.0
 """Seconds of the limit for what is around the parts: importing PyTorch, and the table."""
 
 NO_TIME = "not measured: no time left"
+
+TIMM = "1.0.31"
+"""Version of timm that targets are stated for; results hold the installed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,8 @@ def main() -> None:
         parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(names)}")
     if not (args.rehearse or accelerator.count()):
         sys.exit("torch sees no GPU; --rehearse runs every part at tiny sizes without one")
+    if (found := importlib.metadata.version("timm")) != TIMM:
+        print(f"timm {found} is measured; targets are for timm {TIMM}", flush=True)
     of_name = {part.name: part for part in PARTS}
     chosen = [of_name[name] for name in dict.fromkeys(args.parts or names)]
     end = time.monotonic() + args.seconds - AROUND

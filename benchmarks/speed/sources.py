@@ -31,8 +31,8 @@ MEASURED = {
     "lars": _LARS,
     "loop": _UPDATE,
     "norm": (*_BATCHNORM, *_KERNELS),
-    "polish": (*_BATCHNORM, "polish"),
-    "polish_error": (*_BATCHNORM, "polish"),
+    "polish": (*_BATCHNORM, *_KERNELS, "polish"),
+    "polish_error": (*_BATCHNORM, *_KERNELS, "polish"),
     "quickstart": (
         *_UPDATE,
         *_LARS,

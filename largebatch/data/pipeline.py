@@ -41,6 +41,7 @@ MIN_EPOCHS = 2
 """Passes over the data from which decoding all images beforehand pays."""
 
 OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
+OpenWith = Callable[..., AbstractContextManager[Decode]]  # of an index, a view and `resources`
 Split = Literal["train", "val"]
 
 
@@ -223,7 +224,7 @@ def divide_samples(
     return trained, evaluated, decides
 
 
-def open_images(
+def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
     recipe: Recipe,
     plan: Plan,
     backend: Backend,
@@ -231,11 +232,13 @@ def open_images(
     folder: Path | None,
     dataset: str | None = None,
     progress: Progress = silent,
+    fit: Callable[[], tuple[Plan, str]] | None = None,
 ) -> Pipeline:
     """Open the images of a recipe and prepare to decode them on this worker's device.
 
     They come from `folder` or from `dataset`, a function as in datasets/own.py. `progress` reports
-    the indexing of a folder without an index and the decoding of cached images.
+    the indexing of a folder without an index and the decoding of cached images. `fit` returns the
+    plan to use in place of `plan`, and a remark; it is called when cached images are on the device.
 
     Worker 0 reads and checks the folder and sends the index to the others. Raises DataError if
     the folder does not match the recipe, MissingPackageError if the decoder is not installed.
@@ -245,16 +248,11 @@ def open_images(
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
-    resources = Resources(
-        device=backend.device,
-        threads=max(1, available_cores() // backend.local_size),
-        batch_size=plan.statistics_batch,  # the largest of any stage
-        reads=execution.reads or max(8, min(64, plan.device_batch // 4)),
-    )
+    device, threads = backend.device, max(1, available_cores() // backend.local_size)
     chosen: list[str] = []
     cache = execution.cache
     if dataset is not None:
-        train, val, open_decoder = _open_own(data, execution, dataset, folder, backend, resources)
+        train, val, open_with = _open_own(data, execution, dataset, folder, backend)
     else:
         # Where pixels are cached, training reads no files: all are compared with the index now.
         open_indexes = partial(_open_indexes, data, backend, folder, progress=progress)
@@ -263,13 +261,13 @@ def open_images(
             cache = _choose_cache(recipe, plan, [train, val], backend)
             if cache is not None:
                 train, val = open_indexes(every_file=True)
-        if cache == "device" and not accelerator.is_remote(backend.device):
+        if cache == "device" and not accelerator.is_remote(device):
             cache = "memory"  # the host's memory is the device's
         if cache in {"memory", "device"}:
             from largebatch.data.decoders import pixel_cache
 
             try:
-                open_decoder = _open_cached(cache, [train, val], backend, resources, progress)
+                open_with = _open_cached(cache, [train, val], backend, threads, progress)
                 kept = f"images are decoded once and kept (execution.cache: {cache})"
             except pixel_cache.UnwritableError as error:
                 if execution.cache is not None:
@@ -278,7 +276,12 @@ def open_images(
             if execution.cache is None:
                 chosen.append(kept)
         if cache not in {"memory", "device"}:
-            open_decoder = partial(_decoder(data, execution), resources=resources)
+            open_with = _decoder(data, execution)
+    plan, *reasons = (plan,) if fit is None else fit()
+    chosen += reasons
+    largest, reads = plan.statistics_batch, max(8, min(64, plan.device_batch // 4))
+    resources = Resources(device, threads, largest, reads=execution.reads or reads)
+    open_decoder: OpenDecoder = partial(open_with, resources=resources)
     if cache != "device":  # which moves images itself
         open_decoder = partial(_moving, open_decoder)
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
@@ -291,7 +294,7 @@ def open_images(
         train_index=train,
         val_index=val if data.held_out is None else train,
         open_decoder=open_decoder,
-        channels_last=execution.channels_last(backend.device.type),
+        channels_last=execution.channels_last(device.type),
         evaluated_samples=evaluated,
         held_out_samples=held_out,
         chosen=chosen,
@@ -308,7 +311,7 @@ def _choose_cache(
     """Return where to cache the pixels of a recipe that leaves it open, the same on every worker.
 
     On a GPU `device` if they are of one size and take an eighth of its memory. Otherwise `memory`
-    if they fit the host, on a CPU only where no image is resized, which changes roundings.
+    if they fit the host's, on a CPU only where no image is resized, which changes roundings.
     """
     from largebatch.data.decoders import pixel_cache
 
@@ -323,8 +326,8 @@ def _choose_cache(
         return None
     choices: list[Cache | None] = [None, "memory", "device"]
     own = int(pixel_cache.fits_host(indexes))
-    if own and is_remote and None not in sizes and total <= accelerator.memory_bytes() / 8:
-        own = 2
+    if is_remote and None not in sizes and total <= accelerator.memory_bytes() / 8:
+        own = max(own, 2 * pixel_cache.fits_host(indexes, on_disk=True))
     of_workers = backend.all_gather(torch.tensor(own).to(backend.device))
     return choices[int(of_workers.min())]  # sync: once, before training
 
@@ -335,8 +338,7 @@ def _open_own(
     dataset: str,
     folder: Path | None,
     backend: Backend,
-    resources: Resources,
-) -> tuple[Index, Index, OpenDecoder]:
+) -> tuple[Index, Index, OpenWith]:
     from largebatch.data.datasets import own
 
     unused = {
@@ -356,11 +358,13 @@ def _open_own(
     return (
         train,
         val,
-        lambda index, view: own.open_decoder(split_of[index.digest], index, view, resources),
+        lambda index, view, resources: own.open_decoder(
+            split_of[index.digest], index, view, resources
+        ),
     )
 
 
-def _decoder(data: Data, execution: Execution) -> Callable[..., AbstractContextManager[Decode]]:
+def _decoder(data: Data, execution: Execution) -> OpenWith:
     if data.source == "synthetic":
         from largebatch.data.decoders import synthetic
 
@@ -380,12 +384,11 @@ def _open_cached(
     cache: Cache,
     indexes: Sequence[Index],
     backend: Backend,
-    resources: Resources,
+    threads: int,
     progress: Progress,
-) -> OpenDecoder:
+) -> OpenWith:
     from largebatch.data.decoders import pixel_cache
 
-    device, threads = resources.device, resources.threads
     caches = {
         index.digest: pixel_cache.open_cache(
             index, backend=backend, threads=threads, progress=progress
@@ -393,9 +396,11 @@ def _open_cached(
         for index in indexes
     }
     if cache == "memory":
-        return lambda index, view: pixel_cache.open_decoder(caches[index.digest], view, resources)
-    uploaded = {key: pixel_cache.upload(each, device) for key, each in caches.items()}
-    return lambda index, view: nullcontext(
+        return lambda index, view, resources: pixel_cache.open_decoder(
+            caches[index.digest], view, resources
+        )
+    uploaded = {key: pixel_cache.upload(each, backend.device) for key, each in caches.items()}
+    return lambda index, view, **_: nullcontext(
         partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )
 

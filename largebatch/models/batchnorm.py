@@ -85,7 +85,7 @@ class SpanBatchNorm(_BatchNorm):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span, or whole spans."""
-        if self.training and kernels.take(images) and self.ends_in_relu():
+        if self.training and self.ends_in_relu() and kernels.take(images, span=self.span):
             return self.normalise(images, relu=True)
         out = self.normalise(images) if self.training else super().forward(images)
         for child in self.children():
@@ -121,7 +121,7 @@ class SpanBatchNorm(_BatchNorm):
             exact = exact_type(images)
             sums = torch.zeros(2, self.num_features, dtype=exact, device=images.device)
         affine = self.weight, self.bias
-        if kernels.take(images, other):
+        if kernels.take(images, other, span=self.span):
             check(images, span=self.span, group=group)
             out: Tensor = kernels.batchnorm().normalise(
                 images,

@@ -13,17 +13,18 @@ import dis
 import inspect
 import operator
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, has_hooks
-from largebatch.models.wrappers import device_of, mode
+from largebatch.models.wrappers import mode
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -63,7 +64,10 @@ def count_pairs(model: nn.Module) -> tuple[int, int]:
 def describe_pairs(model: nn.Module) -> Iterator[str]:
     """Yield a sentence for the log if pairs run in the kernels."""
     found, num = count_pairs(model)
-    if found and kernels.take(torch.empty(1, 1, device=device_of(model))):
+    # Results of convolutions have the type and memory format of their weights.
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, _ConvNd)]
+    weights = weights or list(islice(model.parameters(), 1))
+    if found and all(map(kernels.take, weights)):
         yield f"{found} of {num} BatchNorm layers run in one kernel with the ReLU behind them"
 
 
@@ -78,11 +82,11 @@ def norm_relu(
 
     `between` are modules behind the BatchNorm that do nothing, unless they have hooks.
     """
-    own = isinstance(norm, SpanBatchNorm) and norm.training
     fits = relu is None or type(relu) is nn.ReLU  # also after `pair`
-    modules = [norm, *between] if relu is None else [norm, *between, relu]
-    if own and fits and not any(map(has_hooks, modules)) and kernels.take(images, other):
-        return norm.normalise(images, other, relu=True)  # type: ignore[no-any-return, operator]  # as `own` says
+    if isinstance(norm, SpanBatchNorm) and norm.training and fits:
+        modules = [norm, *between] if relu is None else [norm, *between, relu]
+        if not any(map(has_hooks, modules)) and kernels.take(images, other, span=norm.span):
+            return norm.normalise(images, other, relu=True)
     out = norm(images)
     for module in between:
         out = module(out)

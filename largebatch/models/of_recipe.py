@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from largebatch.errors import RecipeError, clip
+from largebatch.errors import DeviceMemoryError, RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.recipe.model import Model
@@ -16,7 +16,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     """Build the model on a device, in the recipe's precision, with weights from the recipe's seed.
 
     Raises RecipeError if `batch.bn_span` does not fit the model's BatchNorm, or if `polish.affine`
-    finds no classifier.
+    finds no classifier; DeviceMemoryError if the device has no room for the model.
     """
     section = recipe.model
     torch.manual_seed(recipe.seed)
@@ -33,7 +33,12 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
         except ValueError as error:  # better now than after the whole schedule
             raise RecipeError(f"polish.affine: {error}") from None
     if device.type != "cpu":  # where it is; fake tensors cannot be moved
-        model.to(device)
+        try:
+            model.to(device)
+        except torch.OutOfMemoryError:
+            raise DeviceMemoryError(
+                f"model.name: {section.name} does not fit the free memory of {device}"
+            ) from None
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     if device.type in kernels.DEVICES:

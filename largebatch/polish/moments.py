@@ -217,7 +217,7 @@ def _parts(values: Tensor) -> Iterator[Tensor]:
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and (biased) variance, at least in float32."""
-    if kernels.take(values):
+    if kernels.take(values, span=len(values)):
         mean, var, _ = kernels.batchnorm().moments(values, len(values))[0]
         return mean, var
     dtype = torch.promote_types(values.dtype, torch.float32)

@@ -432,7 +432,7 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
         return F.batch_norm(**given)
     span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
     settings: dict[str, Any] = {"eps": given.get("eps", 1e-5), "span": span}
-    if kernels.take(values):
+    if kernels.take(values, span=span):
         out, stat = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
         owner.measured.add_spans(values.detach(), stat, span=span)
         return out  # type: ignore[no-any-return]  # a module by its kind

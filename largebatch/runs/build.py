@@ -19,7 +19,7 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import MissingPackageError, PlanError, RecipeError
+from largebatch.errors import DeviceMemoryError, MissingPackageError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -81,6 +81,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         model = build_model(recipe, device)
         require_trainable(model, section.name)
         chosen: list[str] = []
+        fit = None
         if protocol is None and recipe.execution.device_batch is None:
             kept = None
             if options.resume:
@@ -88,16 +89,10 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
             if kept is not None:
                 plan, chosen = kept, chosen if kept != plan else []
             elif accelerator.is_remote(device):
-                plan, reason = fitted_plan(recipe, plan, model, backend)
-                chosen.append(reason)
+                fit = partial(fitted_plan, recipe, plan, model, backend)
         sizes = {piece.image_size for piece in plan.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
         require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
-        if recipe.execution.compile:
-            from largebatch.models.compiled import compile_model
-
-            mode, shares_spans = recipe.execution.compile, plan.sync_workers > 1
-            compile_model(model, mode, device, shares_spans=shares_spans)
         # A server without a learner sees the time only when learners rest, and would mistake the
         # time between for the time that a stop needs.
         serves = protocol is not None and backend.rank >= protocol.learners
@@ -106,10 +101,18 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         alone = protocol is not None  # each worker's gradients are its own, for the servers
         folder, dataset = options.data, options.dataset
         with (
-            closing(open_images(recipe, plan, backend, folder=folder, dataset=dataset)) as pipeline,
+            closing(
+                open_images(recipe, plan, backend, folder=folder, dataset=dataset, fit=fit)
+            ) as pipeline,
             stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
         ):
+            plan = pipeline.plan
             pipeline.chosen.extend(chosen)
+            if recipe.execution.compile:
+                from largebatch.models.compiled import compile_model
+
+                mode, shares_spans = recipe.execution.compile, plan.sync_workers > 1
+                compile_model(model, mode, device, shares_spans=shares_spans)
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
@@ -145,7 +148,13 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(here, plan, model, backend)) as state:
                 updates = synchronous_updates  # it makes none
-                yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                try:
+                    yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                except torch.OutOfMemoryError:
+                    raise DeviceMemoryError(
+                        f"execution.device_batch: {plan.device_batch:,} images do not fit the "
+                        f"memory of {backend.device}; give a smaller --device-batch"
+                    ) from None
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:

@@ -21,6 +21,7 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
 from largebatch.storage import write_whole
+from largebatch.tracking.events import CHECKPOINTS
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
@@ -32,8 +33,7 @@ SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
 
 _PART = 1 / 8
-"""Part of the free memory that the second measurement aims at, and part of all memory that cached
-pixels may take."""
+"""Part of the free memory that the second measurement aims at."""
 
 _COPIES = 4  # copies of the weights besides the gradients: moments, averages and sums
 
@@ -57,22 +57,27 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     """Return the number of samples that fit this worker's device, and the reason in words.
 
     The memory of a forward and backward pass is measured for two numbers of random samples, whole
-    BatchNorm spans or part of one; its growth is the memory of a sample.
+    BatchNorm spans or part of one; its growth is the memory of a sample. Raises DeviceMemoryError
+    if not even the first of them fit.
     """
     device, most, span = backend.device, _share(plan), plan.bn_span or 1
     side = largest_side(plan, usual=recipe.data.image_size)
     criterion = build_criterion(recipe.loss)
-    on_one = math.ceil(backend.local_size / max(1, accelerator.count()))
-    caches = recipe.execution.cache in {None, "device"}
-    cached = _PART * accelerator.memory_bytes() if caches else 0
-    free = accelerator.free_memory_bytes(device) / on_one - cached
+    free = accelerator.free_memory_bytes(device)
 
     def peak(num: int) -> int:
         def work() -> None:
             images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
             criterion(model(images), labels).backward()
 
-        found = accelerator.measure_peak(device, work)
+        try:
+            found = accelerator.measure_peak(device, work)
+        except torch.OutOfMemoryError:
+            raise DeviceMemoryError(
+                f"{num:,} samples of {side} x {side} pixels do not fit the memory of {device}, of "
+                f"which {free / 1e9:.3g} GB were free: take smaller images (data.image_size), a "
+                "smaller model, or a larger GPU"
+            ) from None
         model.zero_grad(set_to_none=True)
         return max(1, found)
 
@@ -125,7 +130,7 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     """Keep a smaller device batch in the folder of a run that ran out of memory.
 
     A single worker saves the run as of its last update. Several resume it from its newest
-    checkpoint, because the others wait for this one in the middle of an update.
+    checkpoint, if any, because the others wait for this one in the middle of an update.
 
     Raises DeviceMemoryError, with a smaller device batch, if the recipe gives another or this
     worker cannot reach the folder.
@@ -144,17 +149,21 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
+    alone = backend.name == "serial"
+    saves = alone and step and in_passes  # else weights may be those of half an update
+    is_saved = saves or any((folder / CHECKPOINTS).glob("step-*"))
     error = SmallerBatchError(
-        f"{where}: continuing with {smaller:,} from the newest checkpoint; if nothing starts "
-        "again, repeat the command with --resume auto"
+        f"{where}: continuing with {smaller:,} from the "
+        f"{'newest checkpoint' if is_saved else 'start, because nothing is saved'}; if nothing "
+        "starts again, repeat the command with --resume auto"
     )
-    error.alone = backend.name == "serial"
-    if error.alone:
+    error.alone = alone
+    if alone:
         reducer.zero()
         gc.collect()  # the tensors of the pass that failed
         session.step_log.flush()
     session.log.note("train", str(error))
-    if error.alone and step and in_passes:  # else weights may be those of half an update
+    if saves:
         session.saver.save()
     keep(folder, backend, smaller, reason=where)
     return error

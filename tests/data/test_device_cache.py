@@ -28,7 +28,7 @@ from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 
 WHOLE = ("data.crop_area=null", "data.image_size=32")
@@ -158,6 +158,7 @@ def test_a_batch_costs_few_launches_and_one_copy_of_a_table(
     ("changes", "memory", "expected"),
     [
         pytest.param((*WHOLE, *MOVED), 1e9, "device", id="small"),
+        pytest.param((*WHOLE, *MOVED), 1e9 + 1, "device", id="more than the host's memory"),
         pytest.param((*WHOLE, *MOVED), 5e5, "memory", id="more than an eighth of a GPU"),
         pytest.param((*WHOLE, *MOVED), None, "memory", id="on a CPU, where no bit changes"),
         pytest.param(CROPS, 1e9, "device", id="crops"),
@@ -176,15 +177,23 @@ def test_pixels_are_kept_where_they_fit(
 ) -> None:
     recipe, opened = a_recipe("execution.cache=null", *changes), list[Any]()
 
-    def note(cache: str, *_: object) -> None:
+    def note(cache: str, *_: object) -> object:
         opened.append(cache)
+        return nullcontext
 
     monkeypatch.setattr(pipelines, "_open_cached", note)
     if memory is not None:
+        monkeypatch.setattr(pixel_cache, "AUTOMATIC", 2**31 if memory <= 1e9 else 0)
         monkeypatch.setattr("largebatch.accelerator.is_remote", lambda _: True)
         monkeypatch.setattr("largebatch.accelerator.memory_bytes", lambda: memory)
-    found = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32))
-    assert opened == ([] if expected is None else [expected])
+
+    def fit() -> tuple[Plan, str]:
+        opened.append("fitted")
+        return make_plan(recipe, fits=2), ""
+
+    found = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32), fit=fit)
+    assert opened == [*filter(None, [expected]), "fitted"]  # memory that cached pixels leave free
+    assert found.plan.device_batch == 2
     assert any("execution.cache" in remark for remark in found.remarks) == (expected is not None)
 
 
@@ -214,12 +223,15 @@ def test_a_choice_is_the_same_when_the_file_of_the_first_run_fills_the_disk(
     indexes = [pipeline.train_index]
     size = pixel_cache.num_bytes(pipeline.train_index)
 
-    def fits(free: float) -> bool:
+    def fits(free: float, *, on_disk: bool = False) -> bool:
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-        return pixel_cache.fits_host(indexes)
+        return pixel_cache.fits_host(indexes, on_disk=on_disk)
 
     assert fits(size)
     assert not fits(size / 2)
     monkeypatch.setattr(pixel_cache, "AUTOMATIC", size - 1)
     assert not fits(size)
+    assert fits(size, on_disk=True)
+    monkeypatch.setattr(pixel_cache, "LIMIT", size - 1)
+    assert not fits(size, on_disk=True)

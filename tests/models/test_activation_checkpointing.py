@@ -9,13 +9,18 @@ from typing import cast
 
 import pytest
 import torch
+from interpreted import run_kernels
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
+from largebatch.models import kernels
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.models.fusion import pair
+
+__all__ = ["run_kernels"]
 
 CPU = Serial(torch.device("cpu"))
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -73,9 +78,18 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @every_mode
-def test_recomputed_layers_count_once_on_one_worker(forward: Forward) -> None:
+@pytest.mark.parametrize("uses_kernels", [False, True])
+def test_recomputed_layers_count_once_on_one_worker(
+    forward: Forward, uses_kernels: bool, request: pytest.FixtureRequest
+) -> None:
     ours, expected = net(), net()
     batches = [images(8, seed=seed) for seed in range(3)]
+    if uses_kernels:
+        request.getfixturevalue("kernels_run")
+        batches = [it[..., :3, :4].float() for it in batches[:2]]
+        batches = [it.contiguous(memory_format=torch.channels_last) for it in batches]
+        assert [pair(it.float()) for it in (ours, expected)] == [(1, 2)] * 2
+        assert kernels.take(ours[0](batches[0]))
     step(ours, CPU, batches, forward)
     step(expected, CPU, batches, plainly)
     torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)

@@ -21,6 +21,7 @@ from interpreted import DEVICE, run_kernels
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
@@ -72,6 +73,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
 SHAPES = [
     ((8, 24, 3, 2), 4),
     ((7, 5, 3, 3), 3),  # odd channels and a smaller last span
+    ((5, 5, 9, 5), 2),  # parts of several steps
     ((3, 40, 2, 4), 8),  # a span above the batch
     ((10, 12), 4),
     ((6, 3, 7), 2),
@@ -183,11 +185,15 @@ def test_nan_and_infinities_are_never_hidden(whole: bool, monkeypatch: pytest.Mo
 
 
 @runs
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_same_input_gives_the_same_bits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("whole", "parts"), [(False, 1), (False, 10), (True, 1)])
+def test_the_same_input_gives_the_same_bits(
+    whole: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU 1,000 times, with more programs than run at the same time."""
-    monkeypatch.setattr(kernels.batchnorm(), "WHOLE", whole)
-    shape, times = ((64, 512, 14, 14), 1000) if DEVICE.type == "cuda" else ((8, 40, 2, 2), 3)
+    fused = kernels.batchnorm()
+    monkeypatch.setattr(fused, "WHOLE", whole)
+    monkeypatch.setattr(fused, "PARTS", parts * fused.PARTS)
+    shape, times = ((64, 512, 14, 14), 1000) if DEVICE.type == "cuda" else ((8, 40, 2, 2), 2)
     x, other, slope = (draw(*shape, seed=seed) for seed in range(3))
     weight, bias = torch.rand(2, shape[1], device=DEVICE).requires_grad_()
     settings: dict[str, Any] = {"eps": 1e-5, "span": 4, "relu": True}
@@ -195,10 +201,18 @@ def test_the_same_input_gives_the_same_bits(whole: bool, monkeypatch: pytest.Mon
     for _ in range(times):
         sums = torch.zeros(2, shape[1], device=DEVICE)
         leaves = [it.detach().requires_grad_() for it in (x, other, weight, bias)]
-        out, moments = kernels.batchnorm().normalise(*leaves, sums=sums, **settings)
-        found = [out, moments, sums, *torch.autograd.grad(out, leaves, slope)]
+        out, moments = fused.normalise(*leaves, sums=sums, **settings)
+        found = [out, sums, *torch.autograd.grad(out, leaves, slope), moments]
         first = first or found
         assert all(map(torch.equal, found, first))
+    exact = [it.detach().double().requires_grad_() for it in (x, other, weight, bias)]
+    expected, expected_sums = by_hand(exact[0], exact[1], (exact[2], exact[3]), 4, relu=True)
+    kept = slope * (first[0] != 0)  # zeros within rounding
+    unclipped, _ = by_hand(exact[0], exact[1], (exact[2], exact[3]), 4, relu=False)
+    grads = torch.autograd.grad(unclipped, exact, kept.double())
+    assert all(
+        error(*it) < 3e-6 for it in zip(first[:-1], [expected, expected_sums, *grads], strict=True)
+    )
 
 
 @runs
@@ -376,6 +390,7 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
     pickled = pickle.loads(pickle.dumps(block))
     assert (count_pairs(pickled), pair(pickled)) == ((0, 1), (1, 1))
     assert "1 of 1" in "".join(describe_pairs(block))
+    assert not [*describe_pairs(copy.deepcopy(block).double())]
     fused = kernels.batchnorm()
     normalise = mock.Mock(side_effect=fused.normalise)
     monkeypatch.setattr(fused, "normalise", normalise)
@@ -436,13 +451,31 @@ def test_a_graph_of_torch_compile_calls_the_operator(
         pytest.param(torch.zeros(0, 3), None, id="no samples"),
         pytest.param(torch.zeros(2, 3), torch.zeros(1, 3), id="a sum that broadcasts"),
         pytest.param(torch.zeros(2, 3), torch.zeros(2, 3).half(), id="a sum of two types"),
+        pytest.param(torch.zeros(70_000, 3), None, id="more spans than CUDA launches"),
+        pytest.param(torch.zeros(1, 2**20 - 1), None, id="more blocks than CUDA launches"),
     ],
 )
 @runs
 def test_what_the_kernels_do_not_take_is_left_to_pytorch(
-    images: Tensor, other: Tensor | None
+    images: Tensor, other: Tensor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not kernels.take(images.to(DEVICE), None if other is None else other.to(DEVICE))
+    kernels._log_refused.cache_clear()
+    for _ in range(2):
+        assert not kernels.take(images.to(DEVICE), None if other is None else other.to(DEVICE))
+    assert len(caplog.records) == (images.ndim == 4 or images.dtype == torch.float64)
+    assert kernels.take(torch.zeros(70_000, 3, device=DEVICE), span=2)
+
+
+@runs
+def test_fake_tensors_and_tracers_see_the_operator() -> None:
+    layer, images = with_span(nn.BatchNorm1d(3), 2).to(DEVICE), draw(4, 3)
+    graph = make_fx(layer)(images)
+    assert "span_batchnorm" in graph.code
+    assert torch.equal(graph(images), layer(images))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = layer(torch.empty(4, 3, device=DEVICE))
+        out.sum().backward()
+    assert out.shape == images.shape
 
 
 class Block(nn.Module):

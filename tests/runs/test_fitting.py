@@ -17,6 +17,7 @@ from torch import nn
 from largebatch.accelerator import measure_peak
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
+from largebatch.errors import DeviceMemoryError
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.fitting import KEPT, SHARE, fitted_plan, kept_plan, measure, random_batch
@@ -57,6 +58,12 @@ def chosen() -> list[tuple[int, int, dict[int, int]]]:
             model.zero_grad()
         del model
         found.append((plan.device_batch, free, peaks))
+    accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 200_000
+    with pytest.raises(DeviceMemoryError, match=r"e-05 GB"):
+        fitted_plan(RECIPE, make_plan(RECIPE), build_model(RECIPE, device), Serial(device))
+    accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 1000
+    with pytest.raises(DeviceMemoryError, match=r"model\.name"):
+        build_model(RECIPE, device)
     return found
 
 

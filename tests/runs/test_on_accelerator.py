@@ -41,10 +41,12 @@ from largebatch.errors import DeviceMemoryError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import fitting
+from largebatch.runs.checkpoints import evaluate_checkpoint
+from largebatch.runs.options import Options
 from largebatch.tracking.events import StageName
 from largebatch.training import session
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.loop import Update
+from largebatch.training.loop import Update, Work
 
 JUDGED = "keep: better, held_out: 200"
 FEW = ("duration={steps: 6}", "schedule.warmup={steps: 1}")
@@ -275,6 +277,26 @@ def test_after_memory_ran_out_in_an_evaluation_a_run_goes_on_from_its_newest_che
     assert [it["plan"]["device_batch"] for it in starts] == [96, 48]
     found, whole = (content(tmp_path / name)["model"] for name in ("run", "whole"))
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    fails = iter([True])
+    with pytest.raises(DeviceMemoryError, match="--device-batch"):
+        evaluate_checkpoint(tmp_path / "run", Options())
+
+
+def test_after_memory_ran_out_in_the_first_update_a_run_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fails = Work.update, iter([True])
+
+    def update(work: Work) -> None:
+        real(work)
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Work, "update", update)
+    run(a_recipe(CLEAN), out=tmp_path / "run")
+    assert [step["step"] for step in log(tmp_path / "run", "step")] == list(range(BEFORE))
+    (note, *_) = (it["text"] for it in log(tmp_path / "run", "note") if "memory" in it["text"])
+    assert "newest checkpoint" not in note
 
 
 def test_a_given_device_batch_that_does_not_fit_is_refused_with_one_that_does(

@@ -188,11 +188,19 @@ def test_evaluation_and_polishing_in_graphs_have_the_same_bits(
 
 @needs_accelerator
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(("span", "budget"), [(8, 1.25), (4, 2.1)])
-def test_launches_of_an_update_are_within_a_budget(span: int, budget: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "budget"),
+    [
+        (Case(), 1.25),
+        (Case(span=4), 2.1),
+        (Case(kernels=True), 1.25),
+        (Case(span=4, kernels=True), 1.25),
+    ],
+)
+def test_launches_of_an_update_are_within_a_budget(case: Case, budget: float) -> None:
     """In kernels, of which an operation may be several: 449 of two spans beside 222 on an H100."""
     network = build("resnet18", num_classes=10)
-    ours = updates(Serial(DEVICE), Case(span=span), network)[2]["launches"]
+    ours = updates(Serial(DEVICE), case, network)[2]["launches"]
     plain = plain_counts(DEVICE)["launches"]
     assert ours <= budget * plain, f"{ours} launches, a plain loop {plain}"
 

@@ -60,8 +60,8 @@ from largebatch.storage import (
     whole_file,
 )
 
-LIMIT = 16 * 2**30  # maximum number of bytes of pixels of one split
-AUTOMATIC = 2 * 2**30  # of those that are cached without being asked for
+LIMIT = 2**36  # maximum number of bytes of pixels of one split
+AUTOMATIC = 2 * 2**30  # of those that are cached in a host's memory without being asked for
 FORMAT = 1  # version of the files and of the decoding; files of another version are not used
 EACH = 128  # number of images in one thread's task
 READS = 8  # maximum number of images read at the same time
@@ -151,11 +151,12 @@ def open_cache(
     return PixelCache(index, pixels, starts)
 
 
-def fits_host(indexes: Sequence[Index]) -> bool:
+def fits_host(indexes: Sequence[Index], *, on_disk: bool = False) -> bool:
     """Return True if cached pixels take a quarter of this host's memory and half of the free disk.
 
     Files that are there already count as free. Each split must be at most AUTOMATIC, and the folder
-    of the files, or the one above it, writable.
+    of the files, or the one above it, writable. With `on_disk` they need no memory and a split is
+    at most LIMIT: pixels of a device are written, and copied to it, in pieces.
     """
     sizes = [num_bytes(index) for index in indexes]
     place = user_cache() / "pixels"
@@ -163,8 +164,8 @@ def fits_host(indexes: Sequence[Index]) -> bool:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(above).free
     free += sum(file.stat().st_size for file in set(map(_place, indexes)) if file.exists())
-    room = min(memory / 4, free / 2)
-    return max(sizes) <= AUTOMATIC and sum(sizes) <= room and os.access(above, os.W_OK)
+    most, room = (LIMIT, free / 2) if on_disk else (AUTOMATIC, min(memory / 4, free / 2))
+    return max(sizes) <= most and sum(sizes) <= room and os.access(above, os.W_OK)
 
 
 def num_bytes(index: Index) -> int:

@@ -258,7 +258,7 @@ KEPT_BYTES = 43e6
 FIXED_BYTES = 2e9
 """Bytes of libraries, kernels' workspaces and communication buffers on a GPU. An assumption."""
 
-CACHED_BYTES = 2**34
+CACHED_BYTES = 2**36
 """Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
 
 COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
