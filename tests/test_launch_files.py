@@ -462,8 +462,12 @@ def free_port() -> int:
             for words in (
                 *("--image a.io#b", "--image a/B", "--namespace My_NS", "--rdma hca"),
                 *("--env-secret a_b", "--data-claim a..b", "--runs-claim A"),
-                *("--data d", "--out /a", "--set model.weights=w.pth"),
+                *("--data d", "--out /a"),
             )
+        ),
+        (
+            "jobset digits_96 --nodes 2 --image registry/lb:1 --set model.weights=w.pth",
+            "model.weights: w.pth",
         ),
         ("pbs digits_96 --nodes 2 --image registry/a:1", "--image registry/a:1"),
         ("pbs digits_96 --nodes 2 --set model.weights=w.pth", "model.weights: "),

@@ -86,9 +86,7 @@ def read_text(path: Path, *, what: str) -> str:
         reason = getattr(error, "strerror", None) or error
         hint = "give a file that can be read"
         if what == "recipe":
-            found = nearest(
-                path.stem, installed(), otherwise="`largebatch recipes` lists them", most=1
-            )
+            found = nearest(path.stem, installed(), otherwise="see `largebatch recipes`", most=1)
             hint += f", or an installed recipe, without folder and .yaml; {found}"
         raise RecipeError(f"{path}: cannot read the {what}: {reason}; {hint}") from None
 

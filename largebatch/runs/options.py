@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Se
 from typing import get_type_hints as hints_of
 
 from cyclopts import Group, Parameter, Token
-from cyclopts.completion import CompletionContext
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.recipe.installed import installed
@@ -79,10 +78,10 @@ OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
 
 def completing(
     suffix: str, names: Callable[[], Iterable[str]] = tuple
-) -> Callable[[CompletionContext], list[str]]:
+) -> Callable[["CompletionContext"], list[str]]:
     """Return a function that completes names, folders, and files with a suffix."""
 
-    def complete(context: CompletionContext) -> list[str]:
+    def complete(context: "CompletionContext") -> list[str]:
         above = context.incomplete[: context.incomplete.rfind("/") + 1]
         files = [it for it in Path(above or ".").iterdir() if it.is_dir() or it.suffix == suffix]
         found = [f"{above}{it.name}{'/' * it.is_dir()}" for it in files if it.name[0] != "."]
@@ -91,13 +90,8 @@ def completing(
     return complete
 
 
-RecipeFile = Annotated[
-    Path,
-    Parameter(
-        completer=completing(".yaml", installed),
-        help="A YAML file, or the name of an installed recipe.",
-    ),
-]
+_HELP = "A YAML file, or the name of an installed recipe."
+RecipeFile = Annotated[Path, Parameter(completer=completing(".yaml", installed), help=_HELP)]
 Overrides = Annotated[
     Sequence[str],
     OF_RECIPE,
@@ -111,6 +105,7 @@ Imports = Annotated[Sequence[str], OF_RECIPE, Parameter(name="--import", metavar
 AsJson = Annotated[bool, Parameter(name="--json", help="Print the result as JSON, and only that.")]
 
 if TYPE_CHECKING:
+    from cyclopts.completion import CompletionContext
 
     class _Path:
         """A Path, for which mypy accepts a str too in the call that creates the options."""

@@ -164,7 +164,8 @@ def test_a_recipe_is_not_called_data(folder: Path, capsys: pytest.CaptureFixture
     assert Path("my-data.yaml").exists()
     Path("data").rename("my data/images")
     assert main(["init", "my data/images", "--image-size", "7"]) == USER
-    assert main(["init", "my data/images"]) == USER  # that recipe is there
+    assert main(["init", "my data/images"]) == USER
+    assert "my-data.yaml: exists" in capsys.readouterr().err
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:
