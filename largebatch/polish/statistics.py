@@ -160,8 +160,9 @@ def polish(
     unknown layer, if a name in `skip` is unknown, if a layer takes several arguments or normalises
     in another way, or if a batch has no images.
 
+    >>> from torch import nn, randn
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    >>> drift = polish(model, [torch.randn(8, 3, 9, 9), torch.randn(5, 3, 9, 9)])
+    >>> drift = polish(model, [randn(8, 3, 9, 9), randn(5, 3, 9, 9)])
     >>> [(layer.name, layer.channels) for layer in drift]
     [('1', 4)]
     """
