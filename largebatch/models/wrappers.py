@@ -164,13 +164,9 @@ def failures_named() -> Iterator[None]:
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Return True if hooks run when a module is called."""
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(own) or torch_module._has_any_global_hook()
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    own = any(getattr(module, f"_{kind}_hooks") for kind in kinds)
+    return own or torch_module._has_any_global_hook()
 
 
 def watch_host(model: nn.Module) -> Callable[[], str | None]:
@@ -224,13 +220,12 @@ def _state_of(value: object, seen: dict[int, tuple[int, object]]) -> object:
 
 def needs_host(model: nn.Module) -> str | None:
     """Return why a graph cannot replay a model's passes; None if nothing is known against it."""
-    for layer in model.modules():
-        if has_own_hooks(layer):
-            return f"{type(layer).__name__} has hooks, which may decide on the host"
+    hooked = [type(layer).__name__ for layer in model.modules() if has_own_hooks(layer)]
     for name, weight in model.named_parameters():
-        others = weight._post_accumulate_grad_hooks or ()
-        if weight._backward_hooks or len(others) > 1:  # one is of a Reducer
-            return f"{name} has hooks, which may decide on the host"
+        if weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1:
+            hooked.append(name)  # besides the hook of a Reducer
+    if hooked:
+        return f"{hooked[0]} has hooks, which may decide on the host"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "the model is on several devices"
     return None
