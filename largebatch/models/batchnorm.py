@@ -118,8 +118,7 @@ class SpanBatchNorm(_BatchNorm):
         )
         sums = self.moments if counts else None
         if self.track_running_stats and sums is None:  # also again, to save the same tensors
-            exact = exact_type(images)
-            sums = torch.zeros(2, self.num_features, dtype=exact, device=images.device)
+            sums = images.new_zeros(2, self.num_features, dtype=exact_type(images))
         affine, span = (self.weight, self.bias), self.span
         settings: dict[str, Any] = {"eps": self.eps, "span": span, "group": group, "sums": sums}
         if kernels.take(images, other, span=span):

@@ -92,23 +92,17 @@ def norm_relu(
     return result
 
 
-class _Tracer(fx.Tracer):
-    """Reads the forward pass of one module, with its children as they are."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 -- torch's signature
-        return True
-
-
 def _pair_in(block: nn.Module) -> None:
     own: Any = type(block).forward
     if vars(block).get("forward", MethodType(own, block)) != MethodType(own, block):
         return
-    graphs = []
+    graphs, tracer = [], fx.Tracer()
+    tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]  # children stay
     try:
         names = sorted(_names(block, own) - {"training"})  # both modes are traced
         for training in (True, False):
             with mode(block, training=training):
-                graphs.append(_Tracer().trace(block))
+                graphs.append(tracer.trace(block))
     except Exception:  # torch.fx raises all kinds
         return
     graph, nodes = graphs[0], list(graphs[0].nodes)
@@ -119,7 +113,6 @@ def _pair_in(block: nn.Module) -> None:
     num = sum(_replace(block, graph, node) for node in nodes if _norm(block, node))
     if not num:
         return
-    graph.lint()
     paired: Any = type(fx.GraphModule(block, graph)).forward
     before = _form(block, names)
 
