@@ -291,7 +291,7 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
-    data = options.data and options.data.absolute()
+    data = options.data and Path(options.data).absolute()
     text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
     try:
         write_whole(folder / OPTIONS, text)

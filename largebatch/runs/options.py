@@ -175,7 +175,7 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
+    data: Annotated[Path | str | None, OF_DATA, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
