@@ -1,4 +1,4 @@
-"""Numbers of a loader's samples, and what the check of samples says of samplers on all ranks."""
+"""Numbers of a loader's samples, what is said of samplers on all ranks, and shared draws."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from planted_parts import random_data
+from planted_parts import Augmented, random_data
 from programs import output_of
 from torch.utils.data import (
     DataLoader,
@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from largebatch.audit import samples as audit_samples
 from largebatch.audit.findings import Finding
+from largebatch.audit.randomness import Draws, check_augmentation, compare_draws
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.samples import NoNumbersError, check_samples, epochs_of, torch_loader
 from largebatch.audit.subject import Subject
@@ -190,3 +191,28 @@ def test_accelerates_loader_sets_its_own_epochs() -> None:
     assert sorted(first.samples) == sorted(second.samples) == list(range(12))
     assert not np.array_equal(first.samples, second.samples)
     assert torch_loader(prepared) is prepared.base_dataloader
+
+
+NEW = np.arange(64).reshape(2, 1, 32)
+"""Draws of one worker in two epochs, all different."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level", "figure"),
+    [
+        pytest.param([NEW, NEW + 100], "fine", None, id="all different"),
+        pytest.param([NEW, NEW, NEW + 100], "note", 2.0, id="two ranks alike"),
+        pytest.param([NEW % 32, NEW + 100], "fault", 32.0, id="second epoch like the first"),
+        pytest.param([NEW.reshape(2, 2, 16) % 16 + [[[0]], [[50]]]], "note", 2.0, id="workers"),
+    ],
+)
+def test_shared_draws_are_named(ranks: list[Draws], level: str, figure: float | None) -> None:
+    finding = compare_draws(ranks)
+    assert (finding.level, finding.figure) == (level, figure)
+
+
+def test_one_process_draws_anew() -> None:
+    loader = DataLoader(Augmented(random_data(64), lambda: torch.randn(8)), 8)
+    (finding,) = check_augmentation(mock.Mock(loader=loader), Ranks(Serial(CPU)))
+    assert finding.level == "fine"
+    assert "differ" in finding.text
