@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from largebatch.errors import clip
 
@@ -191,16 +193,18 @@ class Graph:
         """
         module = self._module
         settings = {"pool": self.pool, "capture_error_mode": "thread_local"}  # others load data
-        with (
-            module.device(self._device),
-            module.stream(module.current_stream()),  # again after an error, which leaves torch's
-            module.graph(self._graph, **settings),
-        ):
-            Graph._recording = True
-            try:
+        outer = module.stream(module.current_stream())  # again after an error, which leaves torch's
+        try:
+            with module.device(self._device), outer, module.graph(self._graph, **settings):
+                Graph._recording = True
                 yield
-            finally:
-                Graph._recording = False
+        except BaseException:
+            # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
+            generator = module.default_generators[self._device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            Graph._recording = False
 
     def replay(self) -> None:
         """Run the recorded launches, behind what is queued in the current stream."""
@@ -212,9 +216,51 @@ def is_recording() -> bool:
     return Graph._recording
 
 
+class _Copies(TorchDispatchMode):
+    """Collects operations of a device that read tensors of the host, which a replay reads again."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # compiled modules run compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
+        result = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in {torch.ops.aten.copy_, torch.ops.aten._to_copy}
+        read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+        written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
+        reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)
+        if reads and any(is_remote(it.device) for it in written):
+            self._found.append(f"a pass reads memory of the host ({func})")
+        return result
+
+
+@contextmanager
+def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[list[str]]:
+    """Collect why a graph cannot repeat the passes of this block; full at its end.
+
+    `changed` names what they have changed on the host.
+    """
+
+    def generators() -> object:
+        numpys = np.random.get_state(legacy=False)
+        return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
+
+    before = generators()
+    with waits(device) as found, _Copies(found):
+        yield found
+    if name := changed():
+        found.append(f"a pass changes {name}, which a replay would not")
+    if before != generators():
+        found.append("a pass draws random numbers on the host")
+
+
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect the lines at which the host waits for a device in this block; full at its end."""
+    """Collect where the host waits for a device in this block; full at its end."""
     found: list[str] = []
     module = torch.get_device_module(device)
     before = module.get_sync_debug_mode()
@@ -227,17 +273,12 @@ def waits(device: torch.device) -> Iterator[list[str]]:
             module.set_sync_debug_mode(before)
     for warning in caught:
         if "synchronizing" in str(warning.message):
-            found.append(f"{Path(warning.filename).name}:{warning.lineno}")
+            place = f"{Path(warning.filename).name}:{warning.lineno}"
+            found.insert(0, f"the host waits for the device in {place}")
         else:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-
-
-def host_generators() -> object:
-    """Return the states of the host's random numbers, which a replay would not draw again."""
-    numpys = np.random.get_state(legacy=False)
-    return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
 
 
 class Replayed:
@@ -251,10 +292,10 @@ class Replayed:
         self,
         function: Callable[[Tensor], Tensor],
         device: torch.device,
-        kept: Callable[[], object],
+        watch: Callable[[], Callable[[], str | None]],
     ) -> None:
-        """`kept` returns what the function keeps on the host, which a replay would not change."""
-        self._function, self._device, self._kept = function, device, kept
+        """`watch` returns a function that names what has changed on the host since."""
+        self._function, self._device, self._watch = function, device, watch
         self._works = device.type in GRAPHS
         self._counts: dict[object, int] = {}
         self._recorded: dict[object, tuple[Graph, Tensor, Tensor]] = {}
@@ -266,10 +307,9 @@ class Replayed:
         if not self._works or batch.device != self._device or count == 1:
             return self._function(batch)
         if count == 2:
-            before = host_generators(), self._kept()
-            with waits(self._device) as found:
+            with passes(self._device, self._watch()) as found:
                 result = self._function(batch)
-            self._works = not found and (host_generators(), self._kept()) == before
+            self._works = not found
             return result
         if form not in self._recorded and not self._record(form, batch):
             return self._function(batch)

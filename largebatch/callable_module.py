@@ -2,12 +2,13 @@
 
 `largebatch.polish` is a package, so `from largebatch import polish` gives the package, whatever
 `largebatch/__init__.py` defines: importing a subpackage binds it in its parent. Such a package gets
-the class below: calling it calls the function of the same name inside.
+the class below: calling it calls the function of the same name inside; its help is the function's.
 """
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -30,3 +31,4 @@ def make_callable(package: str, function: Callable[..., Any]) -> None:
     module = sys.modules[package]
     module.__class__ = CallableModule
     module.__dict__["__wrapped__"] = function
+    module.__doc__ = f"{function.__doc__}\n    {function.__name__}{signature(function)}"

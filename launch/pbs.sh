@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train under PBS with a Horovod that was built with MPI: mpirun starts a worker for each GPU.
 #
-#   qsub launch/pbs.sh          from the folder that OUT is relative to
-#   DRY_RUN=1 launch/pbs.sh     print the command only
+#   qsub launch/pbs.sh             from the folder that OUT is relative to
+#   DRY_RUN=1 bash launch/pbs.sh   print the command only
 #
 # When LIMIT ends, ten minutes before the walltime, the run saves and exits with code 75, and qrerun
 # requeues it; if that needs an operator's rights, submit it again: it resumes.
@@ -23,7 +23,8 @@ NODEFILE=${PBS_NODEFILE:-/dev/null}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"
 command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot)
-for name in PATH LD_LIBRARY_PATH PYTHONPATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}"; do
+for name in PATH LD_LIBRARY_PATH PYTHONPATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}" \
+    "${!MLFLOW_@}" "${!MLPERF_@}"; do
     [[ ! -v $name ]] || command+=(-x "$name")
 done
 command+=("${python[@]}" -m largebatch "$@")

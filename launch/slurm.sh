@@ -3,8 +3,7 @@
 #
 #   sbatch --nodes=4 launch/slurm.sh          overrides the options below
 #   sbatch launch/slurm.sh doctor --network   measure the network instead
-#   IMAGE=nvcr.io#team/largebatch sbatch ...  in a container of pyxis and enroot
-#   DRY_RUN=1 launch/slurm.sh                 print the command only
+#   DRY_RUN=1 bash launch/slurm.sh            print the command only
 #
 # Two minutes before the time limit the run saves, exits with code 75 and is requeued; it resumes in
 # its next allocation.
@@ -24,7 +23,7 @@ OUT=${OUT:-runs/digits_96}
 OPTIONS=(--resume auto)
 python=(python3)
 [[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-IMAGE=${IMAGE:-}
+IMAGE=${IMAGE:-} # nvcr.io#team/largebatch, a container of pyxis and enroot
 MOUNTS=${MOUNTS:-$PWD:$PWD}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"

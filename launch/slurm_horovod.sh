@@ -3,7 +3,7 @@
 #
 #   sbatch --nodes=4 launch/slurm_horovod.sh          overrides the options below
 #   sbatch launch/slurm_horovod.sh doctor --network   measure the network instead
-#   DRY_RUN=1 launch/slurm_horovod.sh                 print the command only
+#   DRY_RUN=1 bash launch/slurm_horovod.sh            print the command only
 # Two minutes before the time limit the run saves and is requeued; it then resumes.
 #SBATCH --job-name=largebatch
 #SBATCH --nodes=2
@@ -29,6 +29,8 @@ command=(horovodrun --gloo -np $((${#hosts[@]} * ${SLURM_GPUS_ON_NODE:-8}))
     -H "$(IFS=, && echo "${slots[*]}")" "${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
+type -P horovodrun >/dev/null ||
+    { echo "no horovodrun on this host, outside the image: install Horovod here, or use launch slurm" >&2; exit 127; }
 begun=$(mktemp) stopped='' code=0
 "${command[@]}" & run=$!
 # To its workers on this host, which tell the others: horovodrun would kill all of them after 5 s.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train on several hosts with torch.distributed: to be started on each of them.
 #
-#   FIRST=node1 NODE=0 launch/torchrun.sh                    on node1; NODE=1 on the next, ...
-#   FIRST=node1 NODE=0 launch/torchrun.sh doctor --network   measure the network instead
-#   DRY_RUN=1 FIRST=node1 NODE=0 launch/torchrun.sh          print the command only
+#   FIRST=node1 NODE=0 bash launch/torchrun.sh                    on node1; NODE=1 on the next, ...
+#   FIRST=node1 NODE=0 bash launch/torchrun.sh doctor --network   measure the network instead
+#   DRY_RUN=1 FIRST=node1 NODE=0 bash launch/torchrun.sh          print the command only
 #
 # A single node needs neither FIRST nor NODE, and its workers listen only on the loopback interface;
 # with several, FIRST listens on its PORT, on all interfaces. The same command resumes an interrupted

@@ -41,39 +41,6 @@ pytestmark = pytest.mark.skipif(
 GPU = torch.device("cuda")
 DIGITS = Path(__file__).parent.parent / "recipes" / "quickstart" / "digits_96.yaml"
 SHORT = ["duration.epochs=8", "schedule.warmup.epochs=1", "polish=null", "evaluation={}"]
-SHAPES = ((64, 3, 7, 7), (64,), (512, 64, 3, 3), (1000, 512), (1,), (3, 5))
-
-
-def weights_and_gradients(device: str, dtype: torch.dtype) -> tuple[list[nn.Parameter], list[Any]]:
-    generator = torch.Generator().manual_seed(1)
-
-    def draw() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-
-    weights = [nn.Parameter(value.to(device, dtype)) for value in draw()]
-    return weights, [[value.to(device, dtype) for value in draw()] for _ in range(5)]
-
-
-def lars(device: str, dtype: torch.dtype, convention: Any) -> list[nn.Parameter]:  # noqa: ANN401 -- a Literal
-    """Make five steps at five rates without one wait for the device."""
-    weights, gradients = weights_and_gradients(device, dtype)
-    groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.05},
-        {"params": [w for w in weights if w.ndim <= 1], "adapt": False},
-    ]
-    optimizer = LARS(groups, lr=2.0, momentum=0.9, eta=0.02, convention=convention)
-    for number, (step, lr) in enumerate(zip(gradients, (0.4, 2.0, 1.1, 0.0, 0.3), strict=True)):
-        for weight, gradient in zip(weights, step, strict=True):
-            weight.grad = gradient
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        watched = device == "cuda" and number > 0  # the first step copies a table to the device
-        torch.cuda.set_sync_debug_mode("error" if watched else "default")
-        try:
-            optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return weights
 
 
 class Twice(Serial):

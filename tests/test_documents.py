@@ -6,12 +6,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of
+from documents import DOCS, PAGES, ROOT, Block, arguments, blocks, commands, name_of, options_of
 
 from largebatch.cli.launch import KINDS
-from largebatch.cli.main import parse
+from largebatch.cli.main import make_app, parse
+from largebatch.recipe.explain import meanings
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.polish import SWA, Affine, Polish, Statistics
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Duration
 
 COMMANDS = [
@@ -32,6 +34,8 @@ NEEDS = {
     "the network",
 }
 PACKAGE = ROOT / "largebatch"
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages on what there is now."""
 
 
 def polish_blocks() -> list[Block]:
@@ -78,11 +82,35 @@ def test_commands_can_be_copied_and_their_needs_are_known() -> None:
     assert set(marks) == NEEDS
 
 
+def without_blocks(page: Path, language: str = "") -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(rf"^```{language}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_keys_of_a_recipe_exist(page: Path) -> None:
+    keys = rf"(?<![\w./-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z]\w*)+(?![\w(])"
+    for key in re.findall(keys, without_blocks(page, "python")):
+        if not key.endswith(".md"):
+            meanings(re.sub(r"\.arguments\..*", ".arguments", key))
+
+
+def test_commands_in_sentences_exist_and_have_the_options() -> None:
+    known = {name.strip(): options for name, options in options_of(make_app())}
+    groups = "|".join({name.split()[0] for name in known})
+    wrong = rf"(?:{groups}) \w|(?!horovodrun|sha256sum|srun|sbatch|tensorboard|torchrun)\w+ --\w"
+    text = " ".join("".join(map(without_blocks, PRESENT)).split())
+    for start, code in re.findall(r"`(largebatch )?([a-z][^`]*)`", text):
+        names = [name for name in known if f"{code} ".startswith(f"{name} ")]
+        assert names or not (start or re.match(wrong, code)), code
+        own = code.split(".py ")[0]  # what follows a script is its
+        given = re.findall(r"(?<!\S)--[a-z-]+", own) if names else []
+        assert {*given} <= {*known.get(max(names, key=len, default=""), ()), "--help"}, code
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_linked_files_and_headings_exist(page: Path) -> None:
-    text = re.sub(
-        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+    text = without_blocks(page)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in link:
             place, _, heading = link.partition("#")

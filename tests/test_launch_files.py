@@ -127,6 +127,15 @@ def test_another_command_and_program_can_be_substituted(cluster: Path, name: str
     assert " apptainer exec --nv x.sif python3 -m " in printed
 
 
+@pytest.mark.parametrize("name", ["horovodrun.sh", "slurm_horovod.sh"])
+def test_a_host_needs_horovodrun_outside_the_image(cluster: Path, name: str) -> None:
+    script = ROOT / "launch" / name
+    env = os.environ | {"PATH": f"{cluster / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (127, 1)
+    assert "no horovodrun on this host" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["horovodrun.sh", "torchrun.sh"])
 def test_missing_hosts_are_an_error(
     cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -146,21 +155,22 @@ def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path
     assert printed == f"+ python3 {TRAIN} --workers 4\n"
 
 
-MORE = {"slurm": ["MOUNTS"], "mpirun": ["HOSTS"], "horovodrun": ["HOSTS"]}
-"""Settings of some jobs besides those of all."""
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].endswith(".sh")])
 def test_a_job_is_filled_in_for_the_plan(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Exported variables do not change it, and the command in its header runs."""
     recipe = cluster / "it's a {recipe}.yaml"
     recipe.write_text((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text())
     words = ["--nodes", "3", "--gpus-per-node", "4", "--set", "batch.bn_span=24"]
     job = cluster / "job.sh"
     job.write_text(filled(capsys, kind, str(recipe), *words, "--data", "my data"))
     subprocess.run([SHELLCHECK, job], check=True)
-    printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4"))
+    others = ["RECIPE", "OUT", "PYTHON", "IMAGE", "MOUNTS", "WORKERS", "NODES", "GPUS", "LIMIT"]
+    printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4", **dict.fromkeys(others, "other")))
+    assert "other" not in printed
+    (command,) = re.findall(r"^#   (DRY_RUN=1 .*?)  ", job.read_text(), re.MULTILINE)
+    subprocess.run(["bash", "-c", command], check=True)
     train = printed[printed.index("train") :]
     train = train[: train.index("--time-limit")] + train[-6:] if kind == "pbs" else train
     data = str(cluster / "my data")
@@ -180,13 +190,14 @@ def test_a_job_is_filled_in_for_the_plan(
             *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4"),
         },
         "pbs": {"#PBS -N digits-96", "#PBS -l select=3:ncpus=32:ngpus=4:mpiprocs=4"},
-        "torchrun": {"NODES=${NODES:-3}", "GPUS=${GPUS:-4}"},
-        "horovodrun": {"WORKERS=${WORKERS:-12}"},
-        "mpirun": {"WORKERS=${WORKERS:-12}"},
+        "torchrun": {"NODES=3", "GPUS=4"},
+        "horovodrun": {"WORKERS=12"},
+        "mpirun": {"WORKERS=12"},
     }[kind]
     assert directives <= changed
     other = {line.partition("=")[0] for line in changed - directives}
-    assert other == {"RECIPE", "OUT", "OPTIONS", "python", *MORE.get(kind, ())}
+    image = {"IMAGE", "MOUNTS"} if kind == "slurm" else set()
+    assert other - {"HOSTS", "LIMIT"} == {"RECIPE", "OUT", "OPTIONS", "python"} | image
 
 
 def manifests(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -270,6 +281,8 @@ def test_a_manifest_matches_its_published_schemas(
 
 def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["jobset", "digits_96_softsync", "--nodes", "3", "--gpus-per-node", "2", *IMAGE]
+    assert main(["launch", *words, "--import", "mine"]) == DONE
+    assert "--import mine" in capsys.readouterr().err  # which the image may not have
     found = manifests(capsys, *words)
     assert found.keys() == {"JobSet"}  # it is an installed recipe, which the image has
     spec = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -293,19 +306,22 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
     libraries = ["LD_LIBRARY_PATH", "PYTHONPATH"]
     libraries += [] if kind == "pbs" else ["OMP_NUM_THREADS"]  # PBS sets it to a node's cores
     names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
+    names += ["AWS_SECRET"] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))
     if kind == "mpijob":
         add_program(cluster / "bin", "mpirun", "true")
         launcher = templates(YAML(typ="safe").load(text))[0]["containers"][0]
-        subprocess.run([*launcher["command"], *launcher["args"]], check=True)
+        env = dict.fromkeys([*names, "HOSTNAME", "HOME"], "") | {"PATH": os.environ["PATH"]}
+        subprocess.run([*launcher["command"], *launcher["args"]], env=env, check=True)
         printed = (cluster / "calls").read_text().split()
     else:
         (cluster / "job.sh").write_text(text)
         printed = shlex.split(dry_run(cluster / "job.sh"))
     before = printed[: printed.index("train")]
-    assert [name for flag, name in pairwise(before) if flag == "-x"] == ["PATH", *names]
+    found = [name for flag, name in pairwise(before) if flag == "-x"]
+    assert sorted(found) == sorted(["PATH", *names])
     assert before[-2:] == ["-m", "largebatch"]
 
 
@@ -316,20 +332,20 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
             "slurm --partition gpu --account lab --exclusive --time 90m --cpus 4 --name n",
             ["#SBATCH --partition=gpu", "#SBATCH --account=lab", "#SBATCH --mem=0",
              "#SBATCH --exclusive", "#SBATCH --time=01:30:00", "#SBATCH --cpus-per-task=4",
-             "#SBATCH --job-name=n", "OUT=${OUT:-runs/n}"],
+             "#SBATCH --job-name=n", "OUT=runs/n"],
             id="slurm",
         ),
         pytest.param(
-            "slurm --memory 2T --out /big", ["#SBATCH --mem=2048G", "OUT=${OUT:-/big}"], id="mem"
+            "slurm --memory 2T --out /big", ["#SBATCH --mem=2048G", "OUT=/big"], id="mem"
         ),
         pytest.param(
             "pbs --partition gpu --account lab --exclusive --time 30h --memory 400G",
             ["#PBS -q gpu", "#PBS -A lab", "#PBS -l place=scatter:excl",
-             "#PBS -l walltime=30:00:00", "LIMIT=${LIMIT:-1790m}",
+             "#PBS -l walltime=30:00:00", "LIMIT=1790m",
              "#PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8:mem=400gb"],
             id="pbs",
         ),
-        pytest.param("pbs --time 10m", ["LIMIT=${LIMIT:-5m}"], id="short"),
+        pytest.param("pbs --time 10m", ["LIMIT=5m"], id="short"),
     ],
 )  # fmt: skip
 def test_options_of_a_queue_become_directives(
@@ -366,7 +382,8 @@ def test_the_time_comes_from_the_planner(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_job_runs_in_a_container_that_sees_its_files(
     cluster: Path, image: str, kind: str, started: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (cluster / "w.pth").touch()
+    for name in ("w.pth", "x.sif"):
+        (cluster / name).touch()
     words = [kind, "digits_96", "--nodes", "2", "--image", image, "--set", "model.weights=w.pth"]
     words += ["--out", "/big/run"]
     (cluster / "job.sh").write_text(filled(capsys, *words))
@@ -375,18 +392,11 @@ def test_a_job_runs_in_a_container_that_sees_its_files(
     assert printed.endswith(f" --set model.weights={cluster / 'w.pth'}\n")
 
 
-TINY = [
-    *(
-        "--set",
-        "duration={steps: 2}",
-        "--set",
-        "schedule.warmup={steps: 1}",
-        "--set",
-        "polish=null",
-    ),
-    *("--set", "data.image_size=16", "--set", "model.arguments.channels=[8, 8, 16, 16]"),
-    *("--set", "evaluation={}", "--nodes", "2", "--gpus-per-node", "1"),
-]
+TINY = shlex.split(
+    "--set 'duration={steps: 2}' --set 'schedule.warmup={steps: 1}' --set polish=null --nodes 2 "
+    "--gpus-per-node 1 --set 'model.arguments.channels=[8, 8, 16, 16]' --set data.image_size=16 "
+    "--set evaluation={}"
+)
 
 
 @pytest.mark.parametrize("kind", ["slurm", pytest.param("jobset", marks=pytest.mark.long)])
@@ -433,44 +443,42 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["slrm", "digits_96", "--nodes", "2"], 'launch: Invalid value "slrm"'),
-        (
-            ["pbs", "digits_96", "--nodes", "5"],
-            "--nodes 5 with 8 GPUs each: batch.global_batch",
+        ("slrm digits_96 --nodes 2", 'launch: Invalid value "slrm"'),
+        ("pbs digits_96 --nodes 5", "--nodes 5 with 8 GPUs each: batch.global_batch"),
+        ("pbs digit_96 --nodes 2", "digit_96: neither a file nor an installed recipe;"),
+        ("slurm digits_96 --nodes 2 --namespace a", "launch slurm has no --namespace"),
+        ("jobset digits_96 --nodes 2 --time 1h", "launch jobset has no --time"),
+        ("mpirun digits_96 --nodes 2 --memory 1G", "launch mpirun has no --memory"),
+        ("slurm digits_96 --nodes 2 --memory lots", "--memory: expected"),
+        ("slurm digits_96 --nodes 2 --partition a=b;c", "--partition"),
+        ("slurm digits_96 --nodes 2 --time 60s", "--time 60s"),
+        ("slurm digits_96 --nodes 2 --cluster abci-v100", "--gpus-per-node 8"),
+        ("slurm digits_96 --nodes 2 --cluster x --time 1h", "--cluster"),
+        ("slurm digits_96 --nodes 2 --image no.sif", "--image: "),
+        ("slurm digits_96 --nodes 2 --image a.io/b", "give a.io#b"),
+        ("jobset digits_96 --nodes 2", "--image"),
+        *(
+            (f"jobset digits_96 --nodes 2 --image registry/largebatch:1 {words}", words.split()[0])
+            for words in (
+                *("--image a.io#b", "--image a/B", "--namespace My_NS", "--rdma hca"),
+                *("--env-secret a_b", "--data-claim a..b", "--runs-claim A"),
+                *("--data d", "--out /a"),
+            )
         ),
-        (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
         (
-            ["slurm", "digits_96", "--nodes", "2", "--namespace", "a"],
-            "launch slurm has no --namespace",
-        ),
-        (["jobset", "digits_96", "--nodes", "2", "--time", "1h"], "launch jobset has no --time"),
-        (
-            ["mpirun", "digits_96", "--nodes", "2", "--memory", "1G"],
-            "launch mpirun has no --memory",
-        ),
-        (["slurm", "digits_96", "--nodes", "2", "--memory", "lots"], "--memory: expected"),
-        (["slurm", "digits_96", "--nodes", "2", "--partition", "a b"], "--partition"),
-        (["slurm", "digits_96", "--nodes", "2", "--time", "60s"], "--time 60s"),
-        (["slurm", "digits_96", "--nodes", "2", "--cluster", "abci-v100"], "--gpus-per-node 8"),
-        (["jobset", "digits_96", "--nodes", "2"], "launch jobset: pods need the --image"),
-        (["jobset", "digits_96", "--nodes", "2", *IMAGE, "--data", "d"], "--data d: "),
-        (["jobset", "digits_96", "--nodes", "2", *IMAGE, "--out", "/a"], "--out /a: "),
-        (
-            ["jobset", "digits_96", "--nodes", "2", *IMAGE, "--set", "model.weights=w.pth"],
+            "jobset digits_96 --nodes 2 --image registry/lb:1 --set model.weights=w.pth",
             "model.weights: w.pth",
         ),
-        (["pbs", "digits_96", "--nodes", "2", *IMAGE], "--image registry/largebatch:1"),
-        (["pbs", "digits_96", "--nodes", "2", "--set", "model.weights=w.pth"], "model.weights: "),
-        (["pbs", "{tmp}/own.yaml", "--nodes", "2"], "RECIPE: {tmp}/own.yaml: "),
-        *(
-            (["slurm", "digits_96", "--nodes", "2", option, "{tmp}/a"], f"{option}: {{tmp}}/a: ")
-            for option in ("--data", "--out")
-        ),
-        (["pbs", "resnet50_8192_mlperf", "--nodes", "2"], "--data"),
+        ("pbs digits_96 --nodes 2 --image registry/a:1", "--image registry/a:1"),
+        ("pbs digits_96 --nodes 2 --set model.weights=w.pth", "model.weights: "),
+        ("pbs {tmp}/own.yaml --nodes 2", "RECIPE: {tmp}/own.yaml: "),
+        ("slurm digits_96 --nodes 2 --data {tmp}/a", "--data: {tmp}/a: "),
+        ("slurm digits_96 --nodes 2 --out {tmp}/a", "--out: {tmp}/a: "),
+        ("pbs resnet50_8192_mlperf --nodes 2", "--data"),
     ],
 )
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(
-    words: list[str],
+    words: str,
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -478,11 +486,10 @@ def test_a_job_that_cannot_be_launched_is_a_one_line_error(
 ) -> None:
     (tmp_path / "own.yaml").write_text((ROOT / "recipes/quickstart/digits_96.yaml").read_text())
     monkeypatch.setattr(launch, "LOCAL", (tmp_path,))
-    words, message = [word.format(tmp=tmp_path) for word in words], message.format(tmp=tmp_path)
-    assert main(["launch", *words]) == USER
+    assert main(["launch", *words.format(tmp=tmp_path).split()]) == USER
     found = capsys.readouterr()
     assert found.out == ""
-    assert message in found.err
+    assert message.format(tmp=tmp_path) in found.err
     assert found.err.count("\n") == 1
 
 
@@ -542,18 +549,10 @@ def test_an_interrupted_job_is_queued_again(
     assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
 
 
-@pytest.mark.parametrize(
-    ("name", "program", "queues"),
-    [
-        pytest.param("slurm.sh", "srun", "scontrol", id="srun"),
-    ],
-)
-def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(
-    cluster: Path, name: str, program: str, queues: str
-) -> None:
-    add_program(cluster / "bin", program, "exit 75")
-    add_program(cluster / "bin", queues, "touch queuing; sleep 1")
-    job = subprocess.Popen(["bash", ROOT / "launch" / name], stdout=subprocess.DEVNULL)
+def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(cluster: Path) -> None:
+    add_program(cluster / "bin", "srun", "exit 75")
+    add_program(cluster / "bin", "scontrol", "touch queuing; sleep 1")
+    job = subprocess.Popen(["bash", ROOT / "launch" / "slurm.sh"], stdout=subprocess.DEVNULL)
     wait_for(cluster / "queuing")
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=120) == 75

@@ -1,7 +1,6 @@
 """The commands of docs/your-own-data.md, on a few photographs, from an empty home."""
 
 import json
-import re
 import shlex
 import shutil
 import zipfile
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from documents import commands
 
-from largebatch.cli.main import DONE, main, parse
+from largebatch.cli.main import DONE, main
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-own-data.md"
 SHORT = ("duration={epochs: 2}", "schedule.warmup={steps: 2}", "polish.clean={epochs: 1}")
@@ -48,12 +47,3 @@ def test_the_commands_lead_from_photographs_to_a_polished_run(
     assert len((tmp_path / "classes.csv").read_text().splitlines()) == 31
     for name in ("runs/photos/report.html", "sheet.png", "photos.yaml"):
         assert (tmp_path / name).exists()
-
-
-def test_every_command_of_the_table_is_parsed() -> None:
-    found = re.findall(
-        r"^\|.*?\| .*?`largebatch (data .*?)`", PAGE.read_text("utf-8"), re.MULTILINE
-    )
-    assert len(found) >= 5
-    for words in found:
-        parse(shlex.split(words))

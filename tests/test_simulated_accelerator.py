@@ -2,7 +2,6 @@
 
 import copy
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -154,41 +153,3 @@ def holding(device: torch.device) -> None:
 
 def test_waiting_orders_the_device_and_a_barrier_holds_the_host() -> None:
     on_forked_workers(on_late_group, holding, workers=2)
-
-
-def losing(device: torch.device) -> None:
-    group = dist.group.WORLD
-    assert isinstance(group, late_group.LateGroup)
-    group.lose()
-    tensor = torch.ones(1).to(device)
-    dist.all_reduce(tensor, async_op=True).wait()
-    with pytest.raises(RuntimeError, match="NCCL communicator was aborted"):
-        tensor.item()
-
-
-def test_a_lost_member_is_noticed_when_the_host_reads_a_sum() -> None:
-    on_forked_workers(on_late_group, losing, workers=1)
-
-
-def hung() -> None:
-    """Queue operations on a hanging device, and read it through another stream."""
-    device = accelerator.simulate()
-    x = torch.ones(3, device=device)
-    before = torch.Event(device)
-    before.record()
-    accelerator.hang()
-    after = torch.Event(device)
-    after.record()
-    x.add_(1)
-    assert (before.query(), after.query()) == (True, False)
-    for read in (x.tolist, after.synchronize, lambda: torch.ones(()).to(device)):
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(0.1)
-        assert thread.is_alive()
-    with torch.Stream(device):
-        assert x.tolist() == [1.0] * 3
-
-
-def test_a_hanging_device_blocks_readers_and_keeps_its_memory() -> None:
-    on_forked_workers(hung, workers=1)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import started_browser
-from cyclopts import App
-from documents import PAGES, ROOT
+from documents import PAGES, ROOT, options_of
 
 from largebatch.cli.main import make_app
 from largebatch.lab.studies.study import Study
@@ -63,20 +62,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def commands(app: App, prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield every command with its options."""
-    for name in app:
-        if name.startswith("-"):
-            continue
-        yield from commands(app[name], f"{prefix} {name}")
-        if app[name].default_command is not None:
-            arguments = app[name].assemble_argument_collection()
-            yield (
-                f"{prefix} {name}",
-                [each.name for each in arguments if each.parse and each.name != "*"],
-            )
-
-
 def keys(key: str, seen: list[str], root: type[Section]) -> Iterator[str]:
     """Yield the keys below a key, but those of a section that stood there before."""
     for section in sections_below(key, root):
@@ -127,7 +112,7 @@ def test_every_key_of_a_file_has_its_values_on_one_page(
 def test_every_command_is_on_one_page_with_its_options(site: Path) -> None:
     page = (site / "docs/reference/commands.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", page)
-    found = list(commands(make_app(), "largebatch"))
+    found = list(options_of(make_app(), "largebatch"))
     assert len(found) > 20
     for command, options in found:
         assert command in text

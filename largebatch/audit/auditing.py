@@ -78,10 +78,11 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     the table.
 
     >>> import torch
+    >>> from torch import nn
     >>> model = nn.Linear(4, 2)
     >>> loader = [(torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])) for _ in range(3)]
     >>> findings = audit(
-    ...     model, loader, nn.functional.cross_entropy, SGD(model.parameters(), lr=0.1)
+    ...     model, loader, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
     ... )  # doctest: +ELLIPSIS
     audit: no fault, ...
     >>> findings.ok, findings.named("gradient direction")[0].figure

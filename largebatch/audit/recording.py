@@ -268,7 +268,8 @@ class Recorder:
 
     def _begun(self, optimizer: Optimizer, places: set[int]) -> Update:
         """Return an update before it is made, without its gradients."""
-        used, reference = self._used(), None
+        used = [it for it in self.micros if it.output_gradient is not None] or self.micros
+        reference = None
         self._first, self._is_paused = optimizer, True
         try:
             reference = self.reference(used)
@@ -292,10 +293,6 @@ class Recorder:
             strangers=sum(it.grad is None and id(it) not in own for it in tensors),
             attempt=len(self.updates) + self.skipped,
         )
-
-    def _used(self) -> list[Micro]:
-        """Return the forward passes that a backward pass followed, or all if none was seen."""
-        return [it for it in self.micros if it.output_gradient is not None] or self.micros
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         if not self._places_of(optimizer):

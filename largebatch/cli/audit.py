@@ -24,7 +24,7 @@ class Audited(Workers):
     """Number of worker processes to start on this machine (2 for a script)."""
 
 
-def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
+def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
     TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates
@@ -39,38 +39,37 @@ def audit(target: str, /, *arguments: str, options: Annotated[Audited, Given] = 
         target: script.py, or module:function.
         arguments: Arguments of the script.
     """
-    script = Path(target)
-    if script.suffix == ".py":
+    if target.suffix == ".py":
         if options.backend == "serial":
             raise LargebatchError(f"--backend serial is for FUNCTION; {target} connects workers")
-        if not script.is_file():
-            raise DataError(f"{target}: there is no such script")
+        if not target.is_file():
+            raise DataError(f"{target}: there is no such script; correct the path")
         if options.workers is None and worker_rank() is None:
             from largebatch.runs.launch import start_workers
 
             text = "largebatch: two workers were started; --workers 1 audits a single process"
             print(text, file=sys.stderr)
             limit = ["--timeout", f"{options.timeout:g}"]
-            words = ["-m", "largebatch", "audit", "--workers", "2", *limit, target, *arguments]
+            words = ["-m", "largebatch", "audit", "--workers", "2", *limit, str(target), *arguments]
             return start_workers(words, workers=2, horovod=options.backend == "horovod")
         from largebatch.audit.script import audit_script
 
-        return _end(audit_script(script, arguments, timeout=options.timeout), target)
+        return _end(audit_script(target, arguments, timeout=options.timeout), target)
     from largebatch.data.datasets.own import own_function
     from largebatch.distributed.connection import connect
 
-    make = own_function(target)
+    make = own_function(str(target))
     backend = connect(options.backend, timeout=options.timeout)
     if backend.world_size == 1:
         raise DataError("an audit compares several workers: give --workers 2 or more")
-    findings = _check(make, target)
+    findings = _check(make, str(target))
     # A DistributedDataParallel that outlives its process group can block when it is freed.
     gc.collect()
     backend.close()
     return _end(findings, target)
 
 
-def _end(findings: "Findings", target: str) -> None:
+def _end(findings: "Findings", target: Path) -> None:
     if findings.faults:
         raise AuditError(f"{target}: the audit found faults, listed above")
     if not findings.ok:

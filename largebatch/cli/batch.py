@@ -4,10 +4,12 @@ import shlex
 from dataclasses import asdict
 from typing import Annotated
 
+from largebatch.cli.plan import ClusterName
 from largebatch.cli.printing import INTERRUPTED, wrapped
 from largebatch.cli.recipe import write_recipe
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import LargebatchError, printable
+from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import (
@@ -29,7 +31,7 @@ def batch(
     /,
     *,
     minutes: Number = 10.0,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     price: Number | None = None,
     out: Folder = NEW_FOLDER,
     options: Annotated[Machine, Given] = Machine(),
@@ -44,8 +46,6 @@ def batch(
     """
     place = None
     if cluster is not None:
-        from largebatch.lab.planner.cluster import load_cluster
-
         place = load_cluster(cluster)
         if price is not None:
             place = place.model_copy(update={"price_per_gpu_hour": price})

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from largebatch.data.index.index import Index
 
 SPLITS = ("train", "val")
+GENERIC = {"data", "dataset", "images", "train"}  # names that do not describe images
+
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
 
@@ -136,7 +138,9 @@ def import_(  # noqa: PLR0913 -- its options
     for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):
         print(printable(line), flush=True)
     index(out)
-    print(printable(f"next: largebatch init {shlex.quote(str(out))}"))
+    label = source.resolve().name.partition(".")[0]
+    words = ["--name", label] if out.name in GENERIC and label not in GENERIC else []
+    print(printable(f"next: {shlex.join(['largebatch', 'init', str(out), *words])}"))
 
 
 @app.command
@@ -172,9 +176,10 @@ def _progress(text: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress
 
+    console = Console(stderr=True)
     with (
         answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
-        Progress(console=Console(stderr=True), transient=True) as bar,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -188,7 +193,7 @@ def init(  # noqa: PLR0913 -- its options
     name: str | None = None,
     weights: str | None = None,
     model: str | None = None,
-    image_size: Count | None = None,
+    image_size: Annotated[int | None, Parameter(validator=Between(gte=8), metavar="N")] = None,
     minutes: Number | None = None,
 ) -> None:
     """Write a recipe for a folder of images.
@@ -196,7 +201,7 @@ def init(  # noqa: PLR0913 -- its options
     Args:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<name>.yaml).
-        name: Name of the recipe and its runs (that of --out, else the folder's).
+        name: Name of the recipe and its runs (that of --out, else of the folder, or above "data").
         weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
         model: Network of largebatch or timm, or torchvision/NAME.
         image_size: Side of the images that the network gets, in pixels.
@@ -205,13 +210,14 @@ def init(  # noqa: PLR0913 -- its options
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
     from largebatch.runs.pretrained import start_with
 
-    text = name or (out.stem if out else folder.resolve().name)
+    above = (part for part in reversed(folder.resolve().parts[1:]) if part not in GENERIC)
+    text = name or (out.stem if out else next(above, ""))
     name = recipe_name(text, otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
     train, val = open_indexes(folder)
-    for remark in remarks(train, val):
+    for remark in remarks(train, val, pretrained=weights is not None):
         print(printable(remark))
     start, epochs = None, None
     if weights is not None or model is not None:

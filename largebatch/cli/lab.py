@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from rich.filesize import decimal
 
+from largebatch.cli.plan import ClusterName
 from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
 from largebatch.cli.recipe import write_planned
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
 from largebatch.formatting import MISSING, aligned, plural
+from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -215,8 +217,6 @@ def suggest(
 @app.command
 def clusters() -> None:
     """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
-    from largebatch.lab.planner.cluster import installed_clusters
-
     rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
     for name, found in installed_clusters().items():
         gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
@@ -232,7 +232,7 @@ def rehearse(
     *,
     workers: Count = 1,
     rank: int = 0,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     changes: Annotated[Changes, Given] = Changes(),
 ) -> None:
     """Print the work of one worker of a job, without the job's machines.
@@ -244,7 +244,6 @@ def rehearse(
     """
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.rehearsal import rehearse as rehearsal
-    from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import FIXED_BYTES, HELP
 
     for module in changes.imports:

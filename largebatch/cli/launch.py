@@ -1,8 +1,9 @@
 """The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
-The templates are the files of launch/. Its scripts also run by themselves; a job has other values
-on the lines of their settings. Its manifests are Jinja's, and share pod.yaml. The plan is made
-first, so that a batch which cannot be divided is never submitted.
+The templates are the files of launch/. Its scripts also run by themselves and read variables; a
+job has values on the lines of their settings instead, so that it runs as printed. The manifests are
+Jinja's, and share pod.yaml. The plan is made first, so that a batch which cannot be divided is
+never submitted.
 """
 
 import json
@@ -20,8 +21,10 @@ from typing import Annotated, Literal, get_args
 from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from largebatch.cli.plan import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import duration
+from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
@@ -58,12 +61,21 @@ def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
     return int(found[1]) * (1024 if found[2] == "T" else 1)
 
 
-def _word(_: object, value: str | None) -> None:
-    if value is not None and not re.fullmatch(r"[\w.:/@%+,=#-]+", value):
-        raise ValueError(f"expected a name without spaces, got {value!r}")
+def _matching(pattern: str, expected: str) -> Parameter:
+    def check(_: object, value: str | None) -> None:
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ValueError(f"expected {expected}")
+
+    return Parameter(validator=check, metavar="NAME")
 
 
-Word = Annotated[str, Parameter(validator=_word, metavar="NAME")]
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # of DNS
+_LABELS = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
+
+Word = Annotated[str, _matching(r"[\w.:/@%+,=#-]+", "a name without spaces")]
+Namespace = Annotated[str, _matching(_LABEL, "lower-case letters, digits and -, at most 63")]
+Named = Annotated[str, _matching(_LABELS, "lower-case letters, digits, - and .")]
+Resource = Annotated[str, _matching(rf"{_LABELS}/\w[\w.-]{{0,62}}", "such as rdma/hca")]
 Memory = Annotated[int, Parameter(converter=_gibibytes, metavar="SIZE")]
 
 
@@ -85,7 +97,7 @@ class Queue:
     time: Seconds | None = None
     """Longest time, such as 90m (8h); a longer run saves, is queued again and resumes."""
 
-    cluster: Annotated[str | None, Parameter(metavar="NAME")] = None
+    cluster: ClusterName | None = None
     """Cluster that the time is predicted for: a name of `lab clusters`, or a file."""
 
     partition: Word | None = None
@@ -102,16 +114,16 @@ class Queue:
 class Pods:
     """Options of Kubernetes."""
 
-    namespace: Word | None = None
+    namespace: Namespace | None = None
     """Namespace of the job."""
 
-    env_secret: Word | None = None
+    env_secret: Named | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
-    data_claim: Word = "data"
+    data_claim: Named = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
-    runs_claim: Word = "runs"
+    runs_claim: Named = "runs"
     """PersistentVolumeClaim that is mounted at /runs."""
 
     shared_memory: Memory | None = None
@@ -120,7 +132,7 @@ class Pods:
     host_ipc: bool = False
     """Share memory with the node's other pods, as NCCL does between GPUs of one node."""
 
-    rdma: Word | None = None
+    rdma: Resource | None = None
     """Resource of an RDMA card, such as rdma/hca_shared_devices_a."""
 
 
@@ -165,6 +177,8 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             if kind not in kinds and getattr(options, field.name) != field.default:
                 flag = f"--{field.name.replace('_', '-')}"
                 raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
+    if job.queue.time and job.queue.cluster:
+        raise LargebatchError("--time and --cluster each choose the time; leave one out")
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
@@ -184,7 +198,6 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
 
 def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
     """Print and return the seconds to reserve for a run on a cluster."""
-    from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import predict, workload
 
     cluster = load_cluster(name)
@@ -208,6 +221,7 @@ def _places(kind: str, source: Path, weights: str | None, job: Job) -> dict[str,
     files_of_job = {
         "RECIPE": source if source.is_file() else None,
         "model.weights": Path(weights) if weights else None,
+        "--image": Path(job.image) if job.image and job.image.endswith(".sif") else None,
     }
     given = files_of_job | {"--data": job.data, "--out": job.out}
     places = {
@@ -239,22 +253,27 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
     if places.get("--out", Path()).is_relative_to(Path.cwd()):
         del places["--out"]  # its folder may not exist yet
+    image_file = places.pop("--image", None)
     folders = [place if key == "--data" else place.parent for key, place in places.items()]
     mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
     python, image = [sys.executable], job.image or ""
-    if image.endswith(".sif"):
+    if image_file:
         binds = [word for mount in mounts for word in ("--bind", mount)]
-        python = ["apptainer", "exec", "--nv", *binds, str(Path(image).absolute()), "python3"]
+        python = ["apptainer", "exec", "--nv", *binds, str(image_file), "python3"]
         image = ""
     elif image:
         python = ["python3"]
-    if image and kind != "slurm":
-        raise LargebatchError(
-            f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are for "
-            f"slurm, {', '.join(KUBERNETES)}"
-        )
+        if kind != "slurm":
+            raise LargebatchError(
+                f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are "
+                f"for slurm, {', '.join(KUBERNETES)}"
+            )
+        if found := re.fullmatch(r"((?:docker://)?[\w-]+(?:\.[\w-]+)+(?::\d+)?)/([^#]+)", image):
+            raise LargebatchError(
+                f"--image {image}: pyxis expects REGISTRY#IMAGE; give {found[1]}#{found[2]}"
+            )
     seconds, cpus = queue.time or 8 * 3600, node.cpus or 8
-    if queue.cluster is not None and queue.time is None:
+    if queue.cluster is not None:
         seconds = _predict_time(job, recipe, queue.cluster)
     if seconds < SHORTEST:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
@@ -268,16 +287,16 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reserved = {"q": queue.partition, "A": queue.account, "l": place}
     pbs = [f"\n#PBS -{key} {value}" for key, value in reserved.items() if value]
     settings = {
-        "RECIPE=": f"${{RECIPE:-{shlex.quote(str(places.get('RECIPE', source)))}}}",
-        "OUT=": f"${{OUT:-{shlex.quote(str(job.out or f'runs/{name}'))}}}",
+        "RECIPE=": shlex.quote(str(places.get("RECIPE", source))),
+        "OUT=": shlex.quote(str(job.out or f"runs/{name}")),
         "OPTIONS=": f"({shlex.join(options)})",
         "python=": f"({shlex.join(python)})",
-        "IMAGE=": f"${{IMAGE:-{image and shlex.quote(image)}}}",
-        "MOUNTS=": f"${{MOUNTS:-{','.join(['$PWD:$PWD', *map(shlex.quote, mounts)])}}}",
-        "WORKERS=": f"${{WORKERS:-{job.nodes * gpus}}}",
-        "NODES=": f"${{NODES:-{job.nodes}}}",
-        "GPUS=": f"${{GPUS:-{gpus}}}",
-        "LIMIT=": f"${{LIMIT:-{int(max(seconds - SAVING, seconds / 2)) // 60}m}}",
+        "IMAGE=": image and shlex.quote(image),
+        "MOUNTS=": ",".join(["$PWD:$PWD", *map(shlex.quote, mounts)]),
+        "WORKERS=": job.nodes * gpus,
+        "NODES=": job.nodes,
+        "GPUS=": gpus,
+        "LIMIT=": f"{int(max(seconds - SAVING, seconds / 2)) // 60}m",
         "#SBATCH --job-name=": "".join([name, *slurm]),
         "#SBATCH --nodes=": job.nodes,
         "#SBATCH --gpus-per-node=": gpus,
@@ -291,6 +310,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     }
     template = (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8")
     template = template.replace("node1:8,node2:8", f"node1:{gpus},node2:{gpus}")
+    template = re.sub(r".*\$\{PYTHON.*\n", "", template)  # a job has its own
     return re.sub(
         rf"^({'|'.join(map(re.escape, settings))}).*$",
         lambda line: f"{line[1]}{settings[line[1]]}",
@@ -306,10 +326,14 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     reads_data = job.data is not None or recipe.data.source == "folder"
     if reads_data:
         options += ["--data", str(job.data or "/data")]
-    if job.image is None or job.image.endswith(".sif"):
+    image = job.image or "NAME"  # which is none
+    in_registry = re.fullmatch(r"([\w.-]+(:\d+)?/)?[a-z\d][a-z\d._/-]*([:@][\w.:-]+)?", image)
+    if not in_registry or image.endswith(".sif"):
         raise LargebatchError(
-            f"launch {kind}: pods need the --image of a registry, built from launch/Dockerfile"
+            f"--image {image}: pods need one of a registry, as host/name:tag, by launch/Dockerfile"
         )
+    for module in job.imports:
+        print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)
     for option, path, folders, remedy in (
         ("model.weights:", weights, ("/data", "/runs"), "copy it there, --set model.weights=PATH"),
         ("--data", str(job.data or ""), ("/data",), "give a folder there"),

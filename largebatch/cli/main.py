@@ -82,6 +82,7 @@ COMMANDS = {
 """Modules of largebatch.cli with the functions of the commands, or with the commands below one."""
 
 EXAMPLES = {
+    "": ("train digits_96 --workers 2", "init photos --minutes 20", "audit --workers 2 train.py"),
     "train": (
         "train digits_96 --workers 2 --set seed=2 --out runs/seed-2",
         "train mine.yaml --data images --time-limit 8h --resume auto --out a",
@@ -111,7 +112,10 @@ EXAMPLES = {
     "data show": ("data show mine.yaml --data images",),
     "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
-    "launch": ("launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",),
+    "launch": (
+        "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
+        "launch trainjob digits_96 --nodes 2 --image host/lb:1 > job.yaml",
+    ),
     "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
@@ -124,11 +128,6 @@ EXAMPLES = {
     "completion": ("completion bash >> ~/.bash_completion",),
 }
 """Calls that --help of each command shows, of which every one can be parsed."""
-
-_HELP = """Train image classifiers with very large mini-batches, then polish them.
-
-To start: train digits_96, plan digits_96, explain, recipes, init DIR.
-"""
 
 
 class UsageError(LargebatchError):
@@ -153,19 +152,16 @@ def make_app() -> App:
     # that several commands share have the groups of runs.options, as Annotated[Count, OF_WORKERS].
     app = App(
         name="largebatch",
-        help=_HELP,
+        help="Train image classifiers with very large mini-batches, then polish them.",
         version=__version__,
         help_format="plaintext",
-        default_parameter=Parameter(negative=(), show_default=shown),
+        default_parameter=Parameter(
+            negative=(), show_default=lambda value: None if value in (None, False, ()) else value
+        ),
     )
     for name, place in COMMANDS.items():
         app.command(f"largebatch.cli.{place}", name=name)
     return app
-
-
-def shown(default: object) -> object:
-    """Return a default as help shows it; None to show none."""
-    return None if default in (None, False, ()) else default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,7 +194,7 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
     if words[:1] in ([], ["--help"], ["-h"]):
         for name in COMMANDS:
             _ = app[name]  # imported, for its description
-    if not {"--help", "-h"}.isdisjoint(words):
+    if not words or not {"--help", "-h"}.isdisjoint(words):
         _complete_help(app, words)
     try:
         command, bound, _ = app.parse_args(
@@ -222,8 +218,6 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
         if word.startswith("-") or word not in command:
             break
         command, names = command[word], [*names, word]
-    if not names:
-        return
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
@@ -239,6 +233,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
         shell: Shell that reads the script, from the folder of its completions.
     """
     print(make_app().generate_completion(shell=shell))
+    if shell == "bash":  # folders end with /, and arguments without candidates are files
+        print("complete -o filenames -o default -F _largebatch largebatch")
 
 
 def _with_values(words: Sequence[str]) -> list[str]:

@@ -5,9 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import duration, three_digits
+from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.describe import (
     describe_batch_changes,
     describe_division,
@@ -18,8 +21,12 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_tree
-from largebatch.runs.options import Changes, Count, Given, RecipeFile
+from largebatch.runs.options import Changes, Count, Given, RecipeFile, completing
 from largebatch.schedules.build import follow
+
+ClusterName = Annotated[
+    str, Parameter(completer=completing(".yaml", installed_clusters), metavar="NAME")
+]
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -27,7 +34,7 @@ def plan(  # noqa: PLR0913 -- its options
     /,
     *,
     workers: Count = 1,
-    cluster: str | None = None,
+    cluster: ClusterName | None = None,
     json: bool = False,
     calibrate: bool = False,
     data: Path | None = None,
@@ -62,7 +69,6 @@ def plan(  # noqa: PLR0913 -- its options
     if not cluster:
         _plan(loaded, workers, changes.imports)
         return
-    from largebatch.lab.planner.cluster import load_cluster
     from largebatch.lab.planner.prediction import describe, predict, workload
 
     prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))

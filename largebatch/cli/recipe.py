@@ -9,9 +9,9 @@ from dataclasses import asdict
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BREAKS_RULES = 1  # exit code of `check --mlperf-closed` for a recipe of the open division
 
 By = Literal["epoch", "step", "samples"]
+Installed = Annotated[str, Parameter(completer=lambda _: list(installed()))]
 
 recipes = App(name="recipes", help="List the installed recipes, or copy one to edit.")
 
@@ -38,7 +39,7 @@ recipes = App(name="recipes", help="List the installed recipes, or copy one to e
 def check(
     recipe: RecipeFile,
     /,
-    *recipes: Path,
+    *recipes: RecipeFile,
     overrides: Overrides = (),
     mlperf_closed: bool = False,
     json: AsJson = False,
@@ -46,7 +47,6 @@ def check(
     """Validate recipes without running them.
 
     Args:
-        recipes: Further ones.
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
     problems, broken, checked = [], False, list[dict[str, object]]()
@@ -212,7 +212,7 @@ def _facts() -> Iterator[dict[str, Any]]:
 
 
 @recipes.command
-def copy(name: str, /, *, out: Path | None = None) -> None:
+def copy(name: Installed, /, *, out: Path | None = None) -> None:
     """Write an installed recipe to a file, which is not overwritten.
 
     Args:

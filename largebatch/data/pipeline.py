@@ -229,7 +229,7 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
     plan: Plan,
     backend: Backend,
     *,
-    folder: Path | None,
+    folder: Path | str | None,
     dataset: str | None = None,
     progress: Progress = silent,
     fit: Callable[[], tuple[Plan, str]] | None = None,
@@ -244,6 +244,7 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
     the folder does not match the recipe, MissingPackageError if the decoder is not installed.
     """
     data, execution = recipe.data, recipe.execution
+    folder = None if folder is None else Path(folder)
     if folder is not None and data.source != "folder":
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"

@@ -22,6 +22,11 @@ def polished(model: nn.Module, averaged: AveragedModel, batches: Iterable[Any]) 
     """Hold the polished average in the model in this block, to evaluate or save it.
 
     `batches` are clean training images, of which every worker may pass all or its own share.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    >>> averaged = AveragedModel(model)  # updated after every update of the model
+    >>> with polished(model, averaged, [torch.randn(8, 3, 9, 9)]):
+    ...     weights = model.state_dict()
     """
     exchange(model, averaged)
     try:

@@ -22,6 +22,8 @@ def audit_loop(
 
     The objects have been prepared by the accelerator; `max_norm` clips gradients. Pass a step that
     differs to `largebatch.audit`.
+
+    >>> findings = audit_loop(accelerator, model, loader, loss_fn, optimizer)  # doctest: +SKIP
     """
 
     def step(batch: Any) -> None:

@@ -29,6 +29,8 @@ def polish_averages() -> None:
     Clean images are those of the newest training loader of timm's `create_loader`, transformed and
     divided among workers as for its validation loader, which repeats a few where the number of
     workers does not divide them. The pass raises DataError if a script has made only one loader.
+
+    >>> polish_averages()  # then run timm's script in this process  # doctest: +SKIP
     """
     own_loader, own_update = data.create_loader, ModelEmaV3.update
     loaders: dict[bool, tuple[Dataset[Any], dict[str, Any]]] = {}

@@ -21,7 +21,7 @@ spans.
 """
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -120,32 +120,17 @@ class SpanBatchNorm(_BatchNorm):
         if self.track_running_stats and sums is None:  # also again, to save the same tensors
             exact = exact_type(images)
             sums = torch.zeros(2, self.num_features, dtype=exact, device=images.device)
-        affine = self.weight, self.bias
-        if kernels.take(images, other, span=self.span):
-            check(images, span=self.span, group=group)
-            out: Tensor = kernels.batchnorm().normalise(
-                images,
-                other,
-                *affine,
-                eps=self.eps,
-                span=self.span,
-                relu=relu,
-                group=group,
-                sums=sums,
-            )[0]
+        affine, span = (self.weight, self.bias), self.span
+        settings: dict[str, Any] = {"eps": self.eps, "span": span, "group": group, "sums": sums}
+        if kernels.take(images, other, span=span):
+            check(images, span=span, group=group)
+            fused = kernels.batchnorm().normalise
+            out: Tensor = fused(images, other, *affine, relu=relu, **settings)[0]
         else:
             assert other is None
             assert not relu
             is_zero = not compiled and (not counts or self.num_spans == 0)
-            out = normalise(
-                images,
-                *affine,
-                eps=self.eps,
-                span=self.span,
-                group=group,
-                sums=sums,
-                is_zero=is_zero,
-            )
+            out = normalise(images, *affine, is_zero=is_zero, **settings)
         num = -(-len(images) // self.span) if group is None else 1
         if counts and compiled:
             assert self.num_in_graphs is not None  # `Spans` sets both

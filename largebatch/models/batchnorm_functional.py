@@ -101,7 +101,7 @@ def check(images: Tensor, *, span: int, group: Group | None) -> None:
                 f"holds {span // group.world_size} of them; this one was given {len(images)}"
             )
         samples = span
-    if samples * _area(images) < 2:
+    if samples * math.prod(images.shape[2:]) < 2:
         raise ValueError(
             f"one value per channel has no variance: a group of {samples} samples of shape "
             f"{tuple(images.shape[1:])}; give whole spans, or one sample more or less"
@@ -205,10 +205,6 @@ def _sums(images: Tensor, grad: Tensor, mean: Tensor, inverse: Tensor) -> Tensor
         output_mask=[False, True, True],
     )
     return torch.stack([by_bias, by_weight])
-
-
-def _area(images: Tensor) -> int:
-    return math.prod(images.shape[2:])
 
 
 def exact_type(images: Tensor) -> torch.dtype:

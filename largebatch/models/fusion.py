@@ -5,7 +5,7 @@ is a single call. The call uses the kernels where they take the batch, in traini
 on the modules; otherwise it calls the modules, as before. Modules, names and `state_dict` stay.
 
 torch.fx records one path through Python's branches. So a block is read only if modules and plain
-attributes of its own decide every call, which its compiled code shows (`_read_by`), and its own
+attributes of its own decide every call, which its compiled code shows (`_names`), and its own
 forward pass is used again as soon as one of them differs.
 """
 
@@ -13,7 +13,7 @@ import dis
 import inspect
 import operator
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -36,9 +36,6 @@ _CALLS = {*_RELU, *_ADD, "dropout", "flatten", "is_scripting", "jit", "mean", "p
 _REFUSED = {"FOR_ITER", "MAKE_FUNCTION", "STORE_ATTR"}
 """Instructions of a forward pass that torch.fx runs only once, or that hide others."""
 
-_PAIRS = "num_pairs"
-"""Attribute of a forward pass with pairs: their number."""
-
 
 def pair(model: nn.Module) -> tuple[int, int]:
     """Pair layers in place; return the number of BatchNorm layers in pairs, and of all.
@@ -58,15 +55,14 @@ def count_pairs(model: nn.Module) -> tuple[int, int]:
     layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
     inside = sum(layer.ends_in_relu() for layer in layers)
     passes = [vars(block).get("forward") for block in model.modules()]
-    return inside + sum(getattr(each, _PAIRS, 0) for each in passes), len(layers)
+    return inside + sum(getattr(each, "num_pairs", 0) for each in passes), len(layers)
 
 
 def describe_pairs(model: nn.Module) -> Iterator[str]:
     """Yield a sentence for the log if pairs run in the kernels."""
     found, num = count_pairs(model)
     # Results of convolutions have the type and memory format of their weights.
-    weights = [layer.weight for layer in model.modules() if isinstance(layer, _ConvNd)]
-    weights = weights or list(islice(model.parameters(), 1))
+    weights = [each.weight for each in model.modules() if isinstance(each, (_ConvNd, nn.Linear))]
     if found and all(map(kernels.take, weights)):
         yield f"{found} of {num} BatchNorm layers run in one kernel with the ReLU behind them"
 
@@ -107,15 +103,20 @@ def _pair_in(block: nn.Module) -> None:
     own: Any = type(block).forward
     if vars(block).get("forward", MethodType(own, block)) != MethodType(own, block):
         return
+    graphs = []
     try:
-        names = _read_by(block, own)
-        graphs = [_trace(block, training=training) for training in (True, False)]
+        names = sorted(_names(block, own) - {"training"})  # both modes are traced
+        for training in (True, False):
+            with mode(block, training=training):
+                graphs.append(_Tracer().trace(block))
     except Exception:  # torch.fx raises all kinds
         return
-    graph = graphs[0]
-    if str(graph) != str(graphs[1]):
+    graph, nodes = graphs[0], list(graphs[0].nodes)
+    inputs = [node.target for node in nodes if node.op == "placeholder" and not node.args]
+    inside = any("." in str(node.target) for node in nodes if node.op == "call_module")
+    if str(graph) != str(graphs[1]) or inside or len(inputs) != 1 or inputs[0][0] == "*":
         return
-    num = sum(_replace(block, graph, node) for node in list(graph.nodes) if _norm(block, node))
+    num = sum(_replace(block, graph, node) for node in nodes if _norm(block, node))
     if not num:
         return
     graph.lint()
@@ -125,7 +126,7 @@ def _pair_in(block: nn.Module) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the block's
         return (paired if _form(self, names) == before else own)(self, *args, **kwargs)
 
-    setattr(forward, _PAIRS, num)
+    forward.num_pairs = num  # type: ignore[attr-defined]  # see count_pairs
     block.forward = MethodType(forward, block)
 
 
@@ -135,22 +136,13 @@ def _form(block: nn.Module, names: list[str]) -> list[object]:
     return [*modules, *(block.__dict__.get(name) for name in names)]
 
 
-def _read_by(block: nn.Module, own: Any) -> list[str]:  # noqa: ANN401 -- a function
-    """Return the attributes, besides modules, that decide the calls of a forward pass.
+def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- a method
+    """Return the attributes, besides modules, that decide the calls of a method.
 
-    Raises ValueError if anything else may: optional arguments, other code, other objects.
+    Raises ValueError if anything else may: other code, other objects, values that are None.
     """
-    _, images = inspect.signature(own).parameters.values()
-    if images.kind is not images.POSITIONAL_OR_KEYWORD or images.default is not images.empty:
-        raise ValueError(images.name)
-    if own is nn.Sequential.forward:
-        return []
-    if vars(block).get("grad_checkpointing"):
-        raise ValueError("recomputation is not traced")
-    return sorted(_names(block, own) - {"training"})  # both modes are traced
-
-
-def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- as above
+    if function is nn.Sequential.forward:
+        return set()
     used = inspect.getclosurevars(function)
     outside = [value for name, value in used.globals.items() if name != "checkpoint_seq"]  # timm's
     known = all(value in (torch, F, nn) for value in outside)
@@ -158,7 +150,8 @@ def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- as a
         if code.opname == "IS_OP" or "_NONE" in code.opname:
             known = known and before.opname == "LOAD_ATTR"  # a traced value is never None
         known = known and code.opname not in _REFUSED
-    if not known or used.nonlocals or used.builtins.keys() - {"float"}:
+    recomputes = vars(block).get("grad_checkpointing")
+    if not known or recomputes or used.nonlocals or used.builtins.keys() - {"float"}:
         raise ValueError(function.__name__)
     found = set()
     for name in used.unbound - block._modules.keys():
@@ -170,11 +163,6 @@ def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- as a
         elif name in vars(block) or name not in _CALLS:
             raise ValueError(name)
     return found
-
-
-def _trace(block: nn.Module, *, training: bool) -> fx.Graph:
-    with mode(block, training=training):
-        return _Tracer().trace(block)
 
 
 def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:

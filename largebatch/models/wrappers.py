@@ -6,14 +6,13 @@ polishing need only the inner module, which is complete on every worker under
 DistributedDataParallel.
 """
 
-import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from threading import Lock
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -174,25 +173,53 @@ def has_own_hooks(module: nn.Module) -> bool:
     return any(own) or torch_module._has_any_global_hook()
 
 
-def kept_on_host(model: nn.Module) -> dict[str, object]:
-    """Return numbers, words and states of random generators that modules keep, by their names.
+def watch_host(model: nn.Module) -> Callable[[], str | None]:
+    """Return a function that names what has changed since in the modules; None if nothing.
 
-    The number of spans is counted after a replay too.
+    Compared is what a replay does not change: numbers, words, containers, random generators and
+    tensors of the host by their values, and tensors of a device by their addresses.
     """
-    found: dict[str, object] = {}
-    for place, module in model.named_modules():
-        for name, value in vars(module).items():
-            state: object = value
-            if isinstance(value, random.Random):
-                state = value.getstate()
-            elif isinstance(value, np.random.Generator):
-                state = repr(value.bit_generator.state)
-            elif isinstance(value, torch.Generator):
-                state = value.get_state().tolist()
-            elif not isinstance(value, int | float | str) or name == "num_spans":
-                continue
-            found[f"{name} of {place or 'the model'}"] = state
-    return found
+
+    def read(seen: dict[int, tuple[int, object]]) -> dict[str, object]:
+        seen |= {id(module): (place, module) for place, module in enumerate(model.modules())}
+        return {
+            f"{name} of {place or 'the model'}": _state_of(value, seen)
+            for place, module in model.named_modules()
+            for name, value in {**vars(module), **module._parameters, **module._buffers}.items()
+            if name not in {"num_spans", "_parameters", "_buffers"}  # spans are counted anyway
+        }
+
+    alive: dict[int, tuple[int, object]] = {}
+    kept = read(alive), alive  # so that no new tensor gets the address of an old one
+
+    def changed() -> str | None:
+        before, now = kept[0], read({})
+        return next((it for it in {**before, **now} if before.get(it) != now.get(it)), None)
+
+    return changed
+
+
+def _state_of(value: object, seen: dict[int, tuple[int, object]]) -> object:
+    """Return the numbers, words and addresses of a value; add to `seen` what was looked into."""
+    if isinstance(value, int | float | str | bytes | None):
+        return value
+    if id(value) in seen:
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value
+    content = vars(value) if isinstance(value, nn.Module) else value
+    if isinstance(content, dict):
+        content = list(content.items())
+    if isinstance(content, list | tuple | set | frozenset | deque):
+        return [_state_of(it, seen) for it in content]
+    if isinstance(content, torch.Generator):
+        content = content.get_state()
+    with suppress(Exception):  # objects that cannot be pickled raise all kinds
+        if isinstance(content, Tensor):
+            on_host = content.device.type == "cpu"
+            return repr(content.tolist()) if on_host else (id(content), content.data_ptr())
+        if type(content).__module__.partition(".")[0] not in {"torch", "triton", "largebatch"}:
+            return _state_of(content.__reduce_ex__(4), seen)
+    return repr(content)  # objects of these libraries hold no numbers that passes decide by
 
 
 def needs_host(model: nn.Module) -> str | None:
@@ -200,6 +227,10 @@ def needs_host(model: nn.Module) -> str | None:
     for layer in model.modules():
         if has_own_hooks(layer):
             return f"{type(layer).__name__} has hooks, which may decide on the host"
+    for name, weight in model.named_parameters():
+        others = weight._post_accumulate_grad_hooks or ()
+        if weight._backward_hooks or len(others) > 1:  # one is of a Reducer
+            return f"{name} has hooks, which may decide on the host"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "the model is on several devices"
     return None

@@ -37,9 +37,11 @@ def hidden_gradients(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     hidden = [(weight, weight.grad) for weight in weights]
     for weight, _ in hidden:
         weight.grad = None
-    yield
-    for weight, gradient in hidden:
-        weight.grad = gradient
+    try:
+        yield
+    finally:
+        for weight, gradient in hidden:
+            weight.grad = gradient
 
 
 def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[dict[str, Any]]:

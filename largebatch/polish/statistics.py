@@ -41,11 +41,11 @@ from largebatch.models.wrappers import (
     describe_layer,
     device_of,
     input_of,
-    kept_on_host,
     local_model,
     mode,
     needs_host,
     uncompiled,
+    watch_host,
 )
 from largebatch.polish.moments import TOGETHER, Moments, pool
 from largebatch.tracking.events import LayerDrift
@@ -160,8 +160,9 @@ def polish(
     unknown layer, if a name in `skip` is unknown, if a layer takes several arguments or normalises
     in another way, or if a batch has no images.
 
+    >>> from torch import nn, randn
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    >>> drift = polish(model, [torch.randn(8, 3, 9, 9), torch.randn(5, 3, 9, 9)])
+    >>> drift = polish(model, [randn(8, 3, 9, 9), randn(5, 3, 9, 9)])
     >>> [(layer.name, layer.channels) for layer in drift]
     [('1', 4)]
     """
@@ -351,7 +352,7 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
         every = [it for calls in found for _, *both in calls for it in both]
         return torch.cat([it.double().flatten() for it in every])
 
-    moments = accelerator.Replayed(moments_of, device_of(model), partial(kept_on_host, model))
+    moments = accelerator.Replayed(moments_of, device_of(model), partial(watch_host, model))
 
     def measure(images: Tensor) -> None:
         values = moments(images)

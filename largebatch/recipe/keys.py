@@ -184,15 +184,13 @@ class Tracking(Section):
 
     @property
     def remark(self) -> str:
-        """A sentence on keys that only W&B and MLflow read, without these; else empty."""
-        given = [
-            key for key in ("group", "job_type", "tags", "entity", "notes") if getattr(self, key)
-        ]
-        if not given or not {"wandb", "mlflow"}.isdisjoint(self.trackers):
-            return ""
-        return (
-            f"tracking.{given[0]} needs wandb or mlflow in tracking.trackers; nothing else reads it"
-        )
+        """A sentence on the first key that none of the trackers reads; empty if there is none."""
+        for key in ("name", "group", "job_type", "tags", "entity", "notes"):
+            readers = ["wandb"] if key == "entity" else ["wandb", "mlflow"]
+            if getattr(self, key) and set(readers).isdisjoint(self.trackers):
+                needs = " or ".join(readers)
+                return f"tracking.{key}: not read; it needs {needs} in tracking.trackers"
+        return ""
 
     @model_validator(mode="before")
     @classmethod

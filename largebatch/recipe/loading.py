@@ -84,9 +84,11 @@ def read_text(path: Path, *, what: str) -> str:
         raise RecipeError(f"{path}: a {what} is UTF-8 text, this file is not") from None
     except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error
-        hint = nearest(path.stem, installed(), otherwise="", most=1) if what == "recipe" else ""
-        hint = hint and f"; an installed recipe is named without folder and .yaml: {hint}"
-        raise RecipeError(f"{path}: cannot read the {what}: {reason}{hint}") from None
+        hint = "give a file that can be read"
+        if what == "recipe":
+            found = nearest(path.stem, installed(), otherwise="see `largebatch recipes`", most=1)
+            hint += f", or an installed recipe, without folder and .yaml; {found}"
+        raise RecipeError(f"{path}: cannot read the {what}: {reason}; {hint}") from None
 
 
 def parse_recipe(text: str, overrides: Overrides = (), *, source: str = "recipe") -> Recipe:

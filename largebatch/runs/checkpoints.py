@@ -63,7 +63,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     `samples` is the number of clean training images to measure; None: all of them. The summary has
     the accuracies before and after.
     """
-    check_folder(options.out, resume=False)
+    check_folder(options.out, resume=None)
     _, checkpoint, options = _load(path, options)
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
@@ -112,7 +112,10 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
         return path, load_checkpoint(path)
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
-        raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
+        raise CheckpointError(
+            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give the folder of a "
+            "run (--out of `largebatch train`), or a checkpoint"
+        )
     return found.path, found.checkpoint
 
 

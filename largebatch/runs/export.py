@@ -21,7 +21,7 @@ WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
 _TIMM = """import timm
 
-model = timm.create_model("local-dir:<this folder>", pretrained=True).eval()"""
+model = timm.create_model("local-dir:.", pretrained=True).eval()"""
 
 _OURS = """import largebatch.models
 import safetensors.torch
@@ -29,7 +29,7 @@ import safetensors.torch
 arguments = {section.arguments}
 model = largebatch.models.build("{section.name}", num_classes={data.classes}, arguments=arguments)
 model.eval()
-model.load_state_dict(safetensors.torch.load_file("<this folder>/model.safetensors"))"""
+model.load_state_dict(safetensors.torch.load_file("model.safetensors"))"""
 
 _CROP = """side = max(1, round(min(photo.size) * {data.image_size} / {data.eval_resize}))
 left, top = ((length - side) // 2 for length in photo.size)
@@ -113,7 +113,7 @@ pipeline_tag: image-classification
 
 Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it.
 
-The classes of an image (in the evaluation's form: `largebatch predict RUN IMAGES`):
+The classes of an image, in this folder (in the evaluation's form: `largebatch predict RUN IMAGES`):
 
 ```python
 {code}

@@ -291,7 +291,7 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
-    data = options.data and options.data.absolute()
+    data = options.data and Path(options.data).absolute()
     text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
     try:
         write_whole(folder / OPTIONS, text)
@@ -312,7 +312,7 @@ def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) ->
     return replace(own, **{**given, "out": folder, "resume": given.get("resume") or True})
 
 
-def check_folder(folder: Path, *, resume: Resume) -> None:
+def check_folder(folder: Path, *, resume: Resume | None) -> None:
     """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
@@ -325,6 +325,6 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
     if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; start one: largebatch train")
     if not resume and folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(
-            f"{folder}: already holds files; choose another --out, or add --resume"
-        )
+        # None is of a command without --resume
+        hint = ", or add --resume" if resume is False and (folder / RECIPE).exists() else ""
+        raise CheckpointError(f"{folder}: already holds files; choose another --out{hint}")

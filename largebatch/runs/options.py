@@ -5,19 +5,21 @@ workers get them as JSON.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import wraps
 from inspect import Parameter as Argument
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Self, TypeVar
 from typing import get_type_hints as hints_of
 
 from cyclopts import Group, Parameter, Token
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import override_words
 
 Resume = bool | Literal["auto"]
@@ -74,16 +76,22 @@ OF_FOLDER = Parameter(group=Group("Run folder and end of the run", sort_key=4))
 OF_WORKERS = Parameter(group=Group("Workers", sort_key=5))
 
 
-def _recipes(_: object) -> list[str]:
-    from largebatch.recipe.installed import installed
+def completing(
+    suffix: str, names: Callable[[], Iterable[str]] = tuple
+) -> Callable[["CompletionContext"], list[str]]:
+    """Return a function that completes names, folders, and files with a suffix."""
 
-    return list(installed())
+    def complete(context: "CompletionContext") -> list[str]:
+        above = context.incomplete[: context.incomplete.rfind("/") + 1]
+        files = [it for it in Path(above or ".").iterdir() if it.is_dir() or it.suffix == suffix]
+        found = [f"{above}{it.name}{'/' * it.is_dir()}" for it in files if it.name[0] != "."]
+        return [*names(), *(name for name in found if quote(name) == name)]  # bash quotes twice
+
+    return complete
 
 
-RecipeFile = Annotated[
-    Path,
-    Parameter(completer=_recipes, help="A YAML file, or the name of an installed recipe."),
-]
+_HELP = "A YAML file, or the name of an installed recipe."
+RecipeFile = Annotated[Path, Parameter(completer=completing(".yaml", installed), help=_HELP)]
 Overrides = Annotated[
     Sequence[str],
     OF_RECIPE,
@@ -97,6 +105,7 @@ Imports = Annotated[Sequence[str], OF_RECIPE, Parameter(name="--import", metavar
 AsJson = Annotated[bool, Parameter(name="--json", help="Print the result as JSON, and only that.")]
 
 if TYPE_CHECKING:
+    from cyclopts.completion import CompletionContext
 
     class _Path:
         """A Path, for which mypy accepts a str too in the call that creates the options."""
@@ -166,7 +175,7 @@ class Changes:
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
+    data: Annotated[Path | str | None, OF_DATA, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None

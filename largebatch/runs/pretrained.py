@@ -58,7 +58,7 @@ def polish_weights(
         raise CheckpointError(f"{out}: exists already; choose another --out")
     zoo.require_known(name)
     weights = read_weights(path, ema=ema)
-    train, val = (load_or_read(options.data, split) for split in ("train", "val"))
+    train, val = (load_or_read(Path(options.data), split) for split in ("train", "val"))
     recipe = with_statistics(recipe_for(name, train, val, options.overrides), samples)
     facts = {"command": "polish", "--weights": checksum(weights)}
     with open_measuring(recipe, replace(options, out=Path()), facts) as session:

@@ -99,7 +99,7 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
         if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
-            require_stored(options.data, purpose="tracking: [mlperf]")
+            require_stored(Path(options.data), purpose="tracking: [mlperf]")
     if options.workers == 1:
         summary = run_worker(recipe, options)
     else:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 from pydantic_core import to_json
@@ -315,6 +315,9 @@ class Summary(Tabular):
             ]
             for it in self.stages
         ]
+
+
+Summary.__init__.__annotations__ |= get_type_hints(Summary)  # without pydantic's types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

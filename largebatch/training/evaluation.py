@@ -23,10 +23,10 @@ from largebatch.models.inputs import class_numbers, images_of, labels_of, scores
 from largebatch.models.wrappers import (
     device_of,
     input_of,
-    kept_on_host,
     local_model,
     mode,
     needs_host,
+    watch_host,
 )
 
 
@@ -92,7 +92,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
         call: Callable[[Tensor], Any] = model
         if graph and needs_host(model) is None:
             call = accelerator.Replayed(
-                lambda images: scores_of(model(images)), device, partial(kept_on_host, model)
+                lambda images: scores_of(model(images)), device, partial(watch_host, model)
             )
         for batch in batches:
             output = forward(model, batch) if forward else call(as_input(images_of(batch)))

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
-from largebatch.models.wrappers import kept_on_host, needs_host
+from largebatch.models.wrappers import needs_host, watch_host
 from largebatch.optim.rates import hidden_gradients
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class _Part:
     graph: accelerator.Graph
     depth: int
     held: Held
+    is_summed: bool
     results: "Results"
     counts: list[int]
     """Spans that were counted."""
@@ -67,9 +69,13 @@ class _Part:
 
 @dataclass(slots=True)
 class _Shape:
+    form: object
     updates: int = 0
     batch: Batch | None = None
     """The memory that the graphs read."""
+
+    changed: Callable[[], str | None] = lambda: None
+    """Names what the model has changed on the host since the second update."""
 
     parts: dict[tuple[bool, bool], _Part] = field(default_factory=dict)
     """By whether the micro-batch is the first and the last one of an update."""
@@ -82,7 +88,7 @@ class Graphs:
         self._work, self._use, self._note = work, use, note
         self._device = work.reducer.device
         self._shapes: dict[object, _Shape] = {}
-        self._shape = _Shape()
+        self._shape = _Shape(None)
         self._pool: object = None
         self._depth, self._reason, self._noted = EVERYTHING, "", -1
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
@@ -103,7 +109,7 @@ class Graphs:
         if shape.updates == _WARM_UP:
             self._watch(batch, stopwatch, *key)
             return True
-        if shape.batch is None or _form(shape.batch) != _form(batch):
+        if shape.batch is None or shape.form != _form(batch):
             return False  # a smaller last micro-batch
         if key not in shape.parts and not self._record(shape, stopwatch, *key):
             return False
@@ -114,9 +120,10 @@ class Graphs:
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
-        form = _form(batch), len(self._work.frozen)
-        self._shape = self._shapes.pop(form, _Shape())
-        self._shapes[form] = self._shape  # the newest is the last
+        form = _form(batch)
+        key = form, len(self._work.frozen)
+        self._shape = self._shapes.pop(key, _Shape(form))
+        self._shapes[key] = self._shape  # the newest is the last
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
         self._shape.updates += 1
@@ -125,35 +132,35 @@ class Graphs:
 
     def _watch(self, batch: Batch, stopwatch: "Stopwatch", first: bool, last: bool) -> None:  # noqa: FBT001 -- a key
         """Do the work as always, and note what cannot be recorded of it."""
-        work, before = self._work, accelerator.host_generators()
-        kept = kept_on_host(work.model)
-        with accelerator.waits(self._device) as found:
+        work, self._shape.changed = self._work, watch_host(self._work.model)
+        with accelerator.passes(self._device, self._shape.changed) as found:
             work.accumulate(batch, first=first, last=last)
         if found:
-            self._limit(NOTHING, f"the host waits for the device in {found[0]}")
-        elif (now := kept_on_host(work.model)) != kept:
-            changed = next(name for name in now if now[name] != kept.get(name))
-            self._limit(NOTHING, f"a pass changes {changed}, which a replay would not")
-        elif before != accelerator.host_generators():
-            self._limit(NOTHING, "the network draws random numbers on the host")
+            self._limit(NOTHING, found[0])
         if not last:
             return
         with accelerator.waits(self._device) as found:
             work.sum(stopwatch)
         if found:
-            self._limit(PASSES, f"the host waits for the device in {found[0]}")
+            self._limit(PASSES, found[0])
         if problem := _problem(work.optimizer):
             self._limit(SUMS, problem)
         with accelerator.waits(self._device) as found:
             work.update()
         if found:
-            self._limit(SUMS, f"the host waits for the device in {found[0]}")
+            self._limit(SUMS, found[0])
 
     def _record(self, shape: _Shape, stopwatch: "Stopwatch", first: bool, last: bool) -> bool:  # noqa: FBT001 -- a key
-        """Record a part; nothing is computed. Return False if that failed, without a trace."""
+        """Record a part; nothing is computed. Return False if that failed, without a trace.
+
+        Raises torch.OutOfMemoryError, also without a trace.
+        """
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
-        held, counts, results = reducer.held(), spans.counts, work.results
+        held, counts, results = [*reducer.held()], spans.counts, work.results
         assert shape.batch is not None
+        if name := shape.changed():
+            self._limit(NOTHING, f"{name} changes between updates, which a replay would not see")
+            return False
         try:
             graph = accelerator.Graph(self._device, self._pool)
             work.results = replace(results)
@@ -165,18 +172,26 @@ class Graphs:
                 if depth == EVERYTHING:
                     work.update()
             more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
-            part = _Part(graph, depth, reducer.held(), work.results, more)
+            part = _Part(graph, depth, reducer.held(), spans.is_summed, work.results, more)
+            self._pool, shape.parts[first, last] = graph.pool, part
         except Exception as problem:  # torch and Triton raise all kinds
-            reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._shapes.clear()
+            if work.scaler.is_enabled():
+                work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
+            cause: BaseException | None = problem
+            while cause is not None:  # a graph may be invalid because the device was full
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                cause = cause.__context__
+            reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._limit(NOTHING, f"recording failed ({reason})")
-            part = None
-        reducer.hold(held)
-        spans.counts, spans.is_summed, work.results = counts, False, results
-        if part is None:
             return False
-        self._pool, shape.parts[first, last] = graph.pool, part
-        self._say()
+        finally:
+            reducer.hold(held)
+            reducer.in_passes = True
+            spans.counts, spans.is_summed, work.results = counts, False, results
+        if last:
+            self._say()
         return True
 
     def _run(self, part: _Part, stopwatch: "Stopwatch", *, last: bool) -> None:
@@ -189,7 +204,7 @@ class Graphs:
         part.graph.replay()
         work.results = replace(part.results)
         spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]
-        spans.is_summed = part.depth == SUMS
+        spans.is_summed = part.is_summed
         if not last:
             return
         if part.depth < SUMS:
@@ -231,15 +246,6 @@ def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = Fals
         raise refused(f"there are no graphs on a device of type {device.type}")
 
 
-def open_graphs(work: "Work", use: UseGraph, note: Callable[[str], object]) -> Graphs | None:
-    """Return what records and replays the work of updates; None to do it as always."""
-    device = work.reducer.device
-    require_graphs(use, device)
-    if use is False or device.type not in accelerator.GRAPHS:
-        return None
-    return Graphs(work, use, note)
-
-
 def _form(batch: Batch) -> object:
     return tuple((it.shape, it.dtype, it.stride()) for it in batch)
 
@@ -250,6 +256,9 @@ def _problem(optimizer: Optimizer) -> str | None:
     Such an optimizer has `refresh`, which copies them there before a replay, and the addresses of
     the gradients, and `can_replay`.
     """
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+        return f"{type(optimizer).__name__} has hooks, which may decide on the host"
     can_replay = getattr(optimizer, "can_replay", None)
     if can_replay is not None and can_replay():
         return None

@@ -117,11 +117,12 @@ CLAIMS: list[tuple[str, Callable[[], Iterable[Figures]]]] = [
     ("| Schedule-Free SGD", averages("Schedule-Free SGD, end", ("as left", *AS_IN_TRAINING))),
     ("| soup of 3", averages("soup of 3, end", ("as left", "averaged", *AS_IN_TRAINING))),
     ("| EMA 0.99,", averages("EMA 0.99, end", ("as left", "averaged", "own", "polish"))),
-    ("| Large batches against small ones", lambda: answers(
-        f"{STRAIGHT} small, both polished", "LARS against small, both polished")),
-    ("| Final Polishing of LARS's", lambda: answers(
-        "Clean epochs, large batch, LARS", "A quarter more epochs instead of polishing, LARS",
+    ("| Nesterov SGD with", lambda: answers(f"{STRAIGHT} small, both polished")),
+    ("| LARS, 1,920 or", lambda: answers("LARS against small, both polished")),
+    ("| Clean epochs", lambda: answers("Clean epochs, large batch, LARS")),
+    ("| Exact statistics after", lambda: answers(
         "The statistics pass after clean epochs, large batch, LARS")),
+    ("| A quarter more", lambda: answers("A quarter more epochs instead of polishing, LARS")),
     ("| Eight workers with a fault", faults),
     ("| 30 asynchronous learners", late),
     ("| Epochs to 40 %", epochs_of_muon),

@@ -66,8 +66,12 @@ def test_a_mistake_is_one_message_and_no_run_folder(
 def test_a_folder_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["train", DIGITS, "--out", str(tmp_path)]) == USER
-    assert "already holds files; choose another --out, or add --resume" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert "--resume" not in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").touch()  # as in a run
+    for words, resumes in ((["train", DIGITS], True), (["polish", "run"], False)):
+        assert main([*words, "--out", str(tmp_path)]) == USER
+        assert ("--resume" in capsys.readouterr().err) == resumes
 
 
 def test_a_run_is_not_resumed_with_another_recipe(

@@ -92,10 +92,26 @@ def test_a_shell_completes_commands(shell: str, capsys: pytest.CaptureFixture[st
     assert main(["completion", shell]) == DONE
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
-    assert main(["__complete", "train", "digits_"]) == DONE  # the script calls it
-    assert "digits_96" in capsys.readouterr().out
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_names_and_files_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the script calls largebatch after Tab; the shell drops what has another beginning."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("mine.yaml", "runs/b.yaml"):
+        (tmp_path / name).touch()
+    for words, found in (
+        ("train m", {"digits_96", "mine.yaml", "runs/"}),
+        ("check mine.yaml runs/m", {"runs/b.yaml"}),
+        ("plan digits_96 --cluster d", {"dgx-a100", "mine.yaml"}),
+        ("recipes copy d", {"digits_96"}),
+    ):
+        assert main(["__complete", *words.split()]) == DONE
+        assert found <= set(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(

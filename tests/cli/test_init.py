@@ -1,5 +1,6 @@
 """A recipe for a folder of one's own: it is complete, and every assumption is printed."""
 
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +139,7 @@ def test_what_is_wrong_with_the_photographs_is_said(
     (folder / "train/cat/new.HEIC").write_bytes(b"x")
     assert main(["init", str(folder), "--name", "first"]) == DONE
     printed = capsys.readouterr().out
-    for words in ("1 .heic", "cat 16, dog 4, yak 4", "6 validation images"):
+    for words in ("1 .heic", "cat 16, dog 4, yak 4", "4 training images", "6 validation images"):
         assert words in printed
     for split in ("train", "val"):
         (folder / split / "empty").mkdir()
@@ -154,6 +155,17 @@ def test_a_folder_may_have_a_name_that_is_no_text_in_yaml(folder: Path, name: st
     folder.rename(name)
     assert main(["init", name]) == DONE
     assert load_recipe(Path(f"{name}.yaml")).name == name
+
+
+def test_a_recipe_is_not_called_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "import", "imagefolder", str(folder), "--out", "data"]) == DONE
+    (command,) = re.findall("next: largebatch (.*)", capsys.readouterr().out)
+    assert main(shlex.split(command)) == DONE
+    assert Path("my-data.yaml").exists()
+    Path("data").rename("my data/images")
+    assert main(["init", "my data/images", "--image-size", "7"]) == USER
+    assert main(["init", "my data/images"]) == USER
+    assert "my-data.yaml: exists" in capsys.readouterr().err
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:

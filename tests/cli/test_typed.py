@@ -106,6 +106,6 @@ def test_no_arguments_print_how_to_start(capsys: pytest.CaptureFixture[str]) -> 
     assert main([]) == DONE
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
-    (first,) = re.findall("To start: (.*)\\.", shown)
-    for words in first.split(", "):
-        parse(words.split())
+    (calls,) = re.findall("Examples:\n(.*)", shown, re.DOTALL)
+    for call in calls.splitlines():
+        parse(call.split()[1:])

@@ -171,11 +171,12 @@ def test_the_command_builds_describes_and_refuses_an_index(
     assert "4 training and 4 validation images, 1 bad" in out
     (root / "val/cat/text.jpg").unlink()
     write_image(root / "train/cat/y.jpg")
-    (root / "train/cat/z.gif").touch()
+    (root / "train/cat/z.heic").touch()
     assert main(words) == DONE
     out = capsys.readouterr().out
     assert "3 classes, 5 training" in out
-    assert "train: ignored files: 1 .gif" in out
+    assert "train: ignored files: 1 .heic" in out
+    assert "mogrify -format jpg" in out
 
 
 def test_an_unchanged_folder_is_read_once_also_under_another_path(

@@ -9,7 +9,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
-from largebatch.recipe.recipe import Recipe
-from largebatch.runs.run import run
-from largebatch.tracking.events import Summary
 
 CPU = Serial(torch.device("cpu"))
 
@@ -219,7 +215,3 @@ def copies_of_shared_spans() -> None:
 
 def test_a_copy_of_a_model_with_shared_spans_has_no_process_group() -> None:
     on_forked_workers(copies_of_shared_spans, workers=2)
-
-
-def train(recipe: Recipe, folder: Path) -> Summary:
-    return run(recipe, out=folder)

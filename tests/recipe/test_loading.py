@@ -224,7 +224,9 @@ def test_a_list_of_trackers_leaves_the_other_keys_of_the_section(changes: list[s
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        (["tracking.name=a"], ""),
+        (["tracking={trackers: [mlflow], name: a}"], ""),
+        (["tracking.name=a"], "tracking.name"),
+        (["tracking={trackers: [mlflow], entity: us}"], "tracking.entity"),
         (["tracking.tags=a"], "tracking.tags"),
         (["tracking={trackers: [tensorboard], entity: us}"], "tracking.entity"),
     ],

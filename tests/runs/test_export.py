@@ -1,6 +1,7 @@
 """What `export` writes, loaded by timm."""
 
 import re
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,10 @@ def test_the_lines_of_the_card_predict_as_the_package_does(
     export(trained[name], tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    photo = tmp_path / "photo.jpg"
+    photo = tmp_path / "out/photo.jpg"
     Image.effect_noise((81, 60), 100).save(photo)
-    code = code.replace("<this folder>", str(tmp_path / "out")).replace("photo.jpg", str(photo))
-    exec(code, {})
+    with chdir(tmp_path / "out"):
+        exec(code, {})
     (best, *_) = capsys.readouterr().out.splitlines()
     expected = predict(trained[name], [photo])
     probability, label = expected.probabilities[0].max(0)

@@ -10,11 +10,8 @@ Its tensors wrap a CPU tensor, which computes; every operation on them
                   syncs, transfers between host and device, and of these the pageable copies, which
                   block the host until the device has finished its queue
     is recorded   in a graph, where nothing is computed: a replay is one launch. Refused are a host
-                  sync, a copy from the host and an event there, and a replay whose memory was freed
-
-After `hang()` the device waits for a lost worker and the host does not notice: operations of its
-default stream change nothing, and the host blocks when it reads their results or copies from
-pageable memory. Other streams read earlier results.
+                  sync, a copy of pageable memory and an event there, and a replay of which memory
+                  was freed, of the device or pinned
 
 Each count is a Counter by the line of largebatch that caused it; autograd's own have "backward".
 """
@@ -31,12 +28,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import largebatch.accelerator
@@ -113,31 +111,12 @@ class Busy:
         return True
 
 
-_HUNG = threading.Event()
 _STREAM = threading.local()
 
 
 def in_default_stream() -> bool:
     """Return True unless this thread has entered another stream."""
     return getattr(_STREAM, "current", None) is None
-
-
-def hang() -> None:
-    """Stop the stream of this thread: the default one without the host, any other with it."""
-    if not in_default_stream():
-        hold()
-    _HUNG.set()
-
-
-def hold() -> NoReturn:
-    """Block the host in this thread until the process ends."""
-    threading.Event().wait()
-    raise AssertionError
-
-
-def _hold_if_hung() -> None:
-    if _HUNG.is_set() and in_default_stream():
-        hold()
 
 
 class Allocated:
@@ -288,14 +267,14 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     raws = {id(x): x.raw for x in ours}
-    if _HUNG.is_set() and in_default_stream() and name not in _FREE:
-        raws = {id(x): x.raw.clone() for x in ours}  # the device does not come to it
     recording = Graph.recording
     if recording is not None:
         for x in ours:
             recording.note(x)
+        others = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor))
+        recording.pinned += [weakref.ref(x) for x in others if is_pinned(x)]
         if name not in _FREE:
-            real_args, real_kwargs = tree_map_only(SimTensor, lambda x: x.raw, (args, kwargs))
+            real_args, real_kwargs = tree_map_only(Tensor, memory_of, (args, kwargs))
             # It is computed when it is replayed; numbers of classes may be any by now.
             raws = {id(x): x.raw.clone().mul_(x.dtype.is_floating_point) for x in ours}
     known = {id(raws[id(x)]): x for x in ours}
@@ -352,8 +331,6 @@ def _count(
     if name in _COPIES:
         source, to, waits = _COPIES[name](args, kwargs)
         if to != isinstance(source, SimTensor):
-            if Graph.recording is not None:
-                raise RuntimeError(f"{line}: {name} between host and device in a graph")
             _count_transfer(line, source, to_host=not to, waits=waits)
             return to
     elif ours and host:
@@ -362,11 +339,9 @@ def _count(
         COUNTS.pageable[line] += 1  # an index is copied
         COUNTS.transfers[line] += 1
         _note_wait(line)
-        _hold_if_hung()
     if _reads(name, kwargs, ours):
         COUNTS.syncs[line] += 1
         _note_wait(line)
-        _hold_if_hung()
     COUNTS.launches[line] += name not in _FREE and Graph.recording is None
     return name not in {"_local_scalar_dense", "equal"}
 
@@ -400,11 +375,9 @@ def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) ->
         COUNTS.syncs[line] += waits
         if waits:
             _note_wait(line)
-            _hold_if_hung()
     elif not is_pinned(source):
         COUNTS.pageable[line] += 1
         _note_wait(line)
-        _hold_if_hung()
     COUNTS.aside[line] += not to_host and not in_default_stream()
 
 
@@ -459,7 +432,6 @@ def mark_idle(tensor: SimTensor, busy: Busy) -> None:
 
 def synchronize(*_: object) -> None:
     """Block the host until the device has finished its queue."""
-    _hold_if_hung()
     for busy in [busy for busy in _BUSY.values() if busy.ordered]:
         busy.complete()
 
@@ -480,6 +452,8 @@ class Graph:
         """Tensors of each address: of others' memory one must be alive in a replay."""
 
         self._own: set[int] = set()
+        self.pinned: list[weakref.ref[Tensor]] = []
+        """Tensors of pinned memory that are copied, alive in a replay too."""
 
     def note(self, tensor: SimTensor, *, made: bool = False) -> None:
         """Note a tensor that the graph reads, writes, or makes."""
@@ -507,6 +481,8 @@ class Graph:
         dead = {at for at, seen in self._seen.items() if not any(ref() is not None for ref in seen)}
         if dead - self._own:
             raise RuntimeError(f"a graph uses the memory of {len(dead - self._own)} freed tensors")
+        if any(ref() is None for ref in self.pinned):
+            raise RuntimeError("a graph copies pinned memory that was freed")
         for step in self._steps:
             step()
         for result in self._results:
@@ -538,25 +514,21 @@ class Event:
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
         self._before: list[Busy] = []
-        self._never = False
 
     def record(self, *_: object) -> None:
         """Record the operations that must complete before the event."""
         if Graph.recording is not None:
             raise RuntimeError("an event in a graph: its time is unknown")
         self._before = [busy for busy in _BUSY.values() if busy.ordered]
-        self._never = _HUNG.is_set() and in_default_stream()
 
     def synchronize(self) -> None:
         """Block the host until the event."""
-        if self._never:
-            hold()
         for busy in self._before:
             busy.complete()
 
     def query(self) -> bool:
         """Return True if the device has reached the event."""
-        return not self._never and all(busy.is_complete() for busy in self._before)
+        return all(busy.is_complete() for busy in self._before)
 
     def elapsed_time(self, _: "Event") -> float:
         """Return milliseconds to another event."""
@@ -609,6 +581,7 @@ class _Module:
     """Which of all devices it is."""
 
     sync_debug_mode = "default"
+    default_generators = (mock.Mock(),)  # as they are after an error in a graph
     CUDAGraph = Graph
     graph: Value = staticmethod(recording)
     device, stream = nullcontext, nullcontext
@@ -697,6 +670,7 @@ def simulate() -> torch.device:
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _KEPT.append(library)
     _autocast()
+    _device_constructors()  # of torch, before some are replaced: torch.device("meta") needs them
     for target, name, replacement in (
         (torch, "Event", Event),
         (torch, "Stream", Stream),
@@ -747,7 +721,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
                     Graph.recording.note(tensor)
             work = functools.partial(launch, kernel, grid, *raws, **constants)
             Graph.recording.add(work if computes else lambda: None, [])
-        elif computes and not (_HUNG.is_set() and in_default_stream()):
+        elif computes:
             launch(kernel, grid, *raws, **constants)
 
     works = {} if computes else {torch.device(NAME, 0): True}  # a trial needs results
@@ -767,8 +741,13 @@ _KEPT: list[Any] = []
 
 def pinned(tensor: Tensor) -> Tensor:
     """Return the tensor, its memory counted as pinned."""
-    _PINNED[tensor.untyped_storage().data_ptr()] = tensor
+    _PINNED[tensor.untyped_storage().data_ptr()] = memory_of(tensor)
     return tensor
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of a tensor's values, which does not keep it alive."""
+    return tensor.raw if isinstance(tensor, SimTensor) else tensor.detach()
 
 
 def is_pinned(tensor: Tensor) -> bool:

@@ -6,8 +6,11 @@ Neither the site nor a code host shows that line.
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from cyclopts import App
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -69,3 +72,13 @@ def arguments(command: str) -> list[list[str]]:
             ours = words[words.index("largebatch") + 1 :]
             calls.append(ours[: ours.index(">")] if ">" in ours else ours)
     return calls
+
+
+def options_of(app: App, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield every command of the program with its options."""
+    if app.default_command is not None:
+        arguments = app.assemble_argument_collection()
+        yield name, [each.name for each in arguments if each.parse and each.name != "*"]
+    for below in app:
+        if not below.startswith("-"):
+            yield from options_of(app[below], f"{name} {below}")

@@ -60,13 +60,6 @@ class LateWork(Work, Busy):
         """Return True if all workers have joined it, or an error was found in it, as NCCL does."""
         return self.inner is None or self.inner.is_completed()
 
-    def get_future_result(self) -> torch.futures.Future[int]:
-        """Return a future that is done when it is completed: 0, or 2 for an error of a peer."""
-        result: torch.futures.Future[int] = torch.futures.Future()
-        if self.is_completed():
-            result.set_result(2 if self.inner is None else 0)
-        return result
-
     def complete(self) -> None:
         """Execute the queue up to this collective."""
         while self in self.queue:

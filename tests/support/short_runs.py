@@ -31,6 +31,8 @@ HALF = (*("precision=fp16", "batch.global_batch=48", "data.image_size=16"), NARR
 SMALL = ("data.image_size=16", "execution.cache=memory")
 """A run in a third of the time."""
 
+MUON = ("optimizer={kind: muon}", "schedule.peak_lr=0.01")
+
 BEFORE = 8
 """Updates of the schedule, else."""
 
@@ -120,10 +122,18 @@ def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
 WHOLE = {
     "EMA, clean, affine": (
         ("clean: {steps: 4}", "affine: {steps: 4, lr: 0.05}", STATISTICS, EMA),
-        ("optimizer={kind: muon}", "schedule.peak_lr=0.01"),
+        (*MUON, "evaluation.every_epochs=0.2", "model.arguments.drop_path_rate=0.2"),
         BEFORE - 1,
     ),
-    "SWA": ((SWA, STATISTICS), (), BEFORE - 2),
+    "SWA, sizes, batches": (
+        (SWA, STATISTICS),
+        (
+            "duration={steps: 12}",
+            "data.resolution=[{until: {steps: 4}, image_size: 12}]",
+            "batch.schedule=[{after: {steps: 8}, global_batch: 192, lr_factor: 1}]",
+        ),
+        11,
+    ),
 }
 """Stages, changes, and updates before the run is stopped, of which the last one is replayed."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Its run: rows of history by their line, summary, what the run was given, and its alerts."""
+    """Its run: rows of history by their line, summary, what the run was given, alerts, files."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -18,6 +18,8 @@ class Server(ThreadingHTTPServer):
         self.summary: dict[str, Any] = {}
         self.run: dict[str, Any] = {}
         self.alerts: list[tuple[str, ...]] = []
+        self.files: dict[str, bytes] = {}
+        """Content of the files of artifacts and of the run, by name."""
 
     @property
     def url(self) -> str:
@@ -42,9 +44,20 @@ class Server(ThreadingHTTPServer):
             }  # fmt: skip
             return {"model": {**where, "bucket": bucket if self.rows else None}}
         if name == "CreateRunFiles":
-            files = [{"name": each, "uploadUrl": f"{self.url}/file"} for each in given["files"]]
+            files = [self._file(each) for each in given["files"]]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
-        return {}
+        artifact = {"id": "artifact", "state": "PENDING", "artifactSequence": {"id": "sequence"}}
+        names = [each["name"] for each in given.get("input", {}).get("artifactFiles", [])]
+        files = [{**self._file(each), "artifact": artifact} for each in names]
+        of_artifacts = {
+            "artifact": artifact,
+            "artifactManifest": {"id": "manifest", "file": self._file("manifest")},
+            "files": {"edges": [{"node": file} for file in files]},
+        }
+        return {name[:1].lower() + name[1:]: of_artifacts}
+
+    def _file(self, name: str) -> dict[str, Any]:
+        return {"name": name, "uploadUrl": f"{self.url}/{name}", "uploadHeaders": []}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -54,22 +67,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_POST(self) -> None:
-        body = json.loads(self._read())
-        if not self.path.endswith("file_stream"):
+        content = self._read()
+        body = {} if self.path.endswith("metrics") else json.loads(content)
+        if "query" in body:
             found = re.search(r"(?:query|mutation)\s+(\w+)", body["query"])
             data = self.server.answer(found[1] if found else "", body.get("variables") or {})
             self._send({"data": data})
             return
         for name, file in (body.get("files") or {}).items():
-            lines = [json.loads(line) for line in file["content"]]
             if name == "wandb-history.jsonl":
+                lines = map(json.loads, file["content"])
                 self.server.rows |= dict(enumerate(lines, start=file["offset"]))
             elif name == "wandb-summary.json":
-                self.server.summary = lines[-1]
+                self.server.summary = json.loads(file["content"][-1])
         self._send({})
 
     def do_PUT(self) -> None:
-        self._read()
+        self.server.files[self.path.strip("/")] = self._read()
         self._send({})
 
     def _read(self) -> bytes:

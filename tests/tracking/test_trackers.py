@@ -21,7 +21,7 @@ from test_tracking import (
     STEPS,
     SUMMARY,
 )
-from wandb_server import serving
+from wandb_server import Server, serving
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError
@@ -175,19 +175,26 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     assert artifacts == {"report.html": 11}
 
 
+def sent(note: str) -> Server:
+    """Run the command of a note; return what W&B's own upload sent."""
+    with serving() as server:
+        environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
+        command = f"{sys.executable} -m {note.partition('send it: ')[2]}"
+        subprocess.run(command, shell=True, check=True, env=os.environ | environment)
+    return server
+
+
 def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real library and its own upload, to a server: each update is one row, sent once."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(folder.parent))
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_NAME", "mine")
     monkeypatch.setenv("WANDB_TAGS", "x,y")
     wandb.teardown()  # it reads the environment once in a process
-    folder = tmp_path / "digits-1"
-    folder.mkdir()
     given = Tracking(group="seeds", tags=("z",), notes="of three parts", job_type="train")
     first, second = MONITORED
     best = replace(EVALUATION, stage="train", step=1, top1=0.99)
@@ -201,11 +208,8 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     ]  # fmt: skip
     config, notes = {**CONFIG, "commit": "f00d+"}, list[str]()
     follow(folder, parts, lambda: Wandb(folder, config, given, note=notes.append))
-    (command,) = {note.partition("send it: ")[2] for note in notes}
-    with serving() as server:
-        environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
-        command = f"{sys.executable} -m {command}"
-        subprocess.run(command, shell=True, check=True, env=os.environ | environment)
+    (note,) = set(notes)
+    server = sent(note)
     rows = [server.rows[line] for line in sorted(server.rows)]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
     assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -219,6 +223,23 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     shown = {key: server.run[key] for key in ("displayName", "groupName", "notes", "commit")}
     assert list(shown.values()) == ["mine", "seeds", "of three parts", "f00d"]
     assert (server.run["tags"], server.run["jobType"]) == (["x", "y"], "train")
+    assert server.files["report.html"] == (folder / "report.html").read_bytes()
+
+
+@pytest.mark.long
+def test_a_run_of_two_commands_is_sent_with_what_it_printed(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    changes = ("duration={steps: 5}", "schedule.warmup=null", "polish=null", "tracking=[wandb]")
+    words = [word for change in changes for word in ("--set", change)]
+    start = [sys.executable, "-m", "largebatch", "train", "digits_96", "--out", f"{tmp_path}/run"]
+    for more in (["--max-steps", "3"], ["--resume"]):
+        environment = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "offline"}
+        shown = subprocess.check_output([*start, *words, *more], text=True, env=environment)
+    (note,) = [line for line in shown.splitlines() if "send it: " in line]
+    server = sent(note)
+    assert [server.rows[line]["step"] for line in sorted(server.rows)] == [0, 1, 2, 3, 4, 5]
+    assert server.summary["final"]["top1"] == server.summary["val/top1"]["last"]
+    assert server.files["report.html"] == (tmp_path / "run/report.html").read_bytes()
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])

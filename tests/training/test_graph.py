@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
+from largebatch.accelerator import is_recording
 from largebatch.data.types import Batch
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
-from largebatch.models import hidden_matrices
+from largebatch.models import hidden_matrices, param_groups
 from largebatch.models.batchnorm import with_span
 from largebatch.optim import kernels as lars_kernels
 from largebatch.optim.adamw import build_adamw
+from largebatch.optim.lars import LARS
 from largebatch.optim.muon import Muon
+from largebatch.optional import require_torchvision
 from largebatch.polish import polish
 from largebatch.training.averages import EMA
 from largebatch.training.evaluation import Metrics, evaluate
@@ -108,10 +113,19 @@ def both(
     if tables:
         accelerator.use_kernels(of_models=False)
     accelerator.use_graphs()
+    return without_and_with(Serial(device), case, network, **settings)
+
+
+def without_and_with(
+    backend: Backend,
+    case: Case,
+    network: Callable[[], nn.Module],
+    **settings: Any,  # noqa: ANN401 -- of train()
+) -> tuple[Found, Found]:
     found = []
     for use in (False, "auto"):
         random.seed(0)
-        found.append(updates(Serial(device), case, use, network(), **settings))
+        found.append(updates(backend, case, use, network(), **settings))
     return found[0], found[1]
 
 
@@ -136,7 +150,28 @@ def compared(
 
 
 def dropped() -> nn.Module:
-    return nn.Sequential(nn.Dropout(0.3), small(), nn.Dropout(0.3))
+    require_torchvision()
+    from timm.layers import DropPath
+
+    return nn.Sequential(nn.Dropout(0.3), DropPath(0.3), small(), nn.Dropout(0.3))
+
+
+def group_norms() -> nn.Module:
+    """Return a network without BatchNorm."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(16, 10))
+
+
+def hooked_sgd(network: nn.Module) -> Optimizer:
+    """Return SGD with a hook that divides gradients by the number of the update."""
+    optimizer, numbers = sgd(network), count(1)
+
+    def divide(*_: object) -> None:
+        torch._foreach_div_([it.grad for it in network.parameters()], next(numbers))  # type: ignore[misc]  # all have one
+
+    optimizer.register_step_pre_hook(divide)
+    return optimizer
 
 
 def frozen_first(network: nn.Module) -> Optimizer:
@@ -210,6 +245,10 @@ def test_an_update_is_one_launch(
         pytest.param(
             replace(HALF, init_scale=OVERFLOWS, steps=6, optimizer=muon), {}, id="Muon, skipped"
         ),
+        pytest.param(Case(steps=4), {"network": group_norms}, id="no BatchNorm"),
+        pytest.param(
+            Case(steps=4, optimizer=hooked_sgd), {"tables": True}, id="a hook of the optimizer"
+        ),
     ],
 )
 def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
@@ -227,7 +266,8 @@ def test_weights_that_are_trained_later_get_a_graph_of_their_own() -> None:
     assert is_replayed == [False, False, True, True] * 2
 
 
-def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
+@contextmanager
+def late_workers(*, recorded: bool = True) -> Iterator[RunningTorch]:
     device = accelerator.simulate()
     accelerator.use_graphs()
     if not recorded:
@@ -235,10 +275,14 @@ def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
     late_group.register()
     dist.init_process_group(late_group.BACKEND)
     try:
-        backend = RunningTorch(device)
-        return updates(backend, case, False, small()), updates(backend, case, "auto", small())
+        yield RunningTorch(device)
     finally:
         dist.destroy_process_group()
+
+
+def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
+    with late_workers(recorded=recorded) as backend:
+        return without_and_with(backend, case, small)
 
 
 OVER_WORKERS = Case(span=4, accumulation=2, steps=5)
@@ -261,6 +305,31 @@ def test_sums_over_workers_are_in_the_graph_or_follow_it(
     assert len(found.notes) == 1
     assert note in found.notes[0]
     assert found.launches[-1] < found.launches[1]
+
+
+def without_the_other(graph: UseGraph) -> list[int]:
+    """Lose the other worker before the last update; return the launches of those before."""
+    launches = []
+    with (
+        late_workers() as backend,
+        training(backend, replace(OVER_WORKERS, optimizer=muon), graph=graph) as (_, made),
+    ):
+        for _ in range(4):
+            COUNTS.clear()
+            next(made)
+            launches.append(COUNTS.totals()["launches"])
+        assert isinstance(dist.group.WORLD, late_group.LateGroup)
+        dist.group.WORLD.lose()
+        with pytest.raises(RuntimeError, match="NCCL"):
+            next(made).loss.item()
+    return launches
+
+
+def test_a_lost_worker_ends_a_replay_as_it_ends_an_update() -> None:
+    eager, found = (
+        on_forked_workers(without_the_other, graph, workers=2) for graph in (False, "auto")
+    )
+    assert found[-1] < eager[-1] / 4
 
 
 SIZES = [(8, 16)] * 4 + [(8, 12)] * 4 + [(8, 16)] * 2 + [(4, 16)] * 4 + [(8, 12)]
@@ -304,67 +373,125 @@ def test_evaluation_and_polishing_replay_full_batches() -> None:
     on_forked_workers(measured_twice, workers=1)
 
 
-class Reads(nn.Identity):
-    """Reads a number of the device in every pass."""
+class Needy(nn.Identity):
+    """Multiplies by a factor of PLANTED, which needs the host, and this layer to keep its state."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        return images * float(images.max().item() > 0)
+    mean: Tensor
 
-
-class Draws(nn.Identity):
-    """Decides on the host, by a random number."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images * (1.0 if random.random() < 0.5 else 2.0)
-
-
-class Counts(nn.Identity):
-    """Multiplies by a number that it counts, or draws with a generator of its own."""
-
-    def __init__(self, generator: random.Random | None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.calls, self.generator = 0, generator
+        self.name, self.kept, self.generator = name, {"passes": [0]}, random.Random(1)
+        self.register_buffer("mean", torch.ones(1))
+
+    def train(self, mode: bool = True) -> "Needy":
+        self.kept["passes"] += [0] * (self.name == "train()")
+        return super().train(mode)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.generator is not None:
-            return images * self.generator.random()
-        self.calls += 1
-        return images * (1 + 0.1 * self.calls)
+        return images * PLANTED[self.name](self)
 
 
-class Copies(nn.Identity):
-    """Copies pinned memory of the host, which a replay would copy again."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        factor = torch.tensor([2.0], pin_memory=True)
-        return images * factor.to(images.device, non_blocking=True)
+def counted(layer: Needy) -> int:
+    layer.kept["passes"].append(0)
+    return len(layer.kept["passes"])
 
 
-def hooked() -> nn.Module:
-    network = small()
-    next(network.children()).register_forward_hook(lambda *_: None)
-    return network
+def rebound(layer: Needy) -> Tensor:
+    layer.mean = 0.5 * layer.mean + 1
+    return layer.mean
 
 
-PLANTED: dict[str, Callable[[], nn.Module]] = {
-    "item": lambda: nn.Sequential(Reads(), small()),
-    "random": lambda: nn.Sequential(Draws(), small()),
-    "a counter": lambda: nn.Sequential(Counts(None), small()),
-    "a generator": lambda: nn.Sequential(Counts(random.Random(1)), small()),
-    "a copy": lambda: nn.Sequential(Copies(), small()),
-    "a hook": hooked,
+PLANTED: dict[str, Callable[[Needy], Tensor | float]] = {
+    "a hook": lambda _: 1.0,
+    "item": lambda layer: float(layer.mean.item() > 0),
+    "random": lambda _: 1.0 if random.random() < 0.5 else 2.0,
+    "a generator": lambda layer: layer.generator.random(),
+    "a counter": counted,
+    "train()": lambda layer: len(layer.kept["passes"]),
+    "a new buffer": rebound,
+    "a copy": lambda layer: torch.tensor([2.0], pin_memory=True).to(
+        layer.mean.device, non_blocking=True
+    ),
 }
 
 
 def planted(name: str) -> nn.Module:
-    return PLANTED[name]()
+    layer = Needy(name)
+    if name == "a hook":
+        layer.register_forward_hook(lambda *_: None)
+    return nn.Sequential(layer, small())
 
 
-@pytest.mark.parametrize("reason", PLANTED)
-def test_a_network_that_needs_the_host_runs_without_a_graph(reason: str) -> None:
-    found = compared(Case(steps=4), partial(planted, reason))
+def hooked_weight(network: nn.Module) -> Optimizer:
+    """Return an optimizer; a hook divides the gradient of a weight by its number."""
+    numbers = count(1)
+    next(network.parameters()).register_hook(lambda grad: grad / next(numbers))
+    return sgd(network)
+
+
+@pytest.mark.parametrize(
+    ("case", "network"),
+    [
+        *(pytest.param(Case(steps=4), partial(planted, name), id=name) for name in PLANTED),
+        pytest.param(Case(steps=4, optimizer=hooked_weight), small, id="a hook of a weight"),
+    ],
+)
+def test_a_network_that_needs_the_host_runs_without_a_graph(
+    case: Case, network: Callable[[], nn.Module]
+) -> None:
+    found = compared(case, network)
     assert found.launches[-1] == found.launches[1]
     assert len(found.notes) == 1
+    assert "recording failed" not in found.notes[0]
+
+
+class Fails(LARS):
+    """Raises an error in a graph, or waits for the device, which is an error there."""
+
+    error: Exception | None = None
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 -- as torch's
+        found = super().step(closure)
+        if is_recording():
+            if self.error is not None:
+                raise self.error
+            self.param_groups[0]["params"][0].sum().item()
+        return found
+
+
+def failing(network: nn.Module) -> Optimizer:
+    optimizer = Fails(param_groups(network, weight_decay=1e-4), lr=0.1)
+    optimizer.param_groups[0]["after"] = 9
+    return optimizer
+
+
+FAILS = replace(HALF, steps=4, accumulation=2, optimizer=failing)
+
+
+def test_a_recording_that_fails_leaves_no_trace() -> None:
+    """With a loss scale, weights that are trained later, and dropout."""
+    found = compared(FAILS, dropped, tables=True)
+    assert found.launches[-1] == found.launches[1]
+    assert len(found.notes) == 1
+    assert "recording failed" in found.notes[0]
+
+
+def without_memory() -> None:
+    """Raise that error, though the graph is invalid by it, with a state that can be saved."""
+    device, error = accelerator.simulate(), RuntimeError("the graph is invalid")
+    accelerator.use_kernels(of_models=False)
+    accelerator.use_graphs()
+    error.__context__ = torch.OutOfMemoryError()
+    with training(Serial(device), Case(optimizer=failing), graph=True) as (state, made):
+        assert next(made).step + next(made).step == 1
+        state.updater.optimizer.error = error  # type: ignore[attr-defined]  # see Fails
+        with pytest.raises(torch.OutOfMemoryError):
+            next(made)
+        assert state.updater.reducer.in_passes
+
+
+def test_a_recording_without_memory_is_an_error_of_memory() -> None:
+    on_forked_workers(without_memory, workers=1)
 
 
 def required() -> None:
@@ -373,7 +500,7 @@ def required() -> None:
         updates(Serial(device), Case(), True, small())
     accelerator.use_graphs()
     with pytest.raises(RecipeError, match="execution.graph"):
-        updates(Serial(device), Case(), True, hooked())
+        updates(Serial(device), Case(), True, planted("a hook"))
 
 
 def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> None:

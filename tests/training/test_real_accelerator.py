@@ -6,8 +6,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_accelerator
@@ -31,9 +34,12 @@ from torch import nn
 from torch.profiler import profile, supported_activities
 
 from largebatch import accelerator
+from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models import build
+from largebatch.models.batchnorm import with_span
+from largebatch.models.compiled import compile_model
 from largebatch.optim import kernels as lars_kernels
 
 DEVICE = accelerator.current()
@@ -41,6 +47,10 @@ DEVICE = accelerator.current()
 needs_accelerator = pytest.mark.skipif(
     not accelerator.is_remote(DEVICE),
     reason="torch sees no accelerator; make bench-gpu runs these on one",
+)
+
+needs_graphs = pytest.mark.skipif(
+    DEVICE.type not in accelerator.GRAPHS, reason="torch sees no accelerator with graphs"
 )
 
 
@@ -125,7 +135,16 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     assert deviation(network, expected) < tolerance
 
 
-@needs_accelerator
+NOT = {"note": "updates run without a CUDA graph"}
+
+
+def compiled() -> nn.Module:
+    network = with_span(test_graph.dropped(), test_graph.TABLED.span).to(DEVICE)
+    compile_model(network, True, DEVICE, shares_spans=False)
+    return network
+
+
+@needs_graphs
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -143,23 +162,36 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
             {"sizes": test_graph.SIZES, "skip_nonfinite": True},
             id="sizes change",
         ),
+        pytest.param(test_graph.TABLED, {"network": compiled}, id="compiled"),
+        pytest.param(test_graph.FAILS, NOT, id="recording fails"),
+        pytest.param(Case(steps=4, optimizer=test_graph.hooked_weight), NOT, id="a hook"),
+        *(
+            pytest.param(Case(steps=4), {**NOT, "network": partial(test_graph.planted, it)}, id=it)
+            for it in test_graph.PLANTED
+        ),
     ],
 )
 def test_updates_in_graphs_have_the_bits_of_updates_without(
     case: Case, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout and an EMA, and where Triton works with one graph for an update."""
-    if DEVICE.type not in accelerator.GRAPHS:
-        pytest.skip("this accelerator has no graphs")
+    """With dropout, drop path and an EMA, and where Triton works with one graph for an update.
+
+    Updates that cannot be recorded run without a graph, also after a recording that failed.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    eager, found = (
-        test_graph.updates(Serial(DEVICE), case, use, test_graph.dropped(), **settings)
-        for use in (False, True)
-    )
+    settings = settings.copy()
+    network = settings.pop("network", test_graph.dropped)
+    note = settings.pop("note", "an update is one CUDA graph")
+    checks = "check_input_liveness" in signature(torch.cuda.graph.__init__).parameters
+    if checks and network is not compiled:  # a replay then refuses memory that was freed
+        monkeypatch.setattr(
+            torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True)
+        )
+    eager, found = test_graph.without_and_with(Serial(DEVICE), case, network, **settings)
     test_graph.assert_same_bits(found, eager)
     assert len(found.notes) == 1
     if lars_kernels.works(DEVICE):
-        assert found.notes == ["an update is one CUDA graph"]
+        assert found.notes[0].startswith(note)
 
 
 @needs_accelerator
@@ -226,6 +258,21 @@ def apart_from_one_process(backend: RunningTorch) -> dict[str, float]:
     expected, whole, _ = updates(Serial(CPU), Case(accumulation=backend.world_size))
     apart = (losses.cpu() - torch.tensor(whole)).abs().max().item()
     return {"weights": difference(network, expected), "losses": apart}
+
+
+def recorded_sums(backend: RunningTorch) -> dict[str, float]:
+    """Update in graphs with the sums of one worker: those of gradients are sent in bf16."""
+    torch.backends.cudnn.deterministic = True
+    with mock.patch.object(test_accelerator, "Reducer", partial(Reducer, dtype=torch.bfloat16)):
+        eager, found = test_graph.without_and_with(backend, test_graph.OVER_WORKERS, small)
+    test_graph.assert_same_bits(found, eager)
+    return dict.fromkeys(found.notes, 1.0)
+
+
+@needs_graphs
+def test_sums_of_the_library_are_recorded() -> None:
+    found = on_forked_workers(over_its_library, recorded_sums, workers=1)
+    assert [*found] == ["an update is one CUDA graph"]
 
 
 @pytest.mark.skipif(accelerator.count() == 1, reason="needs two accelerators, or none")

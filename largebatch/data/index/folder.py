@@ -24,6 +24,8 @@ CLASSES = "classes.txt"
 
 MISPLACED = "images in other places"
 
+_CONVERTIBLE = frozenset({".heic", ".heif", ".avif", ".webp", ".tif", ".tiff", ".bmp"})
+
 
 class File(NamedTuple):
     """A shard or an image: its name, length and modification time in nanoseconds."""
@@ -135,7 +137,7 @@ def by_suffix(paths: Iterable[str]) -> dict[str, int]:
 
 
 def describe(ignored: Mapping[str, int], *, where: str) -> str:
-    """Return a line with the numbers of ignored files; empty if there are none.
+    """Return a line with the numbers of ignored files, and how to convert them; empty if none.
 
     >>> describe({".gif": 4}, where="train")
     'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
@@ -143,4 +145,7 @@ def describe(ignored: Mapping[str, int], *, where: str) -> str:
     if not ignored:
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    return f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})"
+    line = f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})"
+    for kind in filter(_CONVERTIBLE.__contains__, ignored):
+        line += f"; with ImageMagick: find . -iname '*{kind}' -exec mogrify -format jpg {{}} +"
+    return line

@@ -324,7 +324,7 @@ def _require_fitting(question: Question) -> None:
         out.mkdir(parents=True)
         out.rmdir()
     except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be made: {error.strerror}") from None
+        raise LargebatchError(f"--out {out}: {error.strerror}; choose another folder") from None
 
 
 def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Row, ...]:

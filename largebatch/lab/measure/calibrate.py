@@ -48,7 +48,7 @@ READ_SECONDS = 1.0
 """Seconds that images are read; the first batches, which open the decoder, do not count."""
 
 
-def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> None:
+def calibrate(recipe: Recipe, out: Path, *, data: Path | str | None = None) -> None:
     """Write a cluster file of this machine.
 
     Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml, and for
@@ -86,7 +86,7 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
 def measure(
     recipe: Recipe,
     *,
-    data: Path | None = None,
+    data: Path | str | None = None,
     dataset: str | None = None,
     workers: int | None = None,
 ) -> Measured:

@@ -45,8 +45,9 @@ SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
 EVALUATIONS, STATISTICS = 20, 10_000
 """Evaluations of the validation images in a run, and most images of the statistics pass."""
 
-FEW, FEW_VALIDATING = 20, 100
-"""Images of a class, and of validation, below which `init` warns."""
+FEW, FEW_VALIDATING, MOST_TUNED = 20, 100, 250
+"""Images of a class, and of validation, below which `init` warns, and of a class up to which it
+recommends pretrained weights."""
 
 LADDER, USED = (192, 160, 128, 96, 64), 0.85
 """Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
@@ -145,14 +146,20 @@ def _resize(size: int, ratio: float) -> int:
     return size + 2 * round(size * (ratio - 1) / 2)
 
 
-def remarks(train: Index, val: Index) -> Iterator[str]:
+def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
     """Yield what is too little for a good model, and what to do about it."""
     counts = np.bincount(train.labels, minlength=len(train.classes))
     few = [f"{name} {n}" for name, n in zip(train.classes, counts, strict=True) if n < FEW]
     if few:
         yield (
             f"fewer than {FEW} training images: {shorten(few)}; such classes are hardly learned: "
-            "add images, and begin with pretrained weights (--weights)"
+            "add images"
+        )
+    typical = int(np.median(counts))
+    if typical <= MOST_TUNED and not pretrained:
+        yield (
+            f"{typical} training images in a typical class: up to {MOST_TUNED}, begin with "
+            "pretrained weights, such as --weights timm:resnet50.a1_in1k"
         )
     if len(val) < FEW_VALIDATING:
         yield (

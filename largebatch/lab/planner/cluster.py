@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
-from largebatch.recipe.loading import parse_yaml
+from largebatch.recipe.loading import parse_yaml, read_text
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.section import Section
 
@@ -148,15 +148,11 @@ def installed_clusters() -> dict[str, Cluster]:
 def load_cluster(name: str) -> Cluster:
     """Return the cluster in a YAML file, or the installed one of this name.
 
-    Raises ClusterError where there is neither, or the file is invalid.
+    Raises ClusterError or RecipeError where there is neither, or the file is invalid.
     """
     path = Path(name)
     if path.suffix in {".yaml", ".yml"} or path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"{name}: cannot read this cluster file: {error}") from None
-        return parse_cluster(text, source=name)
+        return parse_cluster(read_text(path, what="cluster"), source=name)
     known = installed_clusters()
     if name not in known:
         hint = nearest(name, known, otherwise=f"known: {', '.join(known)}; or a YAML file")

@@ -48,7 +48,11 @@ class Measurement:
 
 
 def measurements(run: Run) -> list[Measurement]:
-    """Return the evaluations of kept stages in order; the time of other stages counts too."""
+    """Return the evaluations of kept stages in order; the time of other stages counts too.
+
+    >>> measurements(read_run(Path("runs/digits")))[-1]  # doctest: +SKIP
+    Measurement(step=285, seconds=21.4, top1=0.9722)
+    """
     return [
         Measurement(step=one.step, seconds=float(seconds), top1=one.top1)
         for one, seconds in zip(run.kept_evaluations, evaluations_of(run).seconds, strict=True)

@@ -162,8 +162,7 @@ class _Pool:
 
     @property
     def is_full(self) -> bool:
-        busy = bool(self._done) or len(self._processes) >= self._jobs
-        return busy or self.is_stopping
+        return bool(self._done) or len(self._processes) >= self._jobs or self.is_stopping
 
     @contextmanager
     def stopping(self) -> Iterator[None]:

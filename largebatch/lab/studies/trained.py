@@ -171,8 +171,9 @@ class TrainedCell(Cell):
         if self.setting.backend != "auto":
             options = replace(options, backend=self.setting.backend)
         recipe = self.recipe_of(slot, rate)
-        filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{slot.name}"})
-        recipe = recipe.model_copy(update={"tracking": filed})
+        if recipe.tracking.trackers:
+            filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{slot.name}"})
+            recipe = recipe.model_copy(update={"tracking": filed})
         return {**train(recipe, options), "rate": rate}
 
 

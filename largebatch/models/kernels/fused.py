@@ -196,15 +196,12 @@ class _Normalise(torch.autograd.Function):
         relu: bool,  # noqa: FBT001 -- as above
         group: Group | None,
     ) -> tuple[Tensor, Tensor]:
-        settings = span if group is None else len(x), eps, relu, group, accelerator.launch
-        y, stat = _forward(x, other, (weight, bias), sums, *settings)
-        result = y if relu and other is not None else None
-        ctx.save_for_backward(x, result, weight, bias, stat)
-        ctx.settings = settings
-        ctx.adds = other is not None
-        ctx.mark_non_differentiable(stat)
+        span = span if group is None else len(x)
+        settings = eps, span, relu, group, accelerator.launch
+        result = _forward(x, other, (weight, bias), sums, *settings)
+        _save(ctx, (x, other, weight, bias, *settings), result)
         ctx.set_materialize_grads(False)
-        return y, stat
+        return result
 
     @staticmethod
     @once_differentiable
@@ -222,8 +219,8 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     other: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
     sums: Tensor | None,
-    span: int,
     eps: float,
+    span: int,
     relu: bool,  # noqa: FBT001 -- as above
     group: Group | None,
     launch: Launch,
@@ -263,8 +260,8 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
     y: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
     stat: Tensor,
-    span: int,
     eps: float,
+    span: int,
     relu: bool,  # noqa: FBT001 -- as above
     group: Group | None,
     launch: Launch,
@@ -364,8 +361,7 @@ def _in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> tuple[Tensor, Tensor]:
-    settings = span, eps, relu, None, _launch_in_graph
-    return _forward(x, other, (weight, bias), None, *settings)
+    return _forward(x, other, (weight, bias), None, eps, span, relu, None, _launch_in_graph)
 
 
 @_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
@@ -386,7 +382,7 @@ def _backward_in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> list[Tensor]:
-    settings = span, eps, relu, None, _launch_in_graph
+    settings = eps, span, relu, None, _launch_in_graph
     dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *settings)
     return [dx, grads] if y is None else [dx, grads, dz]
 
@@ -398,10 +394,10 @@ def _(_: Tensor, x: Tensor, y: Tensor | None, *args: object) -> list[Tensor]:  #
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 -- PyTorch's, untyped
-    x, other, weight, bias, eps, span, relu = inputs
+    x, other, weight, bias, *settings = inputs
     y, stat = output
-    ctx.save_for_backward(x, y if relu and other is not None else None, weight, bias, stat)
-    ctx.settings, ctx.adds = (eps, span, relu), other is not None
+    relu, ctx.settings, ctx.adds = settings[2], settings, other is not None
+    ctx.save_for_backward(x, y if relu and ctx.adds else None, weight, bias, stat)
     ctx.mark_non_differentiable(stat)
 
 

@@ -29,4 +29,5 @@ class Numbers:
 
 def pinned(numbers: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers in memory from which a copy to a device does not wait for it."""
+    assert not accelerator.is_recording(), "a graph would copy this memory after its end"
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")

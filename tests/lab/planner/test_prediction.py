@@ -27,7 +27,6 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 
 FUJITSU = "resnet50_86016_fujitsu"
-FUJITSUS = workload(load_recipe(FUJITSU), workers=2048)
 FILES = Path(__file__).parents[3] / "largebatch" / "lab" / "planner" / "clusters"
 A100 = (FILES / "dgx-a100.yaml").read_text(encoding="utf-8")
 
@@ -56,11 +55,6 @@ HERE = Cluster(
 
 def predicted(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     return predict(workload(recipe, workers=workers), cluster)
-
-
-def _with_gpu(cluster: Cluster, **figures: float | None) -> Cluster:
-    assert cluster.gpu is not None
-    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update=figures)})
 
 
 def test_fujitsus_entry_took_the_time_that_is_predicted() -> None:
