@@ -3,6 +3,7 @@
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -105,19 +106,29 @@ def same_weights(printed: str) -> bool:
     return sums.keys() == {"0", "1"} and sums["0"] == sums["1"]
 
 
-@pytest.mark.long
-def test_the_reducer_works_in_a_users_loop() -> None:
-    assert same_weights(on_torchrun("reducer.py"))
+def has_no_fault(printed: str) -> bool:
+    return "audit: no fault" in printed and "unknown" not in printed
 
 
 @pytest.mark.long
-def test_the_reducer_works_in_a_users_loop_with_horovod() -> None:
+@pytest.mark.parametrize(
+    ("example", "is_right"), [("reducer.py", same_weights), ("audit_timm.py", has_no_fault)]
+)
+def test_an_example_is_right_with_torchrun(example: str, is_right: Callable[[str], bool]) -> None:
+    assert is_right(on_torchrun(example))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "is_right"), [("reducer.py", same_weights), ("audit_horovod.py", has_no_fault)]
+)
+def test_an_example_is_right_with_horovod(example: str, is_right: Callable[[str], bool]) -> None:
     pytest.importorskip(
         "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
     )
     horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
-    words = ["-np", "2", "--gloo", sys.executable, str(EXAMPLES / "reducer.py")]
-    assert same_weights(output_of(horovodrun, *words))
+    words = ["-np", "2", "--gloo", sys.executable, str(EXAMPLES / example)]
+    assert is_right(output_of(horovodrun, *words))
 
 
 @pytest.mark.long
@@ -184,10 +195,6 @@ def test_averaged_weights_of_timms_training_script_are_polished(tmp_path: Path) 
     assert changed == {name for name in after if name.endswith(("running_mean", "running_var"))}
 
 
-def has_no_fault(printed: str) -> bool:
-    return "audit: no fault" in printed and "unknown" not in printed
-
-
 def rows(text: str) -> list[tuple[str, str]]:
     """Return level and check of each finding in a table of an audit."""
     names = "|".join(get_args(Check))
@@ -221,21 +228,6 @@ def test_the_page_on_audits_has_the_command_of_each_program() -> None:
         command = re.split(", or |; ", command)[0]
         assert command.endswith(path.name)
         assert f"`{command}`:\n" in page
-
-
-@pytest.mark.long
-def test_an_audit_of_timms_loop_finds_no_fault() -> None:
-    assert has_no_fault(on_torchrun("audit_timm.py"))
-
-
-@pytest.mark.long
-def test_an_audit_of_horovods_optimizer_finds_no_fault() -> None:
-    pytest.importorskip(
-        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
-    )
-    horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
-    words = ["-np", "2", "--gloo", sys.executable, str(EXAMPLES / "audit_horovod.py")]
-    assert has_no_fault(output_of(horovodrun, *words))
 
 
 def code_of(block: str) -> set[str]:

@@ -21,7 +21,6 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 from mosaics import cut
 
-SETS = ("fashion_mnist", "cifar10")
 SUBSET_SEED = 20_000  # draws the training images; no run has it
 
 Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]

@@ -1,4 +1,4 @@
-"""Rules for learning rates, warm-up, updates and decay against numbers computed by hand."""
+"""Rules for rates, warm-up, updates and decay against numbers by hand, and modes of layers."""
 
 from typing import Any
 from unittest import mock
@@ -10,6 +10,7 @@ from torch import nn
 from largebatch.audit.findings import Finding
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.rates import check_rates, require_base
+from largebatch.audit.replicas import check_modes
 from largebatch.distributed.serial import Serial
 
 BATCHES, BATCH = 10, 256
@@ -112,3 +113,11 @@ def test_a_schedule_that_moves_too_fast_is_counted(
 ) -> None:
     finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
     assert (finding.level, finding.figure) == (level, figure)
+
+
+def test_modes_are_compared_of_layers_that_depend_on_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout(0), nn.BatchNorm1d(2))
+    ranks = mock.Mock(size=2, gather=lambda own: [own, []])
+    (finding,) = check_modes(model, {name for name, _ in model.named_modules()}, ranks)
+    assert (finding.check, finding.level, finding.figure) == ("training mode", "fault", 2.0)
+    assert check_modes(model, {"0", "2"}, ranks) == []

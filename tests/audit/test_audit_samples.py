@@ -1,21 +1,31 @@
-"""What the check of samples says of samplers on several ranks, played by one process."""
+"""Numbers of a loader's samples, what is said of samplers on all ranks, and shared draws."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from planted_parts import random_data
+from planted_parts import Augmented, random_data
 from programs import output_of
-from torch.utils.data import DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from largebatch.audit import samples as audit_samples
 from largebatch.audit.findings import Finding
+from largebatch.audit.randomness import Draws, check_augmentation, compare_draws
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.samples import check_samples
+from largebatch.audit.samples import NoNumbersError, check_samples, epochs_of, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
@@ -131,3 +141,78 @@ def test_a_script_may_set_the_epoch_if_it_or_a_module_of_it_names_it(tmp_path: P
     for name, text in programs.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert output_of(sys.executable, str(tmp_path / "without.py")).split() == ["False", "True"]
+
+
+def loader_of(number: int, **words: object) -> DataLoader[object]:
+    return DataLoader(TensorDataset(torch.arange(number)), **words)  # type: ignore[arg-type]
+
+
+def test_the_epoch_is_set_and_the_loader_restored() -> None:
+    loader = loader_of(10, batch_size=4)
+    sampler: DistributedSampler[object] = DistributedSampler(loader.dataset, 2, 0)
+    loader = loader_of(10, batch_size=4, sampler=sampler)
+    before = dict(vars(loader))
+    first, second = epochs_of(loader, 2, sampler.set_epoch)
+    assert vars(loader) == before
+    sampler.set_epoch(1)
+    assert list(sampler) == second.samples.tolist() != first.samples.tolist()
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        pytest.param([1, 2], "list is not a DataLoader", id="list"),
+        pytest.param(DataLoader(Stream()), "samples of Stream have no numbers", id="iterable"),
+        pytest.param(loader_of(4, sampler=Endless()), "draws 9 of 4 samples", id="endless"),
+    ],
+)
+def test_a_loader_without_numbers_says_why(loader: object, message: str) -> None:
+    with pytest.raises(NoNumbersError, match=message):
+        epochs_of(loader, 1)
+
+
+@pytest.mark.long
+def test_accelerates_loader_sets_its_own_epochs() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    loader = loader_of(12, batch_size=4, shuffle=True)
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
+    first, second = epochs_of(prepared, 2)
+    assert sorted(first.samples) == sorted(second.samples) == list(range(12))
+    assert not np.array_equal(first.samples, second.samples)
+    assert torch_loader(prepared) is prepared.base_dataloader
+
+
+NEW = np.arange(64).reshape(2, 1, 32)
+"""Draws of one worker in two epochs, all different."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level", "figure"),
+    [
+        pytest.param([NEW, NEW + 100], "fine", None, id="all different"),
+        pytest.param([NEW, NEW, NEW + 100], "note", 2.0, id="two ranks alike"),
+        pytest.param([NEW % 32, NEW + 100], "fault", 32.0, id="second epoch like the first"),
+        pytest.param([NEW.reshape(2, 2, 16) % 16 + [[[0]], [[50]]]], "note", 2.0, id="workers"),
+    ],
+)
+def test_shared_draws_are_named(ranks: list[Draws], level: str, figure: float | None) -> None:
+    finding = compare_draws(ranks)
+    assert (finding.level, finding.figure) == (level, figure)
+
+
+def test_one_process_draws_anew() -> None:
+    loader = DataLoader(Augmented(random_data(64), lambda: torch.randn(8)), 8)
+    (finding,) = check_augmentation(mock.Mock(loader=loader), Ranks(Serial(CPU)))
+    assert finding.level == "fine"
+    assert "differ" in finding.text

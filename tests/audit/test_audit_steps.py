@@ -1,48 +1,34 @@
 """Steps that are correct, or cannot be judged, in ways that people write them."""
 
 import contextlib
-import gc
 import io
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_forked_workers import on_forked_workers
-from planted_parts import linear, perceptron, random_data, sgd, step_of
+from planted_audit import findings_of
+from planted_parts import (
+    Arguments,
+    Loop,
+    cleared,
+    linear,
+    loop,
+    parallel,
+    perceptron,
+    random_data,
+    sgd,
+    shuffled,
+    stepped,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from largebatch.audit import audit
-from largebatch.audit.findings import Check, Findings, Level
-
-Arguments = dict[str, Any]
-
-
-def on_two(makes: list[Callable[[], Arguments]]) -> list[Findings]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with contextlib.redirect_stdout(io.StringIO()):
-        found = [audited(make) for make in makes]
-    gc.collect()  # models must not outlive their process group
-    dist.destroy_process_group()
-    return found
-
-
-def audited(make: Callable[[], Arguments]) -> Findings:
-    torch.manual_seed(0)
-    return audit(**make())
-
-
-def script(model: nn.Module, **changes: Any) -> Arguments:  # noqa: ANN401 -- arguments of `audit`
-    data = random_data()
-    sampler: DistributedSampler[Any] = DistributedSampler(data)
-    words = {"model": model, "loader": DataLoader(data, 16, sampler=sampler)}
-    words |= {"loss_fn": cross_entropy, "optimizer": sgd(model), "set_epoch": sampler.set_epoch}
-    return words | changes
+from largebatch.audit import Findings, audit
+from largebatch.audit.findings import Check, Level
 
 
 class Running(nn.Module):
@@ -63,7 +49,7 @@ class Running(nn.Module):
 
 
 def statistic_that_is_broadcast() -> Arguments:
-    return script(DistributedDataParallel(Running()))
+    return loop(DistributedDataParallel(Running()), **shuffled(random_data(), 16))
 
 
 class Part(Sampler[int]):
@@ -86,26 +72,21 @@ class Part(Sampler[int]):
 def sampler_of_a_part() -> Arguments:
     sampler = Part()
     loader = DataLoader(random_data(), 8, sampler=sampler)
-    model = DistributedDataParallel(perceptron())
-    return script(model, loader=loader, set_epoch=sampler.set_epoch)
+    return loop(parallel(), loader=loader, set_epoch=sampler.set_epoch)
 
 
 def two_passes_over_each_sample() -> Arguments:
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
+    model = parallel()
 
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         passes = (cross_entropy(model(images), batch[1]) for images in (batch[0], -batch[0]))
-        torch.stack(list(passes)).sum().backward()
-        optimizer.step()
+        return torch.stack(list(passes)).sum()
 
-    return script(model, optimizer=optimizer, step=step)
+    return cleared(model, loss, **shuffled(random_data(), 16))
 
 
 def weights_are_averaged_after_every_update() -> Arguments:
     model = perceptron()
-    optimizer = sgd(model)
 
     @torch.no_grad()
     def average() -> None:
@@ -113,39 +94,26 @@ def weights_are_averaged_after_every_update() -> Arguments:
             dist.all_reduce(parameter)
             parameter.div_(dist.get_world_size())
 
-    return script(model, optimizer=optimizer, step=step_of(model, optimizer, after=average))
+    return stepped(model, after=average, **shuffled(random_data(), 16))
 
 
-MAKES = [
-    weights_are_averaged_after_every_update,
-    statistic_that_is_broadcast,
-    sampler_of_a_part,
-    two_passes_over_each_sample,
-]
+JUDGED: dict[Loop, tuple[Check, Level, str]] = {
+    weights_are_averaged_after_every_update: ("gradient direction", "unknown", "averaged or"),
+    statistic_that_is_broadcast: ("buffers", "note", "unequal on the workers"),
+    sampler_of_a_part: ("samples", "note", "16 never read in an epoch"),
+    two_passes_over_each_sample: ("gradient scale", "unknown", "each sample more than once"),
+}
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[Callable[[], Arguments], Findings]:
-    return dict(zip(MAKES, on_forked_workers(on_two, MAKES, workers=2), strict=True))
+def results() -> dict[str, Findings | str]:
+    return findings_of(list(JUDGED))
 
 
-@pytest.mark.parametrize(
-    ("make", "check", "level", "text"),
-    [
-        (weights_are_averaged_after_every_update, "gradient direction", "unknown", "averaged or"),
-        (statistic_that_is_broadcast, "buffers", "note", "unequal on the workers"),
-        (sampler_of_a_part, "samples", "note", "16 never read in an epoch"),
-        (two_passes_over_each_sample, "gradient scale", "unknown", "each sample more than once"),
-    ],
-)
-def test_a_step_is_judged_with_its_reason(
-    make: Callable[[], Arguments],
-    check: Check,
-    level: Level,
-    text: str,
-    results: dict[Callable[[], Arguments], Findings],
-) -> None:
-    findings = results[make]
+@pytest.mark.parametrize("make", JUDGED)
+def test_a_step_is_judged_with_its_reason(make: Loop, results: dict[str, Findings | str]) -> None:
+    findings, (check, level, text) = results[make.__name__], JUDGED[make]
+    assert isinstance(findings, Findings), findings
     assert not findings.faults, findings.table()
     hits = [it for it in findings.named(check) if it.level == level and text in it.text]
     assert len(hits) == 1, findings.table()

@@ -1,146 +1,104 @@
 """What a script does wrong itself is reported in one line, on all workers, and it goes on."""
 
-import contextlib
-import gc
-import io
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_forked_workers import on_forked_workers
-from planted_parts import Divided, apart, divided, linear, perceptron, random_data, sgd
+from planted_audit import findings_of
+from planted_parts import (
+    Arguments,
+    Loop,
+    apart,
+    cleared,
+    divided,
+    linear,
+    loop,
+    parallel,
+    random_data,
+    sgd,
+    stepped,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.audit import Findings, audit
-from largebatch.audit.findings import Check, Level
 from largebatch.audit.ranks import Ranks
 from largebatch.errors import PeerLostError
 
-Result = list[tuple[Check, Level, str]]
 
+class Unsized:
+    """A loader without a length, that may fail after its first batch."""
 
-def on_two(makes: list[Callable[[], dict[str, Any]]]) -> list[Result]:
-    """Audit scripts one after another; return the findings of each, equal on both workers."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results = []
-    for make in makes:
-        findings = findings_of(make)
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, findings)  # the script goes on
-        assert everyone[0] == everyone[1]
-        assert all(it.remedy for it in findings if it.level == "unknown")
-        results.append([(it.check, it.level, it.text) for it in findings])
-    gc.collect()
-    dist.destroy_process_group()
-    return results
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
 
-
-def findings_of(make: Callable[[], dict[str, Any]]) -> Findings:
-    """Audit a script, whose model is freed before its process group ends."""
-    torch.manual_seed(0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return audit(**make())
-
-
-def batches() -> Divided:
-    return divided(random_data(), 16, shuffle=False)
-
-
-def script(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 -- arguments of `audit`
-    model = changes.pop("model", None) or DistributedDataParallel(perceptron())
-    optimizer = sgd(model) if list(model.parameters()) else None
-    words = {"model": model, "loader": batches(), "loss_fn": cross_entropy, "optimizer": optimizer}
-    return words | changes
-
-
-def loader_that_fails_on_worker_1() -> dict[str, Any]:
-    class Loader:
-        def __iter__(self) -> Iterator[list[Tensor]]:
-            yield from list(batches())[:1]
-            if dist.get_rank() == 1:
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(divided(random_data(), 16, shuffle=False)):
+            if self.fails and number == 1:
                 raise OSError("truncated file")
-            yield from batches()
-
-    return script(loader=Loader())
+            yield batch
 
 
-def an_iterator() -> dict[str, Any]:
-    return script(loader=iter(batches()))
+def loader_that_fails_on_worker_1() -> Arguments:
+    return loop(parallel(), loader=Unsized(fails=dist.get_rank() == 1))
 
 
-def sharded_inside() -> dict[str, Any]:
-    return script(model=nn.Sequential(DistributedDataParallel(perceptron())))
+def an_iterator() -> Arguments:
+    return loop(parallel(), loader=iter(Unsized()))
 
 
-def another_loss_in_the_step() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
-
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(batch[0]), (batch[1] + 1) % 4).backward()
-        optimizer.step()
-
-    return script(model=model, optimizer=optimizer, step=step)
+def sharded_inside() -> Arguments:
+    return loop(nn.Sequential(parallel()))
 
 
-def weights_in_the_loss() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
+def another_loss_in_the_step() -> Arguments:
+    model = parallel()
+    return cleared(model, lambda batch: cross_entropy(model(batch[0]), (batch[1] + 1) % 4))
 
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
+
+def weights_in_the_loss() -> Arguments:
+    model = parallel()
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         decay = sum(it.square().sum() for it in model.parameters())
-        (cross_entropy(model(batch[0]), batch[1]) + 0.01 * decay).backward()
-        optimizer.step()
+        return cross_entropy(model(batch[0]), batch[1]) + 0.01 * decay
 
-    return script(model=model, optimizer=optimizer, step=step)
+    return cleared(model, loss)
 
 
-def clipping_that_is_not_seen() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
+def clipping_that_is_not_seen() -> Arguments:
+    model = parallel()
 
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(batch[0]), batch[1]).backward()
+    def clip() -> None:
         gradients = [it.grad for it in model.parameters() if it.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, 0.1 / norm)
-        optimizer.step()
 
-    return script(model=model, optimizer=optimizer, step=step)
-
-
-def model_in_evaluation_mode() -> dict[str, Any]:
-    return script(model=DistributedDataParallel(perceptron()).eval())
+    return stepped(model, change=clip)
 
 
-def no_update() -> dict[str, Any]:
-    return script(step=lambda _: None)
+def model_in_evaluation_mode() -> Arguments:
+    return loop(parallel().eval())
 
 
-def step_that_fails_on_worker_1_before_its_update() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
+def no_update() -> Arguments:
+    return loop(parallel(), step=lambda _: None)
 
-    def step(batch: list[Tensor]) -> None:
-        cross_entropy(model(batch[0]), batch[1]).backward()
+
+def step_that_fails_on_worker_1_before_its_update() -> Arguments:
+    def fail() -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("disk is full")
-        optimizer.step()
 
-    return script(model=model, optimizer=optimizer, step=step)
+    return stepped(parallel(), change=fail)
 
 
-def update_with_a_closure() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
+def update_with_a_closure() -> Arguments:
+    model = parallel()
     optimizer = sgd(model)
 
     def step(batch: list[Tensor]) -> None:
@@ -152,11 +110,11 @@ def update_with_a_closure() -> dict[str, Any]:
 
         optimizer.step(closure)
 
-    return script(model=model, optimizer=optimizer, step=step)
+    return loop(model, optimizer=optimizer, step=step)
 
 
-def master_weights() -> dict[str, Any]:
-    model = DistributedDataParallel(perceptron())
+def master_weights() -> Arguments:
+    model = parallel()
     weights = list(model.parameters())
     masters = [it.detach().clone().requires_grad_() for it in weights]
     optimizer = torch.optim.SGD(masters, lr=0.1)
@@ -170,11 +128,11 @@ def master_weights() -> dict[str, Any]:
         for weight, master in zip(weights, masters, strict=True):
             weight.data.copy_(master)
 
-    return script(model=model, optimizer=optimizer, step=step)
+    return loop(model, optimizer=optimizer, step=step)
 
 
-def no_steps() -> dict[str, Any]:
-    return script(steps=0)
+def no_steps() -> Arguments:
+    return loop(parallel(), steps=0)
 
 
 UNKNOWN = {
@@ -195,29 +153,29 @@ UNKNOWN = {
 
 
 @pytest.fixture(scope="module")
-def unknown() -> dict[Callable[[], dict[str, Any]], Result]:
-    return dict(zip(UNKNOWN, on_forked_workers(on_two, list(UNKNOWN), workers=2), strict=True))
+def unknown() -> dict[str, Findings | str]:
+    return findings_of(list(UNKNOWN))
 
 
 @pytest.mark.parametrize("make", UNKNOWN)
 def test_what_cannot_be_checked_is_said_in_one_line(
-    make: Callable[[], dict[str, Any]], unknown: dict[Callable[[], dict[str, Any]], Result]
+    make: Loop, unknown: dict[str, Findings | str]
 ) -> None:
-    texts = [text for _, level, text in unknown[make] if level == "unknown"]
+    findings = unknown[make.__name__]
+    assert isinstance(findings, Findings), findings
+    not_known = [it for it in findings if it.level == "unknown"]
+    texts = [it.text for it in not_known]
     assert [text for text in texts if UNKNOWN[make] in text] == texts[:1]
     assert "\n" not in "".join(texts)
-    assert not [text for _, level, text in unknown[make] if level == "fault"]
+    assert all(it.remedy for it in not_known)
+    assert not findings.faults
 
 
-def loader_without_a_length() -> dict[str, Any]:
-    class Loader:
-        def __iter__(self) -> Iterator[list[Tensor]]:
-            yield from batches()
-
-    return script(loader=Loader(), optimizer=None)
+def loader_without_a_length() -> Arguments:
+    return loop(parallel(), loader=Unsized(), optimizer=None)
 
 
-def optimizer_within_the_step() -> dict[str, Any]:
+def optimizer_within_the_step() -> Arguments:
     model = DistributedDataParallel(linear())
     optimizer = sgd(model)
 
@@ -227,31 +185,22 @@ def optimizer_within_the_step() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return script(model=model, loader=apart(dist.get_rank()), optimizer=None, step=step)
+    return loop(model, loader=apart(dist.get_rank()), optimizer=None, step=step)
 
 
-def loss_of_the_page() -> dict[str, Any]:
+def loss_of_the_page() -> Arguments:
     """Return a script whose step has the weights in its loss, and the loss of the page for it."""
-    model = DistributedDataParallel(perceptron())
-    optimizer = sgd(model)
+    model = parallel()
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
     code = page.split("```python\ndef loss_fn")[1].split("```")[0]
     names: dict[str, Any] = {"model": model, "cross_entropy": cross_entropy}
     exec(f"def loss_fn{code}", names)
 
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         smoothed = cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
-        (smoothed + 1e-4 * sum(it.square().sum() for it in model.parameters())).backward()
-        optimizer.step()
+        return smoothed + 1e-4 * sum(it.square().sum() for it in model.parameters())
 
-    return script(model=model, optimizer=optimizer, step=step, loss_fn=names["loss_fn"])
-
-
-def test_a_loss_with_more_terms_is_checked_as_its_page_shows() -> None:
-    (found,) = on_forked_workers(on_two, [loss_of_the_page], workers=2)
-    assert {("gradient scale", "fine"), ("gradient direction", "fine")} < {it[:2] for it in found}
-    assert not [it for it in found if it[1] in {"fault", "unknown"}]
+    return cleared(model, loss, loss_fn=names["loss_fn"])
 
 
 def test_workers_that_lose_each_other_end_an_audit_with_the_error_of_this_worker(
@@ -277,11 +226,15 @@ def test_workers_that_lose_each_other_end_an_audit_with_the_error_of_this_worker
     assert not model.weight.any()
 
 
-def test_a_loader_needs_no_length_and_the_optimizer_may_be_left_out() -> None:
-    makes = [loader_without_a_length, optimizer_within_the_step]
-    plain, split = on_forked_workers(on_two, makes, workers=2)
-    assert ("gradient scale", "fine") in {it[:2] for it in plain}
-    assert not [it for it in plain if it[1] in {"fault", "unknown"}]
-    (text,) = [text for _, level, text in split if level == "fault"]
-    assert text.startswith("2 times that of one process with all 16 samples")
-    assert text.endswith("the losses of 2 micro-batches are added, not averaged")
+def test_a_loader_needs_no_length_and_a_loss_may_have_more_terms_as_its_page_shows() -> None:
+    makes = [loader_without_a_length, loss_of_the_page, optimizer_within_the_step]
+    *compared, split = findings_of(makes).values()
+    for findings in compared:
+        assert isinstance(findings, Findings), findings
+        fine = {it.check for it in findings if it.level == "fine"}
+        assert {"gradient scale", "gradient direction"} <= fine
+        assert not [it for it in findings if it.level in {"fault", "unknown"}]
+    assert isinstance(split, Findings), split
+    (fault,) = split.faults  # found without an optimizer that was given
+    assert fault.text.startswith("2 times that of one process with all 16 samples")
+    assert fault.text.endswith("the losses of 2 micro-batches are added, not averaged")

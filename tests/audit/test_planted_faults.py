@@ -1,11 +1,12 @@
 """Every planted fault is found, named and measured, and no correct loop has a fault."""
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
-import faulty_loops as _  # noqa: F401 -- it fills FAULTS
+import correct_loops as correct
+import faulty_loops as faulty
 import pytest
-from correct_loops import LOOPS
 from planted_audit import findings_of
 from planted_parts import FAULTS
 
@@ -27,21 +28,21 @@ def planted() -> Iterator[Any]:
         checks.add(expected.check)
 
 
-def found_in(module: str, request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+def found_in(module: ModuleType, request: pytest.FixtureRequest) -> dict[str, Findings | str]:
     """Return what the audit found in the loops of a module that are selected."""
     selected = [it for it in request.session.items if isinstance(it, pytest.Function)]
-    names = [it.callspec.params["name"] for it in selected if module in it.fixturenames]
-    return findings_of(module, [str(name) for name in names])
+    names = [it.callspec.params["name"] for it in selected if module.__name__ in it.fixturenames]
+    return findings_of([getattr(module, str(name)) for name in names])
 
 
 @pytest.fixture(scope="module", name="faulty_loops")
-def faults(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
-    return found_in("faulty_loops", request)
+def of_faulty(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+    return found_in(faulty, request)
 
 
 @pytest.fixture(scope="module", name="correct_loops")
-def correct(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
-    return found_in("correct_loops", request)
+def of_correct(request: pytest.FixtureRequest) -> dict[str, Findings | str]:
+    return found_in(correct, request)
 
 
 @pytest.mark.parametrize("name", list(planted()))
@@ -62,7 +63,7 @@ def test_a_planted_fault_is_found_with_its_figure(
     "name",
     [
         pytest.param(it.__name__, marks=[pytest.mark.long] * (it.__name__ not in USUAL))
-        for it in LOOPS
+        for it in correct.LOOPS
     ],
 )
 def test_a_correct_loop_has_no_fault(name: str, correct_loops: dict[str, Findings | str]) -> None:

@@ -1,6 +1,8 @@
-"""Tables and figures of the frozen studies, from their results, and the recipes of their runs."""
+"""Tables and figures of the frozen studies, the recipes of their runs, and a short soak."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from scipy.stats import ttest_1samp
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import RESULTS, ROOT, newest
 from benchmarks.studies import pages
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.averaged_weights import tables as averaged_weights
@@ -130,3 +132,15 @@ def test_the_study_on_a_gpu_compares_the_ends_of_each_recipe_by_seed(tmp_path: P
     for end in ("statistics", "clean, statistics"):
         assert rows[end]["gain"][:3] == pytest.approx((2, low, high))
     assert rows["affine"]["gain"].mean == pytest.approx((1 + 2 - 73) / 3)
+
+
+@pytest.mark.long
+def test_randomly_disturbed_runs_end_like_undisturbed_ones(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.studies.soak.soak"]
+    options = ["--faults", "12", "--seed", "3", "--out", str(out)]
+    subprocess.run([*command, *options], check=True, timeout=3600, cwd=ROOT)
+    result = json.loads(out.read_text())
+    assert result["faults"] >= 12
+    assert (result["lost"], result["orphans"]) == ([], 0)
+    assert 0 < result["effective_training_time_ratio"] < 1

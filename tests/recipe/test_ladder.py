@@ -20,7 +20,7 @@ ELSEWHERE = {
     *("resnet50_8192_muon", "resnet50_32768_muon", "vit_s16_4096_adamw"),
     *("resnet50_4096_ffcv_16", "resnet50_4096_ffcv_88"),
 }
-"""Recipes that test_optimizer_recipes.py and test_schedule_recipes.py hold against their tables."""
+"""Recipes that test_optimizer_recipes.py holds against its tables."""
 
 FILES = {
     path.stem: path

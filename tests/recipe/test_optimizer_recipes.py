@@ -1,4 +1,4 @@
-"""The recipes of optimizers other than LARS hold the numbers of their sources, copied out here."""
+"""Recipes of other optimizers than LARS, and of changing batches or images, by their sources."""
 
 import math
 from pathlib import Path
@@ -164,3 +164,26 @@ def test_the_vision_transformer_has_the_rate_of_big_vision_scaled_to_its_batch()
     plan = make_plan(recipe, workers=64)
     assert plan.warmup_steps == warmup / factor
     assert plan.bn_span is None
+
+
+def test_the_batch_doubles_after_a_third_of_the_epochs_on_as_many_workers_as_in_the_paper() -> None:
+    recipe = load_recipe(FOLDER / "resnet50_34816_batch_schedule.yaml")
+    plan = make_plan(recipe, workers=2176)
+    assert (plan.device_batch, plan.sync_workers) == (16, 8)
+    sizes = [(len(part), size, number) for part, size, number in plan.within(range(plan.steps))]
+    assert sizes == [(1104, 34816, 1), (1104, 69632, 2)]
+    assert plan.epoch(1104) == pytest.approx(30, abs=0.02)
+    assert 90 <= plan.epoch(plan.steps) < 90 + 69632 / 1281167
+    assert plan.epoch(plan.warmup_steps) == pytest.approx(16, abs=0.02)
+
+
+def test_the_sizes_are_ffcvs_in_proportion() -> None:
+    plan = make_plan(
+        load_recipe(FOLDER.parent / "imagenette" / "imagenette_resnet18_progressive.yaml"),
+        workers=1,
+    )
+    epochs = [
+        (size, plan.epoch(part.stop)) for part, size in plan.sized(range(plan.steps), otherwise=0)
+    ]
+    assert [size for size, _ in epochs] == [96, 128]
+    assert [end for _, end in epochs] == pytest.approx([60, 80], abs=0.02)

@@ -1,4 +1,4 @@
-"""The charts of a run show what its log holds, and nothing else."""
+"""The charts of a run, and its pairs of mixed-up classes, show what its log holds, and no more."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,9 @@ from largebatch.report.charts import (
     draw_loss,
 )
 from largebatch.report.course import POINTS, ceiling, thin
+from largebatch.report.page import wrong_predictions
 from largebatch.report.run import read_run
+from largebatch.tracking.events import Mistakes
 
 
 def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
@@ -71,3 +73,35 @@ def test_the_line_of_accuracy_is_of_what_was_kept_and_discarded_stages_are_hollo
     assert np.asarray(kept.get_ydata()).tolist() == expected
     hollow = [line.get_markerfacecolor() == "none" for line in stages]
     assert hollow == [False, False, True, False, True]
+
+
+def test_what_is_mixed_up_most_comes_first() -> None:
+    random = np.random.default_rng(0)
+    labels, predicted = random.integers(0, 4, (2, 500))
+    wrong = np.flatnonzero(labels != predicted)
+    found = Mistakes(
+        stage="train", step=1, classes=("a", "b", "c", "d"),
+        sizes=tuple(np.bincount(labels).tolist()), samples=tuple(wrong.tolist()),
+        labels=tuple(labels[wrong].tolist()), predicted=tuple(predicted[wrong].tolist()),
+    )  # fmt: skip
+    counted = [[int(((labels == i) & (predicted == j)).sum()) for j in range(4)] for i in range(4)]
+    off = {(i, j): counted[i][j] for i in range(4) for j in range(4) if i != j}
+    first = max(off, key=lambda pair: (off[pair], -pair[0], -pair[1]))
+    (table,) = wrong_predictions(found)
+    label, predicted, images = (column.values for column in table.columns)
+    assert (label[0], predicted[0]) == ("abcd"[first[0]], "abcd"[first[1]])
+    assert images[0] == f"{off[first]} of {sum(counted[first[0]])}"
+    most = sorted(off.values(), reverse=True)[:10]
+    assert [int(shown.split()[0]) for shown in images] == most
+
+
+def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.end("train", 600, 0.9, wrong=(3, 13, 14))
+    run.end("statistics", 0, 0.5, wrong=range(180))
+    run.decide("statistics", before=0.9, after=0.5)
+    found = read_run(run.write())
+    assert found.last_stage is not None
+    assert found.last_stage.name == "train"
+    assert found.final_mistakes is not None
+    assert found.final_mistakes.stage == "train"

@@ -7,7 +7,7 @@ from typing import Any
 import fake_runs
 import numpy as np
 import pytest
-from fake_runs import RECIPE, SMALL_RESNET, FakeRun, give_recipe
+from fake_runs import RECIPE, FakeRun, give_recipe, trained
 from html_pages import Parsed
 
 from largebatch.cli.main import DONE, main
@@ -95,10 +95,7 @@ def test_a_difference_is_beyond_noise_by_two_standard_errors(tmp_path: Path, sec
 
 def test_images_that_both_runs_get_wrong_make_no_noise(tmp_path: Path) -> None:
     for name, wrong in (("a", range(30)), ("b", range(36))):
-        run = FakeRun(tmp_path / name, clean_steps=0)
-        run.train(0, 600)
-        run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
-        run.write()
+        trained(tmp_path / name, 1 - len(wrong) / 360, wrong=wrong).write()
     # McNemar's test: 6 images changed, all of them one way, and 6 > 2 * sqrt(6)
     ((best, other),) = compare_runs([tmp_path / "a", tmp_path / "b"]).groups
     assert change_from(best.last, other.last).noise == pytest.approx(2 * np.sqrt(6))
@@ -155,10 +152,7 @@ def test_a_stage_has_ended_where_its_end_was_recorded(tmp_path: Path) -> None:
     paused.train(0, 100)
     paused.evaluate("train", 100, 0.4)
     paused.write(status="paused")
-    killed = FakeRun(tmp_path / "killed", steps=600)
-    killed.train(0, 600)
-    killed.end("train", 600, 0.9, wrong=range(36))
-    killed.write()
+    trained(tmp_path / "killed", 0.9, wrong=range(36)).write()
     (tmp_path / "killed" / "summary.json").unlink()
     runs = compare_runs([tmp_path / "paused", tmp_path / "killed"]).runs
     assert [[stage.name for stage in one.ended] for one in runs] == [[], ["train"]]
@@ -181,10 +175,7 @@ def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
 def test_a_commit_with_changes_is_not_the_commit(tmp_path: Path) -> None:
     commit, names = "4f2a9c1d5e6b7a8091827364554637281900abcd", ("clean", "changed", "none")
     for name, value in zip(names, (commit, f"{commit}+", None), strict=True):
-        run = FakeRun(tmp_path / name, clean_steps=0)
-        run.train(0, 600)
-        run.end("train", 600, 0.9)
-        run.write(commit=value)
+        trained(tmp_path / name, 0.9).write(commit=value)
     found = compare_runs([tmp_path / name for name in names]).differences
     assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", "–")}
 
@@ -224,18 +215,12 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], na
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A good run with polishing, and one that ends lower and sooner, in larger batches."""
     folder = tmp_path_factory.mktemp("runs")
-    good = FakeRun(folder / "good")
-    good.curve(525, best=0.965)
-    good.end("train", 525, 0.9583)
-    good.train(525, 600, stage="clean", rate=905.0)
-    good.end("clean", 75, 0.9722)
-    good.drift(SMALL_RESNET)
-    good.end("statistics", 0, 0.9861)
+    good = fake_runs.full_run(folder / "good")
     short = FakeRun(folder / "short", clean_steps=0, global_batch=192, steps=300)
     short.curve(300, best=0.74)
     short.end("train", 300, 0.75)
     give_recipe(short.write(), "batch.global_batch=192")
-    return [give_recipe(good.write()), folder / "short"]
+    return [give_recipe(good), folder / "short"]
 
 
 def test_the_page_has_a_row_and_a_line_for_each_run(runs: list[Path], tmp_path: Path) -> None:

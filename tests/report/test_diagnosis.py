@@ -9,7 +9,7 @@ import fake_runs
 import numpy as np
 import pytest
 import torch
-from fake_runs import FakeRun
+from fake_runs import FakeRun, trained
 
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
@@ -168,9 +168,7 @@ def test_a_validation_loss_that_rises_while_training_falls_is_a_gap_and_not_stat
 
 
 def test_exact_statistics_that_raise_top1_are_named_and_do_no_harm(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0)
-    run.train(0, 600)
-    run.end("train", 600, 0.5)
+    run = trained(tmp_path / "run", 0.5)
     run.drift(["bn1", "bn2"])
     run.end("statistics", 0, 0.95)
     causes = find_causes(record_of(read_run(run.write())))
@@ -209,9 +207,7 @@ def test_a_verdict_has_the_numbers_of_how_the_run_ended(
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_verdict_is_good_only_if_everything_was_examined(recorded: bool, tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0)
-    run.train(0, 600)
-    run.end("train", 600, 0.95, wrong=range(18) if recorded else None)
+    run = trained(tmp_path / "run", 0.95, wrong=range(18) if recorded else None)
     found = verdict(read_run(fake_runs.give_recipe(run.write())))
     assert found.good == recorded
     assert ("accuracy by class" in found.words) != recorded

@@ -13,6 +13,7 @@ from planted_parts import (
     Augmented,
     Pair,
     apart,
+    cleared,
     divided,
     in_place_of_parallel,
     linear,
@@ -22,6 +23,7 @@ from planted_parts import (
     random_data,
     scaled,
     sgd,
+    shuffled,
     step_of,
     stepped,
     sum_gradients,
@@ -69,7 +71,7 @@ def plain_parallel() -> Arguments:
 def everything_is_checked() -> Arguments:
     """Augmentation, dropout, warm-up, an average and an evaluation."""
     torch.manual_seed(dist.get_rank())
-    loader = divided(Augmented(random_data(63, seed=1), lambda: torch.randn(8)), 8, shuffle=True)
+    words = shuffled(Augmented(random_data(63, seed=1), lambda: torch.randn(8)))
     data = random_data(31, seed=1)
     validation = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
     model = parallel(nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(16))
@@ -83,16 +85,15 @@ def everything_is_checked() -> Arguments:
 
     return loop(
         model,
-        loader=loader,
         optimizer=optimizer,
         step=step_of(model, optimizer, after=after),
-        set_epoch=loader.sampler.set_epoch,
         base=(8, 0.005),
         rate=lambda update: 0.01 * rise(update),
         epochs=400,
         val_loader=validation,
         evaluate=lambda: top1(model.module, validation),
         averaged=average,
+        **words,
     )
 
 
@@ -102,10 +103,9 @@ def validation_is_divided_by_subsets() -> Arguments:
     train, held_out = random_split(random_data(105), [64, 41], draw)
     order = torch.randperm(41, generator=draw).tolist()
     validation = DataLoader(Subset(held_out, order[dist.get_rank() :: 2]), 8)
-    loader, model = divided(train, 8, shuffle=True), parallel()
+    model = parallel()
     evaluate = lambda: 100 - 100 * top1(model.module, validation)  # noqa: E731 -- errors in %
-    words = {"set_epoch": loader.sampler.set_epoch, "val_loader": validation}
-    return loop(model, loader=loader, evaluate=evaluate, **words)
+    return loop(model, evaluate=evaluate, val_loader=validation, **shuffled(train))
 
 
 def average_and_frozen_layer() -> Arguments:
@@ -170,15 +170,10 @@ def clipping_by_other_names() -> Arguments:
 def sums_over_the_global_count() -> Arguments:
     """Unequal batches, summed, and divided by the samples of all workers."""
     model, optimizer = in_place_of_parallel()
-
-    def step(batch: tuple[Tensor, Tensor]) -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
-        sum_gradients(model.parameters(), divisor=16)
-        optimizer.step()
-
+    loss = lambda batch: cross_entropy(model(batch[0]), batch[1], reduction="sum")  # noqa: E731
+    change = partial(sum_gradients, [*model.parameters()], divisor=16)
     batches = apart(dist.get_rank(), 12 if dist.get_rank() == 0 else 4)
-    return loop(model, optimizer=optimizer, step=step, loader=batches)
+    return cleared(model, loss, optimizer, change, loader=batches)
 
 
 def images_are_prepared_in_the_step() -> Arguments:
@@ -370,16 +365,9 @@ def both(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def other_outputs_in_training() -> Arguments:
     """A head is used in training only, images are normalised in place, samples are repeated."""
     data = Subset(random_data(), [*range(96), *[*range(32)] * 3])
-    loader, model = divided(data, 16, shuffle=True), DistributedDataParallel(TwoHeads())
-    optimizer = sgd(model)
-
-    def step(batch: list[Tensor]) -> None:
-        optimizer.zero_grad()
-        both(model(batch[0].clone()), batch[1]).backward()
-        optimizer.step()
-
-    words = {"set_epoch": loader.sampler.set_epoch, "step": step, "loss_fn": both}
-    return loop(model, loader=loader, optimizer=optimizer, **words)
+    model = DistributedDataParallel(TwoHeads())
+    loss = lambda batch: both(model(batch[0].clone()), batch[1])  # noqa: E731
+    return cleared(model, loss, loss_fn=both, **shuffled(data, 16))
 
 
 class Recomputed(nn.Module):

@@ -190,28 +190,45 @@ def give_recipe(folder: Path, *overrides: str) -> Path:
     return folder
 
 
+def trained(
+    folder: Path,
+    top1: float,
+    *,
+    best: float | None = None,
+    wrong: Collection[int] | None = None,
+) -> FakeRun:
+    """Return a run after its 600 updates; with evaluations on the way, if their `best` is given."""
+    run = FakeRun(folder, clean_steps=0)
+    if best is None:
+        run.train(0, 600)
+    else:
+        run.curve(600, best=best)
+    run.end("train", 600, top1, wrong=wrong)
+    return run
+
+
+def polished(run: FakeRun, layers: list[str], top1: tuple[float, float, float]) -> FakeRun:
+    """Return a run after all its updates, the last 75 of them clean, and its statistics."""
+    steps = run.plan["steps"] - 75
+    run.curve(steps, best=top1[0] + 0.0067)
+    run.end("train", steps, top1[0])
+    run.train(steps, steps + 75, stage="clean", rate=905.0)
+    run.end("clean", 75, top1[1])
+    run.drift(layers)
+    run.end("statistics", 0, top1[2])
+    return run
+
+
 def full_run(folder: Path) -> Path:
-    run = FakeRun(folder)
-    run.curve(525, best=0.965)
-    run.end("train", 525, 0.9583)
-    run.train(525, 600, stage="clean", rate=905.0)
-    run.end("clean", 75, 0.9722)
-    run.drift(SMALL_RESNET)
-    run.end("statistics", 0, 0.9861)
-    return run.write()
+    return polished(FakeRun(folder), SMALL_RESNET, (0.9583, 0.9722, 0.9861)).write()
 
 
 def train_only(folder: Path) -> Path:
-    run = FakeRun(folder, clean_steps=0)
-    run.curve(600, best=0.97)
-    run.end("train", 600, 0.9667)
-    return run.write(peak_memory_bytes=None, commit=None)
+    return trained(folder, 0.9667, best=0.97).write(peak_memory_bytes=None, commit=None)
 
 
 def statistics_that_hurt(folder: Path) -> Path:
-    run = FakeRun(folder, clean_steps=0)
-    run.curve(600, best=0.97)
-    run.end("train", 600, 0.9639)
+    run = trained(folder, 0.9639, best=0.97)
     run.drift([f"blocks.{block}.bn" for block in range(12)])
     run.end("statistics", 0, 0.9472)
     return run.write()
@@ -229,12 +246,7 @@ def like_resnet50(folder: Path) -> Path:
         train_samples=1_281_167,
         warmup_steps=500,
     )
-    run.curve(1275, best=0.76)
-    run.end("train", 1275, 0.7512)
-    run.train(1275, 1350, stage="clean", rate=905.0)
-    run.end("clean", 75, 0.7591)
-    run.drift(RESNET50)
-    run.end("statistics", 0, 0.7608)
+    run = polished(run, RESNET50, (0.7512, 0.7591, 0.7608))
     return run.write(images_per_second=1_624_000.0)
 
 
@@ -289,18 +301,13 @@ def paused(folder: Path) -> Path:
 
 
 def ended_below_its_best(folder: Path) -> Path:
-    run = FakeRun(folder, clean_steps=0)
-    run.curve(600, best=0.9)
-    run.end("train", 600, 0.9639)
+    run = trained(folder, 0.9639, best=0.9)
     run.end("statistics", 0, 0.8)
     return run.write()
 
 
 def learned_nothing(folder: Path) -> Path:
-    run = FakeRun(folder, clean_steps=0)
-    run.train(0, 600)
-    run.end("train", 600, 0.11, wrong=range(40, 360))
-    return run.write()
+    return trained(folder, 0.11, wrong=range(40, 360)).write()
 
 
 def failed_at_once(folder: Path) -> Path:
@@ -333,9 +340,7 @@ def decided(folder: Path) -> Path:
 
 
 def all_discarded(folder: Path) -> Path:
-    run = FakeRun(folder, clean_steps=0)
-    run.curve(600, best=0.97)
-    run.end("train", 600, 0.9639)
+    run = trained(folder, 0.9639, best=0.97)
     run.drift(SMALL_RESNET)
     run.end("statistics", 0, 0.9472)
     run.decide("statistics", before=0.98, after=0.97)

@@ -19,6 +19,7 @@ from planted_parts import (
     Pair,
     alternating,
     apart,
+    cleared,
     constant_perceptron,
     divided,
     in_place_of_parallel,
@@ -31,6 +32,7 @@ from planted_parts import (
     random_data,
     scaled,
     sgd,
+    shuffled,
     step_of,
     stepped,
     sum_gradients,
@@ -44,7 +46,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     Subset,
@@ -52,13 +53,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
-
-
-def shuffled(data: Dataset[Any] | None = None, batch: int = 8) -> Arguments:
-    """Return a loader that shuffles, and the function that sets its epoch."""
-    loader = divided(data or random_data(64, seed=1), batch, shuffle=True)
-    return {"loader": loader, "set_epoch": loader.sampler.set_epoch}
-
 
 # Gradients of another scale
 
@@ -101,16 +95,9 @@ def gradients_are_unscaled_twice() -> Arguments:
 def loss_scale_is_not_removed() -> Arguments:
     """The loss is scaled, and the optimizer is called without the scaler (torch's AMP examples)."""
     model = parallel()
-    optimizer = sgd(model, lr=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
-
-    def step(batch: tuple[Tensor, Tensor]) -> None:
-        optimizer.zero_grad()
-        loss: Tensor = scaler.scale(cross_entropy(model(batch[0]), batch[1]))
-        loss.backward()
-        optimizer.step()
-
-    return loop(model, optimizer=optimizer, step=step)
+    loss = lambda batch: scaler.scale(cross_entropy(model(batch[0]), batch[1]))  # noqa: E731
+    return cleared(model, loss, sgd(model, lr=1e-6))
 
 
 @planted("gradient scale", 2)

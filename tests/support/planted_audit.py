@@ -1,17 +1,15 @@
 """Audit loops with planted faults, and correct ones, on two Gloo workers.
 
-A loop is a function without arguments in faulty_loops.py or correct_loops.py that returns the
-arguments of `audit`. Each has a process group of its own, which it finds open.
+Each loop has a process group of its own, which it finds open.
 """
 
 import contextlib
 import gc
-import importlib
 import io
 import os
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,32 +17,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
+from planted_parts import Loop
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.rendezvous import rendezvous
 
 from largebatch.audit import Findings
 
 
-def findings_of(module: str, names: Sequence[str]) -> dict[str, Findings | str]:
-    """Return what the audit found in loops of a module, or a traceback."""
-    return on_forked_workers(run_all, module, names, workers=2)
+def findings_of(loops: Sequence[Loop]) -> dict[str, Findings | str]:
+    """Return what the audit found in each loop, or a traceback, by the name of the loop."""
+    return on_forked_workers(run_all, loops, workers=2)
 
 
-def run_all(module: str, names: Sequence[str]) -> dict[str, Findings | str]:
+def run_all(loops: Sequence[Loop]) -> dict[str, Findings | str]:
     store, rank, world_size = next(iter(rendezvous("env://")))
-    environment, loops = dict(os.environ), importlib.import_module(module)
+    environment = dict(os.environ)
     results = {}
-    for name in names:
+    for loop in loops:
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(name, store),
+            store=PrefixStore(loop.__name__, store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        results[name] = run_one(getattr(loops, name))
+        results[loop.__name__] = run_one(loop)
         if dist.is_initialized():
             gc.collect()  # models must not outlive their process group
             dist.destroy_process_group()
@@ -53,7 +52,7 @@ def run_all(module: str, names: Sequence[str]) -> dict[str, Findings | str]:
     return results
 
 
-def run_one(loop: Callable[[], dict[str, Any]]) -> Findings | str:
+def run_one(loop: Loop) -> Findings | str:
     from largebatch.audit import audit
 
     printed = io.StringIO()

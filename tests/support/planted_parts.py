@@ -84,6 +84,12 @@ def divided(data: Dataset[Any], batch: int, *, shuffle: bool) -> Divided:
     return Divided(data, batch, sampler=DistributedSampler(data, shuffle=shuffle))
 
 
+def shuffled(data: Dataset[Any] | None = None, batch: int = 8) -> Arguments:
+    """Return a loader that shuffles, and the function that sets its epoch."""
+    loader = divided(data or random_data(64, seed=1), batch, shuffle=True)
+    return {"loader": loader, "set_epoch": loader.sampler.set_epoch}
+
+
 def apart(place: int, batch: int = 8, *, count: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Return batches in which only half of the features, number `place`, are not zero."""
     draw = torch.Generator().manual_seed(0)
@@ -199,6 +205,27 @@ def step_of(
         after()
 
     return step
+
+
+def cleared(
+    model: nn.Module,
+    loss: Callable[[tuple[Tensor, Tensor]], Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    change: Callable[[], object] = nothing,
+    **words: Any,  # noqa: ANN401 -- of `loop`
+) -> Arguments:
+    """Return the arguments of a loop whose step clears gradients first, then has those of a loss
+    of the batch, which `change` may change, and updates.
+    """
+    optimizer = optimizer or sgd(model)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        change()
+        optimizer.step()
+
+    return loop(model, optimizer=optimizer, step=step, **words)
 
 
 def stepped(

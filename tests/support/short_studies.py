@@ -78,12 +78,18 @@ STALENESS: Json = {
         "grids": [GRID],
     },
 }
-ON_HOSTS: Json = {
-    "workers": [2],
-    "mini_batch": 16,
-    "compute": {"overhead": 0.01, "sample": 0.001, "computed": 2},
-    "warm_up": 1,
-    "updates": 4,
+RECIPES_ON_HOSTS: Json = {
+    "lenet5": {
+        "recipe": "digits_96",
+        "set": {**PLAIN, "duration": {"steps": 40}},
+        "on_hosts": {
+            "workers": [2],
+            "mini_batch": 16,
+            "compute": {"overhead": 0.01, "sample": 0.001, "computed": 2},
+            "warm_up": 1,
+            "updates": 4,
+        },
+    }
 }
 SERVERS: Json = {
     "name": "tiny",
@@ -96,26 +102,14 @@ SERVERS: Json = {
             "ring": "torch",
         },
     },
-    "recipes": {
-        "lenet5": {
-            "recipe": "digits_96",
-            "set": {**PLAIN, "duration": {"steps": 40}},
-            "on_hosts": ON_HOSTS,
-        }
-    },
+    "recipes": RECIPES_ON_HOSTS,
 }
 SCALING: Json = {
     "name": "tiny",
     "seeds": 1,
     "scaling": {"megabits": 1000, "workers": [2]},
-    "recipes": {
-        "lenet5": {
-            "recipe": "digits_96",
-            "set": {**PLAIN, "duration": {"steps": 40}},
-            "on_hosts": ON_HOSTS,
-        }
-    },
-}  # fmt: skip
+    "recipes": RECIPES_ON_HOSTS,
+}
 
 
 def write_study(folder: Path, study: Json = POLICIES, **changes: Any) -> Path:  # noqa: ANN401 -- any part of a study

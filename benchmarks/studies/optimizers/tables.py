@@ -192,7 +192,8 @@ class Critical(NamedTuple):
         """Text for a legend."""
         if self.is_outside:
             return f"< {self.smallest:,}"
-        return f"{'≤ ' * self.at_most}{_rounded(self.value.mean):,}"
+        rounded = float(f"{self.value.mean:.2g}")
+        return f"{'≤ ' * self.at_most}{rounded:,.0f}"
 
 
 def critical_batches(
@@ -307,10 +308,6 @@ def _between(means: Mapping[int, float], batch: float) -> float:
     return means[below] * math.exp(share * math.log(means[above] / means[below]))
 
 
-def _rounded(value: float) -> int:
-    return int(float(f"{value:.2g}"))
-
-
 def tables(study: Study) -> Iterator[str]:
     """Yield the lines of the tables in Markdown."""
     seeds = study.seeds()
@@ -339,7 +336,8 @@ def tables(study: Study) -> Iterator[str]:
 def _row(cell: Cell, runs: Runs, tried: list[Setting], target: float, column: int) -> str:
     reached = list(epochs_by_seed(runs, target, column).values())
     noise = [run["noise"]["value"] for run in runs if run["noise"] and run["noise"]["value"]]
-    top1 = [run["polished" if column == POLISHED else "top1"] for run in runs]
+    kind = "polished" if column == POLISHED else "top1"
+    top1 = [run[kind] for run in runs if run[kind] is not None]
     texts = [
         LABELS[cell.optimizer],
         f"{cell.batch:,}",
@@ -347,7 +345,7 @@ def _row(cell: Cell, runs: Runs, tried: list[Setting], target: float, column: in
         _at_end(runs[0]["decay"], {decay for _, decay in tried}),
         interval(reached).with_ends(".1f") if reached else "",
         f"{len(reached)} of {len(runs)}",
-        _percent([value for value in top1 if value is not None]),
+        interval(top1).scaled(100).with_ends(".1f") if top1 else "",
         f"{statistics.median(noise):,.0f}" if noise else "",
     ]
     return f"| {' | '.join(texts)} |"
@@ -357,10 +355,6 @@ def _at_end(value: float, tried: set[float]) -> str:
     """Return a value, with a word if it is the highest or the lowest one tried."""
     ends = {max(tried): " (highest)", min(tried): " (lowest)"}
     return f"{value:g}{ends.get(value, '')}"
-
-
-def _percent(values: Sequence[float]) -> str:
-    return interval(values).scaled(100).with_ends(".1f") if values else ""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Utility, cost and robustness of runs: each by hand, from folders with known numbers."""
+"""Utility, cost, usage and robustness of runs: each by hand, from folders with known numbers."""
 
 import math
 from pathlib import Path
@@ -21,8 +21,10 @@ from largebatch.lab.studies.metrics import (
     measurements,
     ratio,
 )
+from largebatch.lab.studies.trained import usage_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.run import Run, read_run
+from largebatch.tracking.events import SYSTEM
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
 
@@ -116,3 +118,26 @@ def test_seeds_are_compared_in_pairs() -> None:
     assert times == pytest.approx((mean, math.exp(paired.low), math.exp(paired.high), 3))
     assert difference({1: 0.5}, {2: 0.5}) is None
     assert ratio({1: 0.5}, {2: 0.5}) is None
+
+
+def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
+    draw = np.random.default_rng(4)
+    seconds = np.repeat(draw.uniform(0.5, 2.0, (5, 1)), 2, axis=1)
+    table = {
+        "cpu_percent": draw.uniform(50, 200, (5, 2)),
+        "peak_memory_bytes": np.sort(draw.uniform(1e8, 9e8, (5, 2)), axis=0),
+        "gpu_percent": np.full((5, 2), 75.0),
+        "seconds": seconds,
+    }
+    run = FakeRun(tmp_path / "run")
+    for step in range(5):
+        record = {name: [None, None] for name in SYSTEM}
+        record |= {name: list(values[step]) for name, values in table.items()}
+        run.records.append({"event": "system", "stage": "train", "step": step, **record})
+    found = usage_of(read_run(run.write()))
+    cpu = (table["cpu_percent"] * seconds).sum() / 100
+    assert found["cpu_seconds"] == pytest.approx(cpu)
+    assert found["cores"] == pytest.approx(cpu / seconds[:, 0].sum())
+    assert found["peak_memory_bytes"] == table["peak_memory_bytes"][-1].sum()
+    assert found["gpu_percent"] == pytest.approx(75)
+    assert math.isnan(found["gpu_memory_bytes"])

@@ -1,4 +1,4 @@
-"""Studies of servers: layouts, rows against NumPy, simulations by hand, and real starts."""
+"""Studies of servers and of scaling: cells, rows, simulations by hand, and real starts."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from on_hosts import needs_hosts
-from short_studies import SERVERS, cells_in, write_study
+from short_studies import SCALING, SERVERS, Json, cells_in, write_study
 
+from largebatch.lab.studies import scaling
 from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start
 from largebatch.lab.studies.runner import study
 from largebatch.lab.studies.servers import draw, findings, rows_of, simulations
@@ -62,9 +63,12 @@ def test_the_page_has_simulations_without_starts(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "study.html").stat().st_size > 10_000
 
 
+def hosts_cells(folder: Path, study: Json, **changes: Any) -> list[HostsCell]:  # noqa: ANN401 -- parts of a study
+    return [cell for cell in cells_in(folder, study, **changes) if isinstance(cell, HostsCell)]
+
+
 def cells_here(folder: Path, **changes: Any) -> dict[str, HostsCell]:  # noqa: ANN401 -- parts of a study
-    found = cells_in(folder, SERVERS, **changes)
-    return {cell.look: cell for cell in found if isinstance(cell, HostsCell)}
+    return {cell.look: cell for cell in hosts_cells(folder, SERVERS, **changes)}
 
 
 def test_every_layout_makes_the_same_update_of_the_same_samples(tmp_path: Path) -> None:
@@ -121,12 +125,81 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_hosts
-def test_a_real_start_of_each_layout(tmp_path: Path) -> None:
-    path, lines = write_study(tmp_path, SERVERS), list[str]()
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [pytest.param(SERVERS, GRADIENT, id="servers"), pytest.param(SCALING, 0.0, id="scaling")],
+)
+def test_a_real_start_of_each_cell(kind: Json, least: float, tmp_path: Path) -> None:
+    path, lines = write_study(tmp_path, kind), list[str]()
     out = tmp_path / "out"
     assert study(path, out=out, machine=Machine(), report=lines.append)
-    for cell in cells_here(tmp_path).values():
+    for cell in hosts_cells(tmp_path, kind):
         record = Store(out).read(cell, cell.slots[0])
         assert record is not None
         assert len(record["seconds"]) == 4
-        assert min(record["seconds"]) > GRADIENT
+        assert min(record["seconds"]) > least
+
+
+def test_weak_and_strong_scaling_meet_at_the_most_workers(tmp_path: Path) -> None:
+    cells = {cell.name: cell for cell in hosts_cells(tmp_path, SCALING, scaling__workers=[2, 4])}
+    sizes = {name: cell.recipe.batch.global_batch for name, cell in cells.items()}
+    assert sizes == {
+        "lenet5/1x16-one-host": 2,
+        "lenet5/2x16-one-host": 4,
+        "lenet5/2x16-hosts": 4,
+        "lenet5/4x16-one-host": 8,
+        "lenet5/4x16-hosts": 8,
+        "lenet5/1x64-one-host": 8,
+        "lenet5/2x32-one-host": 8,
+        "lenet5/2x32-hosts": 8,
+    }
+    assert cells["lenet5/4x16-one-host"].workers_per_host == (4,)
+    assert cells["lenet5/4x16-hosts"].workers_per_host == (1, 1, 1, 1)
+
+
+SCALED = {
+    "lenet5/1x16-one-host": 0.030,
+    "lenet5/2x16-one-host": 0.032,
+    "lenet5/2x16-hosts": 0.040,
+    "lenet5/1x32-one-host": 0.050,
+}
+
+
+def scaled(folder: Path) -> dict[str, Any]:
+    """Return records of three starts of every cell."""
+    return {
+        cell.name: {
+            f"seed-{seed}": {
+                "seed": seed,
+                "late": 0.0,
+                "seconds": [SCALED[cell.name] * (1 + seed / 100)],
+            }
+            for seed in (1, 2, 3)
+        }
+        for cell in hosts_cells(folder, SCALING)
+    }
+
+
+def test_efficiency_is_against_as_many_times_one_worker(tmp_path: Path) -> None:
+    records = scaled(tmp_path)
+    found = scaling.rows_of(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    rows = {(row.scaling, row.cell.name): row for row in found}
+    weak = rows["weak", "lenet5/2x16-hosts"]
+    strong = rows["strong", "lenet5/2x16-hosts"]
+    assert len(rows) == 6
+    assert weak.efficiency is not None
+    assert strong.efficiency is not None
+    assert weak.efficiency.mean == pytest.approx(100 * 0.030 / 0.040)
+    assert strong.efficiency.mean == pytest.approx(100 * 0.050 / (2 * 0.040))
+
+
+def test_the_page_of_scaling_has_every_row(tmp_path: Path) -> None:
+    records = scaled(tmp_path)
+    page = scaling.make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    table = page.sections[0].parts[0]
+    assert isinstance(table, Table)
+    found = {column.title: list(column.values) for column in table.columns}
+    assert found["Cell"][:3] == list(SCALED)[:3]
+    assert found["Efficiency, %"][2] == pytest.approx(75)
+    assert "94% of the ideal in one host, 75% on hosts" in page.findings[0]
+    assert "<svg" in page.html()
