@@ -130,7 +130,7 @@ def test_a_device_batch_that_does_not_fit_is_refused_with_what_to_do(
     assert cluster.gpu is not None
     gpu = cluster.gpu.model_copy(update={"memory_gigabytes": 2.001})
     small = cluster.model_copy(update={"gpu": gpu})
-    monkeypatch.setattr("largebatch.lab.planner.cluster.load_cluster", lambda _: small)
+    monkeypatch.setattr("largebatch.cli.lab.load_cluster", lambda _: small)
     tiny = [word for change in TINY for word in ("--set", change)]
     assert main(["lab", "rehearse", str(DIGITS), *tiny, "--cluster", "abci-v100"]) == USER
     printed = capsys.readouterr()
