@@ -1,4 +1,4 @@
-"""Rules for rates, warm-up, updates and decay against numbers by hand, and modes of layers."""
+"""Rules for rates, warm-up, updates and decay by hand, modes of layers, and when all is well."""
 
 from typing import Any
 from unittest import mock
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.audit.findings import Finding
+from largebatch.audit.findings import Check, Finding, Findings, Level
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.replicas import check_modes
@@ -121,3 +121,25 @@ def test_modes_are_compared_of_layers_that_depend_on_them() -> None:
     (finding,) = check_modes(model, {name for name, _ in model.named_modules()}, ranks)
     assert (finding.check, finding.level, finding.figure) == ("training mode", "fault", 2.0)
     assert check_modes(model, {"0", "2"}, ranks) == []
+
+
+def findings(*pairs: tuple[Check, Level]) -> Findings:
+    return Findings(tuple(Finding(check=check, level=level, text="") for check, level in pairs))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "is_ok"),
+    [
+        pytest.param([("gradient scale", "fine"), ("samples", "note")], True, id="a note"),
+        pytest.param([("gradient scale", "fine"), ("samples", "unknown")], True, id="not read"),
+        pytest.param([("gradient scale", "fine"), ("samples", "fault")], False, id="a fault"),
+        pytest.param([("gradient scale", "unknown")], False, id="the step raises"),
+        pytest.param([("gradient direction", "unknown")], False, id="another loss"),
+        pytest.param([("world size", "fine")], False, id="nothing compared"),
+        pytest.param([], False, id="nothing"),
+    ],
+)
+def test_findings_are_ok_if_gradients_were_compared_and_nothing_is_a_fault(
+    pairs: list[tuple[Check, Level]], is_ok: bool
+) -> None:
+    assert findings(*pairs).ok is is_ok

@@ -1,16 +1,20 @@
-"""Silent and lost workers: the group's timeout ends the others, and the launcher names them."""
+"""Silent, lost and slow workers: a timeout ends the others, and the network check counts them."""
 
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from on_workers import on_workers
 
+from largebatch.cli.main import USER, main
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import STARTING
+from largebatch.distributed.network import bandwidth, measure_network
+from largebatch.distributed.torch_distributed import TorchDistributed, TorchGroup
 from largebatch.errors import PeerLostError, WorkerFailedError
 
 TIMEOUT = 1.0
@@ -74,3 +78,39 @@ def test_the_launcher_names_the_worker_that_did_not_respond(
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 1)
     with pytest.raises(WorkerFailedError, match="did not respond and was killed: worker 1"):
         on_workers(suspend_one, library, workers=3, horovod=library == "horovod")
+
+
+SLOW_SECONDS = 0.05
+
+
+def test_bandwidth_is_that_of_a_ring() -> None:
+    """As nccl-tests define it: 2 (n - 1) / n times the bytes of the sum in its time."""
+    assert bandwidth(2**20, workers=2, seconds=0.5) == 2**21
+    assert bandwidth(1000, workers=4, seconds=1.0) == 1500
+
+
+def measured() -> dict[int, float]:
+    """Run one of three workers, of which worker 2 is late."""
+    sum_up = TorchGroup.all_reduce
+
+    def late(group: TorchGroup, tensor: object) -> object:
+        time.sleep(SLOW_SECONDS if os.environ["RANK"] == "2" else 0)
+        return sum_up(group, tensor)  # type: ignore[arg-type]
+
+    with mock.patch.object(TorchGroup, "all_reduce", late):
+        backend = TorchDistributed()
+        found = measure_network(backend, sizes=(64, 4096))
+        backend.close()
+    return found
+
+
+@pytest.mark.usefixtures("ends")
+def test_the_slowest_worker_counts() -> None:
+    found = on_forked_workers(measured, workers=3)
+    assert found.keys() == {64, 4096}
+    assert min(found.values()) >= SLOW_SECONDS
+
+
+def test_a_single_worker_has_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--network"]) == USER
+    assert capsys.readouterr().err.count("\n") == 1
