@@ -178,6 +178,9 @@ class Graph:
     replayed in the order in which they were recorded.
     """
 
+    failures = 0
+    """Recordings that failed, after which older graphs no longer draw by the seed that is set."""
+
     _recording = False
 
     def __init__(self, device: torch.device, pool: object = None) -> None:
@@ -200,6 +203,7 @@ class Graph:
                 yield
         except BaseException:
             # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
+            Graph.failures += 1
             generator = module.default_generators[self._device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())
             raise
@@ -223,13 +227,16 @@ class _Copies(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True  # compiled modules run compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
         result = func(*args, **(kwargs or {}))
-        copies = func.overloadpacket in {torch.ops.aten.copy_, torch.ops.aten._to_copy}
+        aten, packet = torch.ops.aten, getattr(func, "overloadpacket", None)
+        copies = packet in {aten.copy_, aten._to_copy}
         read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
         written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
         reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)

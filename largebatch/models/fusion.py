@@ -126,7 +126,7 @@ def _pair_in(block: nn.Module) -> None:
 def _form(block: nn.Module, names: list[str]) -> list[object]:
     """Return what decides the calls of a forward pass that reads these plain attributes."""
     modules = [(name, type(module)) for name, module in block._modules.items()]
-    return [*modules, *(block.__dict__.get(name) for name in names)]
+    return [*modules, *((type(it), it) for it in map(block.__dict__.get, names))]
 
 
 def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- a method

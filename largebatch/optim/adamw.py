@@ -15,10 +15,7 @@ from largebatch.optim.kernels.tabled import as_models
 
 
 class FusedAdamW(AdamW):
-    """AdamW of float32 weights on one device, with the groups and the state of PyTorch's.
-
-    A graph keeps all numbers but the learning rates.
-    """
+    """AdamW of float32 weights on one device, with the groups and the state of PyTorch's."""
 
     _rates: Numbers | None = None
     """Learning rates of the groups; None before the first step."""
@@ -28,7 +25,9 @@ class FusedAdamW(AdamW):
 
     def can_replay(self) -> object:
         """Return what a graph of the last step reads; None if no graph may repeat it."""
-        return self._rates
+        keys = ("weight_decay", "betas", "eps", "amsgrad", "maximize")
+        fixed = [[group[key] for key in keys] for group in self.param_groups]
+        return None if self._rates is None else (self._rates, fixed)
 
     def refresh(self) -> Tensor:
         """Copy the learning rates of the groups to the device: before a replay. Return them."""

@@ -18,7 +18,8 @@ What a replay must find is on the device: gradients, moments, statistics, and th
 optimizer, which `refresh` copies there. Random numbers are those of the seed that is set before.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -90,8 +91,8 @@ class Graphs:
         self._shapes: dict[object, _Shape] = {}
         self._shape = _Shape(None)
         self._pool: object = None
-        self._read: object = None
-        self._depth, self._reason, self._noted = EVERYTHING, "", -1
+        self._read: list[object] = []
+        self._depth, self._reason, self._noted, self._drops = EVERYTHING, "", -1, 0
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
         if problem := needs_host(work.model):
             self._limit(NOTHING, problem)
@@ -123,14 +124,23 @@ class Graphs:
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update; drop all if they would use outdated memory."""
-        read, optimizer = self._can_replay(), self._work.optimizer
-        weights = [group["params"] for group in optimizer.param_groups]
-        states = [state.values() for state in optimizer.state.values() if read is not None]
-        tensors = chain(*weights, *states)
-        now = read, [it.data_ptr() for it in tensors if isinstance(it, torch.Tensor)]
-        if now != self._read or (self._depth == EVERYTHING and read is None):
+        optimizer, is_whole = self._work.optimizer, self._depth == EVERYTHING
+        weights = chain(*(group["params"] for group in optimizer.param_groups))
+        read = self._can_replay() if is_whole else None
+        now = [accelerator.Graph.failures, _addresses(weights)]
+        if is_whole:
+            states = chain(*(state.values() for state in optimizer.state.values()))
+            now += [read, _addresses(states)]
+        if now != self._read[: len(now)] or (is_whole and read is None):
             warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
-            self._shapes, self._read = warm_up, now
+            self._drops += len(warm_up) < len(self._shapes)
+            self._shapes, self._read, self._pool = warm_up, now, None
+        if self._drops > _SHAPES:
+            self._drops = 0
+            self._limit(
+                SUMS if is_whole else NOTHING,
+                "weights, gradients or settings are replaced between updates",
+            )
         form = _form(batch)
         key = form, len(self._work.frozen)
         self._shape = self._shapes.pop(key, _Shape(form))
@@ -158,10 +168,10 @@ class Graphs:
             work.update()
         name, optimizer = type(work.optimizer).__name__, work.optimizer
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-            self._limit(SUMS, f"{name} has hooks, which may decide on the host")
-        elif self._can_replay() is None:
+        if self._can_replay() is None:
             self._limit(SUMS, f"{name} takes its numbers from the host here")
+        elif any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+            self._limit(SUMS, f"{name} has hooks, which may decide on the host")
         if found:
             self._limit(SUMS, found[0])
 
@@ -173,6 +183,7 @@ class Graphs:
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
         held, counts, results = [*reducer.held()], spans.counts, work.results
         assert shape.batch is not None
+        handled = sys.exception()  # by the caller
         if name := shape.changed():
             self._limit(NOTHING, f"{name} changes between updates, which a replay would not see")
             return False
@@ -194,9 +205,9 @@ class Graphs:
             if work.scaler.is_enabled():
                 work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
             cause: BaseException | None = problem
-            while cause is not None:  # a graph may be invalid because the device was full
+            while cause is not None and cause is not handled:
                 if isinstance(cause, torch.OutOfMemoryError):
-                    raise cause from None
+                    raise cause from None  # after it a graph may be invalid
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._limit(NOTHING, f"recording failed ({reason})")
@@ -268,6 +279,10 @@ def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = Fals
         raise refused("learners of a protocol send each gradient by itself")
     if use is True and device.type not in accelerator.GRAPHS:
         raise refused(f"there are no graphs on a device of type {device.type}")
+
+
+def _addresses(tensors: Iterable[object]) -> list[int]:
+    return [it.data_ptr() for it in tensors if isinstance(it, torch.Tensor)]
 
 
 def _form(batch: Batch) -> object:

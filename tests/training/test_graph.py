@@ -286,9 +286,15 @@ def move_weights(state: TrainState) -> None:
         weight.data = weight.data.clone()
 
 
+def raise_decay(state: TrainState) -> None:
+    for group in state.updater.optimizer.param_groups:
+        group["weight_decay"] += 0.1
+
+
 @pytest.mark.parametrize(
     ("optimizer", "change"),
     [
+        pytest.param(adamw, raise_decay, id="another decay of AdamW"),
         pytest.param(frozen_first, keep, id="weights that are trained later"),
         pytest.param(lars, clear_momentum, id="a loaded state"),
         pytest.param(adamw, clear_momentum, id="a loaded state of AdamW"),
