@@ -56,7 +56,7 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     parts = []
     for epoch in range(positions.start // num_samples, (positions.stop - 1) // num_samples + 1):
         first = epoch * num_samples
-        permutation = _permutation(seed, epoch, num_samples)
+        permutation = _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
         parts.append(permutation[max(0, positions.start - first) : positions.stop - first])
     return np.concatenate(parts, dtype=np.int64)
 
@@ -84,10 +84,6 @@ def divide(
 
 
 @functools.lru_cache(maxsize=4)  # two for training, two for statistics over the first epoch
-def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
-
-
 def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
     """Return a random order of the samples: 32-bit integers, 5 MB for ImageNet."""
     assert num_samples < 2**32, "more samples need wider integers"

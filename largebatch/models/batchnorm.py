@@ -108,7 +108,8 @@ class SpanBatchNorm(_BatchNorm):
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
         compiled = torch.compiler.is_compiling()
-        again = not compiled and in_backward()  # recomputed, and already counted
+        in_backward = torch._C._current_graph_task_id() != -1
+        again = not compiled and in_backward  # recomputed, and already counted
         # A span over several workers counts once, on the first of them.
         counts = (
             self.track_running_stats
@@ -157,11 +158,6 @@ class SpanBatchNorm(_BatchNorm):
 def has_hooks(module: nn.Module) -> bool:
     """Return True if anything besides its forward pass runs when a module is called."""
     return has_own_hooks(module) or "forward" in vars(module)
-
-
-def in_backward() -> bool:
-    """Return True if this thread runs a backward pass: a forward pass is then a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def with_span(model: M, span: int) -> M:

@@ -137,10 +137,7 @@ class Graphs:
             self._shapes, self._read, self._pool = warm_up, now, None
         if self._drops > _SHAPES:
             self._drops = 0
-            self._limit(
-                SUMS if is_whole else NOTHING,
-                "weights, gradients or settings are replaced between updates",
-            )
+            self._limit(SUMS if is_whole else NOTHING, "tensors or settings change between updates")
         form = _form(batch)
         key = form, len(self._work.frozen)
         self._shape = self._shapes.pop(key, _Shape(form))

@@ -176,7 +176,8 @@ class Work:
 
     def _step(self, skipped: Tensor | None) -> None:
         results, optimizer, scaler = self.results, self.optimizer, self.scaler
-        if skipped is not None and skips_on_device(optimizer) and not scaler.is_enabled():
+        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if skipped is not None and skips_itself and not scaler.is_enabled():
             optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]  # as GradScaler sets them
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -185,11 +186,6 @@ class Work:
             scaler.step(optimizer)
             scaler.update()
             results.scale = scaler.scale(self._one)
-
-
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer leaves its weights unchanged where its `found_inf` is not 0."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them

@@ -23,7 +23,7 @@ from on_forked_workers import on_forked_workers
 from largebatch import load_recipe
 from largebatch.data import pipeline as pipelines
 from largebatch.data.decoders import pixel_cache
-from largebatch.data.order import _permutation
+from largebatch.data.order import _draw
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
@@ -128,7 +128,7 @@ def launches(recipe: Recipe, images: Path, with_kernel: bool) -> dict[str, float
         accelerator.use_kernels(of_models=False, of_images=True)
     expected = batches(recipe, images, None)
     batches(recipe, images, device)  # its tables are copied once
-    _permutation.cache_clear()
+    _draw.cache_clear()
     COUNTS.clear()
     found = batches(recipe, images, device)
     counts = {name: number / len(found) for name, number in COUNTS.totals().items()}

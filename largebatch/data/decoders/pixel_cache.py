@@ -420,14 +420,11 @@ def _weights(
     centers = start[:, None, None] + (places[:, :, None] + 0.5) * scale
     pixels = torch.arange(num_pixels, device=places.device) + 0.5
     distance = ((pixels - centers) / width).abs_()
-    weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
+    linear = interpolation == "bilinear"
+    weights = (1.0 - distance).clamp_(min=0.0) if linear else _cubic(distance)
     first, end = start[:, None], (start + length)[:, None]
     weights *= ((pixels > first) & (pixels < end))[:, None, :]
     return weights / weights.sum(dim=2, keepdim=True)
-
-
-def _triangle(distance: Tensor) -> Tensor:
-    return (1.0 - distance).clamp_(min=0.0)
 
 
 def _cubic(distance: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
     shape = _Shape.of(x, span, tensors=0 if group is not None else 2 if y is None else 3)
-    dy = _in_rows(dy, x.dtype)
+    dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
     dz = torch.empty_like(x) if y is not None else dy
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
     constants = {"AFFINE": affine[0] is not None, **shape.tiles}
@@ -341,11 +341,6 @@ def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> 
     counts = gathered[:, -1]
     gathered[:, len(mean) : -1] *= counts.unsqueeze(1)
     return torch.cat([gathered[:, :-1].flatten(), counts])
-
-
-def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return N x C x ... values as rows x channels in memory; a copy only if they are not."""
-    return x.to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 @triton_op("largebatch::span_batchnorm", mutates_args=())
