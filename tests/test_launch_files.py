@@ -34,7 +34,8 @@ SCHEMAS = {
 }
 """Published schemas of the resources that are not Kubernetes' own, by kind."""
 
-IMAGE = ["--image", "registry/largebatch:1"]
+IMAGE = ["--image", "registry:5000/team/largebatch:1@sha256:" + "0a" * 32]
+FOLDER = "digits_96 --set data.source=folder"
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
 TRAIN = "-m largebatch train digits_96 --out runs/digits_96 --resume auto"
 COMMANDS = {
@@ -161,7 +162,8 @@ def test_a_job_is_filled_in_for_the_plan(
 ) -> None:
     """Exported variables do not change it, and the command in its header runs."""
     recipe = cluster / "it's a {recipe}.yaml"
-    recipe.write_text((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text())
+    text = (ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text()
+    recipe.write_text(text.replace("source: digits", "source: folder"))
     words = ["--nodes", "3", "--gpus-per-node", "4", "--set", "batch.bn_span=24"]
     job = cluster / "job.sh"
     job.write_text(filled(capsys, kind, str(recipe), *words, "--data", "my data"))
@@ -243,6 +245,7 @@ def test_a_manifest_matches_its_published_schemas(
 ) -> None:
     """With all options, a recipe of the user's and characters that YAML and Kubernetes expand."""
     text = (ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text()
+    text = text.replace("source: digits", "source: folder")
     (cluster / "own.yaml").write_text(text)
     words = [kind, "own.yaml", "--nodes", "3", "--data", "/data/$(A)$$B$", "--name", 'A "run"!']
     words += ["--namespace", "team", "--env-secret", "keys", "--rdma", "rdma/hca", "--host-ipc"]
@@ -262,7 +265,7 @@ def test_a_manifest_matches_its_published_schemas(
     started = trains or pods[0]["containers"][0]
     train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run", "--resume"]
     assert started["args"] == [*train, "auto", "--data", "/data/$$(A)$$$$B$$"]
-    assert {pod["containers"][0]["image"] for pod in pods} == {"registry/largebatch:1"}
+    assert {pod["containers"][0]["image"] for pod in pods} == {IMAGE[1]}
     assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] for pod in pods)
     limits = {"nvidia.com/gpu": 8, "rdma/hca": 1}
     requests = {"cpu": 32, "memory": "400Gi"}
@@ -456,13 +459,22 @@ def free_port() -> int:
         ("slurm digits_96 --nodes 2 --cluster x --time 1h", "--cluster"),
         ("slurm digits_96 --nodes 2 --image no.sif", "--image: "),
         ("slurm digits_96 --nodes 2 --image a.io/b", "give a.io#b"),
-        ("jobset digits_96 --nodes 2", "--image"),
+        ("slurm digits_96 --nodes 2 --image localhost:5000/b:1", "give localhost:5000#b:1"),
+        ("slurm digits_96 --nodes 2 --image ./no.sqsh", "--image: "),
+        ("slurm digits_96 --nodes 2 --data d", "--data d would not be read"),
+        ("jobset digits_96 --nodes 2", "--image HOST/NAME:TAG"),
         *(
-            (f"jobset digits_96 --nodes 2 --image registry/largebatch:1 {words}", words.split()[0])
-            for words in (
-                *("--image a.io#b", "--image a/B", "--namespace My_NS", "--rdma hca"),
-                *("--env-secret a_b", "--data-claim a..b", "--runs-claim A"),
-                *("--data d", "--out /a"),
+            (f"jobset {FOLDER} --nodes 2 {words}", message)
+            for words, message in (
+                *((f"--image {name}", name) for name in ("a.io#b", "a/B", "a/b..c", "a/b:1:2")),
+                ("--image a/x.sif", "a/x.sif"),
+                *(("--namespace My_NS", "--namespace"), ("--rdma hca", "--rdma")),
+                *(("--env-secret a_b", "--env-secret"), ("--data-claim a..b", "--data-claim")),
+                *(
+                    ("--runs-claim A", "--runs-claim"),
+                    ("--image a/b --data d", "d: pods have /data "),
+                ),
+                ("--image a/b --out /a", "/a: pods have /runs "),
             )
         ),
         (
@@ -472,7 +484,7 @@ def free_port() -> int:
         ("pbs digits_96 --nodes 2 --image registry/a:1", "--image registry/a:1"),
         ("pbs digits_96 --nodes 2 --set model.weights=w.pth", "model.weights: "),
         ("pbs {tmp}/own.yaml --nodes 2", "RECIPE: {tmp}/own.yaml: "),
-        ("slurm digits_96 --nodes 2 --data {tmp}/a", "--data: {tmp}/a: "),
+        (f"slurm {FOLDER} --nodes 2 --data {{tmp}}/a", "--data: {tmp}/a: "),
         ("slurm digits_96 --nodes 2 --out {tmp}/a", "--out: {tmp}/a: "),
         ("pbs resnet50_8192_mlperf --nodes 2", "--data"),
     ],

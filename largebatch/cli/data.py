@@ -193,7 +193,7 @@ def init(  # noqa: PLR0913 -- its options
     name: str | None = None,
     weights: str | None = None,
     model: str | None = None,
-    image_size: Annotated[int | None, Parameter(validator=Between(gte=8), metavar="N")] = None,
+    image_size: Annotated[int | None, Parameter(validator=Between(gte=8, lte=4096))] = None,
     minutes: Number | None = None,
 ) -> None:
     """Write a recipe for a folder of images.

@@ -71,6 +71,9 @@ def _matching(pattern: str, expected: str) -> Parameter:
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # of DNS
 _LABELS = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
+_FILE = re.compile(r"[./]|.*\.sif$")
+_PATH = r"[a-z0-9]+((\.|__?|-+|/)[a-z0-9]+)*"
+_IN_REGISTRY = rf"(?a)\w[\w.-]*(:\d+)?/{_PATH}(:\w[\w.-]{{0,127}})?(@sha256:[\da-f]{{64}})?"
 
 Word = Annotated[str, _matching(r"[\w.:/@%+,=#-]+", "a name without spaces")]
 Namespace = Annotated[str, _matching(_LABEL, "lower-case letters, digits and -, at most 63")]
@@ -186,6 +189,7 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             loaded.require_backend("horovod", use=use)
         except RecipeError as error:
             raise RecipeError(f"launch {kind}: {error}") from None
+    loaded.refuse_folder(job.data)
     gpus = job.gpus_per_node
     name = re.sub(r"[^\w.-]+", "-", job.name or loaded.name).strip("-.") or "run"
     try:
@@ -221,7 +225,7 @@ def _places(kind: str, source: Path, weights: str | None, job: Job) -> dict[str,
     files_of_job = {
         "RECIPE": source if source.is_file() else None,
         "model.weights": Path(weights) if weights else None,
-        "--image": Path(job.image) if job.image and job.image.endswith(".sif") else None,
+        "--image": Path(job.image) if job.image and _FILE.match(job.image) else None,
     }
     given = files_of_job | {"--data": job.data, "--out": job.out}
     places = {
@@ -256,10 +260,10 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     image_file = places.pop("--image", None)
     folders = [place if key == "--data" else place.parent for key, place in places.items()]
     mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
-    python, image = [sys.executable], job.image or ""
-    if image_file:
+    python, image = [sys.executable], str(image_file or job.image or "")
+    if image.endswith(".sif"):
         binds = [word for mount in mounts for word in ("--bind", mount)]
-        python = ["apptainer", "exec", "--nv", *binds, str(image_file), "python3"]
+        python = ["apptainer", "exec", "--nv", *binds, image, "python3"]
         image = ""
     elif image:
         python = ["python3"]
@@ -268,7 +272,7 @@ def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
                 f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are "
                 f"for slurm, {', '.join(KUBERNETES)}"
             )
-        if found := re.fullmatch(r"((?:docker://)?[\w-]+(?:\.[\w-]+)+(?::\d+)?)/([^#]+)", image):
+        if found := re.fullmatch(r"((?:docker://)?[\w.-]+(?:\.[\w-]+|:\d+))/([^#]+)", image):
             raise LargebatchError(
                 f"--image {image}: pyxis expects REGISTRY#IMAGE; give {found[1]}#{found[2]}"
             )
@@ -323,14 +327,12 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
     """Return a manifest of Kubernetes; data are mounted at /data, runs at /runs."""
     own, weights, gpus = source.is_file(), recipe.model.weights or "", job.gpus_per_node
     options, out = _options(job), PurePosixPath("/runs", job.out or job.name or "")
-    reads_data = job.data is not None or recipe.data.source == "folder"
-    if reads_data:
-        options += ["--data", str(job.data or "/data")]
-    image = job.image or "NAME"  # which is none
-    in_registry = re.fullmatch(r"([\w.-]+(:\d+)?/)?[a-z\d][a-z\d._/-]*([:@][\w.:-]+)?", image)
-    if not in_registry or image.endswith(".sif"):
+    reads_data = recipe.data.source == "folder"
+    options += ["--data", str(job.data or "/data")] * reads_data
+    if not re.fullmatch(_IN_REGISTRY, job.image or "") or _FILE.match(job.image or ""):
         raise LargebatchError(
-            f"--image {image}: pods need one of a registry, as host/name:tag, by launch/Dockerfile"
+            f"launch {kind}: pods need --image HOST/NAME:TAG, built from launch/Dockerfile; "
+            f"found {job.image or 'none'}"
         )
     for module in job.imports:
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)

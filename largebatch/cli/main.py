@@ -232,7 +232,9 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     Args:
         shell: Shell that reads the script, from the folder of its completions.
     """
-    print(make_app().generate_completion(shell=shell))
+    script = make_app().generate_completion(shell=shell)
+    split = 'COMPREPLY=( $(compgen -f -- "${cur}") )'  # at spaces in names
+    print(script.replace(split, 'mapfile -t COMPREPLY < <(compgen -f -- "${cur}")'))
     if shell == "bash":  # folders end with /, and arguments without candidates are files
         print("complete -o filenames -o default -F _largebatch largebatch")
 

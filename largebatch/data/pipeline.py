@@ -245,10 +245,7 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
     """
     data, execution = recipe.data, recipe.execution
     folder = None if folder is None else Path(folder)
-    if folder is not None and data.source != "folder":
-        raise DataError(
-            f"--data {folder} would not be read: the recipe's data.source is {data.source}"
-        )
+    recipe.refuse_folder(folder)
     device, threads = backend.device, max(1, available_cores() // backend.local_size)
     chosen: list[str] = []
     cache = execution.cache

@@ -108,8 +108,8 @@ class SpanBatchNorm(_BatchNorm):
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
         compiled = torch.compiler.is_compiling()
-        in_backward = torch._C._current_graph_task_id() != -1
-        again = not compiled and in_backward  # recomputed, and already counted
+        # A pass within a backward pass is recomputed, and already counted.
+        again = not compiled and torch._C._current_graph_task_id() != -1
         # A span over several workers counts once, on the first of them.
         counts = (
             self.track_running_stats

@@ -69,8 +69,8 @@ class Execution(Section):
     """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of
     a machine map, in the user's cache. `device`: also on every worker's GPU, if all images have
     one size; on a CPU that is `memory`. `none`: decode each time. null: in runs of two epochs or
-    more, if the pixels are half of the free disk and can be written, `device` on a GPU if they are
-    an eighth of its memory; else `memory` if they are a quarter of the host's memory and at most
+    more, if the pixels take at most half of the free disk and can be written, `device` on a GPU if
+    they take at most an eighth of its memory; else `memory` if at most a quarter of the host's and
     2 GiB a split, on a CPU only if nothing is resized; else `none`."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None

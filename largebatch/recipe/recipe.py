@@ -7,12 +7,13 @@ default, except where the literature agrees on one.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from largebatch.errors import RecipeError
+from largebatch.errors import DataError, RecipeError
 from largebatch.formatting import Tabular
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.keys import Keys, Reduction, Tracking
@@ -75,6 +76,11 @@ class Recipe(Tabular, Keys):
         return self.with_execution(kernels="torch").model_copy(
             update={"reduction": Reduction(), "protocol": None}
         )
+
+    def refuse_folder(self, folder: Path | None) -> None:
+        """Raise DataError if a folder of images is given that would not be read."""
+        if folder is not None and self.data.source != "folder":
+            raise DataError(f"--data {folder} would not be read: data.source is {self.data.source}")
 
     def require_backend(
         self, name: str, *, use: str = "--workers N, torchrun or srun, and --backend torch"

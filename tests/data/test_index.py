@@ -176,7 +176,7 @@ def test_the_command_builds_describes_and_refuses_an_index(
     out = capsys.readouterr().out
     assert "3 classes, 5 training" in out
     assert "train: ignored files: 1 .heic" in out
-    assert "mogrify -format jpg" in out
+    assert "ImageMagick" in out
 
 
 def test_an_unchanged_folder_is_read_once_also_under_another_path(

@@ -24,8 +24,6 @@ CLASSES = "classes.txt"
 
 MISPLACED = "images in other places"
 
-_CONVERTIBLE = frozenset({".heic", ".heif", ".avif", ".webp", ".tif", ".tiff", ".bmp"})
-
 
 class File(NamedTuple):
     """A shard or an image: its name, length and modification time in nanoseconds."""
@@ -137,15 +135,13 @@ def by_suffix(paths: Iterable[str]) -> dict[str, int]:
 
 
 def describe(ignored: Mapping[str, int], *, where: str) -> str:
-    """Return a line with the numbers of ignored files, and how to convert them; empty if none.
+    """Return a line with the numbers of ignored files; empty if there are none.
 
     >>> describe({".gif": 4}, where="train")
-    'train: ignored files: 4 .gif (read are .jpeg .jpg .png)'
+    'train: ignored files: 4 .gif; read are .jpeg .jpg .png, to which ImageMagick converts images'
     """
     if not ignored:
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    line = f"{where}: ignored files: {kinds} (read are {' '.join(EXTENSIONS)})"
-    for kind in filter(_CONVERTIBLE.__contains__, ignored):
-        line += f"; with ImageMagick: find . -iname '*{kind}' -exec mogrify -format jpg {{}} +"
-    return line
+    read = f"{' '.join(EXTENSIONS)}, to which ImageMagick converts images"
+    return f"{where}: ignored files: {kinds}; read are {read}"

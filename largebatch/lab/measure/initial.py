@@ -158,7 +158,7 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
     typical = int(np.median(counts))
     if typical <= MOST_TUNED and not pretrained:
         yield (
-            f"{typical} training images in a typical class: up to {MOST_TUNED}, begin with "
+            f"{typical} training images in a typical class: at most {MOST_TUNED}: begin with "
             "pretrained weights, such as --weights timm:resnet50.a1_in1k"
         )
     if len(val) < FEW_VALIDATING:
