@@ -24,5 +24,5 @@ command=(horovodrun "--${CONTROLLER:-gloo}" -np "$WORKERS" -H "$HOSTS"
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 type -P horovodrun >/dev/null ||
-    { echo "no horovodrun on this host, outside the image: install Horovod here, or use launch torchrun" >&2; exit 127; }
+    { echo "no horovodrun on this host (an image's is not used): install Horovod here, or use launch torchrun" >&2; exit 127; }
 exec "${command[@]}"

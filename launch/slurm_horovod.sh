@@ -30,7 +30,7 @@ command=(horovodrun --gloo -np $((${#hosts[@]} * ${SLURM_GPUS_ON_NODE:-8}))
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 type -P horovodrun >/dev/null ||
-    { echo "no horovodrun on this host, outside the image: install Horovod here, or use launch slurm" >&2; exit 127; }
+    { echo "no horovodrun on this host (an image's is not used): install Horovod here, or use launch slurm" >&2; exit 127; }
 begun=$(mktemp) stopped='' code=0
 "${command[@]}" & run=$!
 # To its workers on this host, which tell the others: horovodrun would kill all of them after 5 s.

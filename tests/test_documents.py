@@ -106,6 +106,8 @@ def test_commands_in_sentences_exist_and_have_the_options() -> None:
         own = code.split(".py ")[0]  # what follows a script is its
         given = re.findall(r"(?<!\S)--[a-z-]+", own) if names else []
         assert {*given} <= {*known.get(max(names, key=len, default=""), ()), "--help"}, code
+        if code.startswith("data import ") and given:
+            parse(code.split())  # values of options, too
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

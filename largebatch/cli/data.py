@@ -210,9 +210,10 @@ def init(  # noqa: PLR0913 -- its options
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
     from largebatch.runs.pretrained import start_with
 
-    above = (part for part in reversed(folder.resolve().parts[1:]) if part not in GENERIC)
-    text = name or (out.stem if out else next(above, ""))
-    name = recipe_name(text, otherwise="own-data")
+    home, place = Path.home(), folder.resolve()
+    places = (one for one in (place, *place.parents) if not home.is_relative_to(one))
+    above = (one.name for one in places if one.name not in GENERIC)
+    name = recipe_name(name or (out.stem if out else next(above, "")), otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")

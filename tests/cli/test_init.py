@@ -34,8 +34,9 @@ def write_classes(root: Path, *, side: int = 12, **numbers: int) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """24 and 6 images of three classes; the commands run in the folder around."""
+    """24 and 6 images of three classes; the commands run in the home folder around."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     write_classes(tmp_path / "my data/train", cat=16, dog=4, yak=4)
     write_classes(tmp_path / "my data/val", cat=2, dog=2, yak=2)
     return Path("my data")
@@ -163,9 +164,12 @@ def test_a_recipe_is_not_called_data(folder: Path, capsys: pytest.CaptureFixture
     assert main(shlex.split(command)) == DONE
     assert Path("my-data.yaml").exists()
     Path("data").rename("my data/images")
-    assert main(["init", "my data/images", "--image-size", "7"]) == USER
+    assert main(["init", "my data/images", "--image-size", "5000"]) == USER
     assert main(["init", "my data/images"]) == USER
     assert "my-data.yaml: exists" in capsys.readouterr().err
+    Path("my data/images").rename("data")
+    assert main(["init", "data"]) == DONE
+    assert Path("own-data.yaml").exists()
 
 
 def test_mean_and_deviation_are_those_of_the_pixels(folder: Path) -> None:

@@ -86,7 +86,7 @@ def own_function(name: str) -> Callable[[], Any]:
     call = getattr(import_own(module), function, None) if function else None
     if not callable(call):
         raise DataError(
-            f"{name}: there is no such function; expected MODULE:FUNCTION such as {module}:build"
+            f"{name}: there is no such function; expected MODULE:FUNCTION such as mine:build"
         )
     return call  # type: ignore[no-any-return]
 
