@@ -1,4 +1,4 @@
-"""Rules for rates, warm-up, updates and decay by hand, modes of layers, and when all is well."""
+"""Rules for rates, warm-up, updates and decay by hand, modes of layers, and when all works."""
 
 from typing import Any
 from unittest import mock
