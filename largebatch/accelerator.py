@@ -202,8 +202,8 @@ class Graph:
                 Graph._recording = True
                 yield
         except BaseException:
-            # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
             Graph.failures += 1
+            # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
             generator = module.default_generators[self._device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())
             raise
