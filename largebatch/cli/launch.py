@@ -21,7 +21,7 @@ from typing import Annotated, Literal, get_args
 from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from largebatch.cli.plan import ClusterName
+from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import duration
 from largebatch.lab.planner.cluster import load_cluster

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
-from largebatch.recipe.arithmetic.describe import describe_division
+from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
-from largebatch.report.mistakes import change_from
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -28,6 +27,7 @@ from largebatch.report.pages import (
 from largebatch.report.run import (
     INPUT_BOUND,
     Run,
+    change_from,
     images_per_second,
     median,
     shares,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
 from largebatch.report.style import COLOURS, PALETTE, make_svg, name_axes
-from largebatch.storage import write_html
+from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -330,7 +331,10 @@ class Page:
 
         Raises LargebatchError if it cannot be written, MissingPackageError without matplotlib.
         """
-        return write_html(path, self.html())
+        content = self.html().encode()
+        with writing(path, error=LargebatchError):
+            write_whole(path, content)
+        return path
 
     def text(self) -> str:
         """Return the first table and the findings, for a terminal."""

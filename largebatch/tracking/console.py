@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TextIO
 
 from largebatch.formatting import three_digits
-from largebatch.recipe.arithmetic.describe import describe_division
+from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
     Evaluation,

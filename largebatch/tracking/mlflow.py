@@ -13,8 +13,9 @@ from typing import Any
 from largebatch.errors import clip
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
+from largebatch.recipe.section import dotted
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted, read_id, write_id
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults

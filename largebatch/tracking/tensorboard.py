@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from largebatch.optional import require_tensorboard
+from largebatch.recipe.section import dotted
 from largebatch.tracking.events import LOG, Start, Summary
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
 
 FOLDER = "tensorboard"
 

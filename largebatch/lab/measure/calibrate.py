@@ -39,6 +39,7 @@ from largebatch.runs.fitting import random_batch
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, grouping_of, kept_exact
+from largebatch.storage import writing
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -58,11 +59,9 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | str | None = None) -> N
         raise LargebatchError("optimizer.kind: muon: --calibrate measures an update of one worker")
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
-    try:  # before minutes of measurement
+    with writing(out, error=LargebatchError):  # before minutes of measurement
         out.touch(exist_ok=False)
         out.unlink()
-    except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
     measured = measure(recipe, data=data)
     cluster = cluster_of(measured, name=out.stem)
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)

@@ -354,8 +354,11 @@ class Exchange:
         if rank in self._servers:
             place = self._servers.index(rank)
             numbers = parts[place]
-            copied = _copied(weights, optimizer, numbers)
-            server = ParameterServer(*copied, schedule, rule, clock=clock)
+            memo: dict[int, Any] = {}  # of copies, by the identity of what they copy
+            copied = copy.deepcopy(optimizer, memo)
+            copied.zero_grad()
+            held = [memo[id(weights[number])] for number in numbers]
+            server = ParameterServer(held, copied, schedule, rule, clock=clock)
             own = Service(server, mini_batches if place == 0 else None)
         learner, near = QueueLink.ends(rank)
         served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
@@ -412,12 +415,3 @@ class Exchange:
         found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
         return Record([tuple(one) for one in found[0]["updates"]], arrivals)
-
-
-def _copied(
-    weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
-) -> tuple[list[Tensor], Optimizer]:
-    memo: dict[int, Any] = {}
-    copied = copy.deepcopy(optimizer, memo)
-    copied.zero_grad()
-    return [memo[id(weights[number])] for number in part], copied
