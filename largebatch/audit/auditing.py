@@ -35,7 +35,7 @@ from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, PeerLostError, shorten
 from largebatch.formatting import plural
-from largebatch.models.wrappers import device_of, has_divided_weights, local_model, uncompiled
+from largebatch.models.wrappers import device_of, local_model, uncompiled
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
@@ -147,8 +147,6 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         model, step, steps = words["model"], words["step"], words["steps"]
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
-        if has_divided_weights(model):
-            raise ValueError("the weights are divided over workers (FSDP2, tensor parallelism)")
         if words["averaged"] is not None:
             local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:

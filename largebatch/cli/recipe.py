@@ -269,7 +269,6 @@ def _draw_schedules(
 
 
 def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe from a file or from a run folder."""
     from largebatch.tracking.events import RECIPE
 
     of_run = path / RECIPE
@@ -308,7 +307,7 @@ def _facts() -> Iterator[dict[str, Any]]:
     """Yield what is known of each installed recipe, as --json prints it."""
     for data_set, texts in by_data_set().items():
         for name, text in texts.items():
-            recipe, header = parse_recipe(text), origin(text)
+            recipe, (after, measured) = parse_recipe(text), origin(text)
             plan = make_plan(recipe.mathematics)
             yield {
                 "name": name,
@@ -319,8 +318,8 @@ def _facts() -> Iterator[dict[str, Any]]:
                 "global_batch": plan.global_batch,
                 "steps": plan.steps,
                 "epochs": plan.epoch(plan.steps),
-                "measured": header.measured or None,
-                "after": header.after or None,
+                "measured": measured,
+                "after": after,
             }
 
 

@@ -184,8 +184,8 @@ def polish(  # noqa: PLR0913 -- its options
         from largebatch.runs.pretrained import polish_weights
 
         found = polish_weights(model, weights, run_options, ema=ema, samples=samples)
-        before, after = asdict(found.before), asdict(found.after)
-        layers, measured = tuple(found.drift), found.after.samples
+        before, after, layers = asdict(found[0]), asdict(found[1]), found[2]
+        measured = after["samples"]
         done = f"polished weights: {out}"
     if own_rank() == 0:
         top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"

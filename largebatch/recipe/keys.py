@@ -76,11 +76,6 @@ class BatchSizes(Section):
     batch.global_batch, the batch at the start."""
 
     @property
-    def last(self) -> int:
-        """The global batch at the end of the run."""
-        return self.schedule[-1].global_batch if self.schedule else self.global_batch
-
-    @property
     def by_key(self) -> dict[str, int]:
         """Every global batch by its key, in order."""
         later = {

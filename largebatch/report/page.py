@@ -88,7 +88,12 @@ def verdict(run: Run) -> Verdict:
     words = "the best of the run"
     if best.top1 > end.top1:
         words = f"within the noise of its best, {percent(best.top1)} %"
-    words = f"{_losses(run)}the final top-1 is {percent(end.top1)} %, {words}."
+    words = f"the final top-1 is {percent(end.top1)} %, {words}."
+    losses = values_of(run.steps, "loss")
+    few = max(1, len(losses) // 20)
+    loss, final = median(losses[:few]), median(losses[-few:])
+    if final < loss:
+        words = f"the training loss fell from {loss:.3g} to {final:.3g} and {words}"
     examined = {"losses against guessing", "accuracy by class"}
     unknown = [name for name in record.unchecked if name in examined]
     if unknown:
@@ -98,13 +103,6 @@ def verdict(run: Run) -> Verdict:
         return Verdict(f"The run finished: {words} Faults: {found}.", good=False, causes=causes)
     begin = "The run finished and no fault was found: " if run.steps else "Polishing finished: "
     return Verdict(begin + words, good=not unknown)
-
-
-def _losses(run: Run) -> str:
-    losses = values_of(run.steps, "loss")
-    few = max(1, len(losses) // 20)
-    begin, end = median(losses[:few]), median(losses[-few:])
-    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
 
 
 def _unfinished(run: Run) -> str:
