@@ -92,7 +92,6 @@ class Tabular:
         raise NotImplementedError
 
     def _rows(self) -> list[list[str]]:
-        """Return the rows of the table, the column names first."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -200,11 +200,13 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
     distances = [norms.distance_of_statistics(model, ranks)]
     before = norms.tracked(model)
+    # Those of DistributedDataParallel, which may compress to float16.
+    hooks = [it for part in subject.model.modules() for it, _ in getattr(part, "_comm_hooks", [])]
     recorder = Recorder(
         model,
         optimizer,
         lambda micros: reference_of(micros, subject),
-        sends_float16=_sends_float16(subject.model),
+        sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
     found = check_dropout(model, ranks)
@@ -335,9 +337,3 @@ def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any li
         remedy = "pass the torch.optim.Optimizer that makes the update"
         raise StoppedError(unknown("gradient scale", text, remedy))
     return optimizer
-
-
-def _sends_float16(model: nn.Module) -> bool:
-    """Return True if a communication hook of DistributedDataParallel compresses to float16."""
-    hooks = [hook for it in model.modules() for hook, _ in getattr(it, "_comm_hooks", [])]
-    return any("fp16" in getattr(hook, "__name__", "") for hook in hooks)

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
 from largebatch.cli.recipe import ClusterName, write_planned, write_recipe
-from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, own_rank, worker_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
 from largebatch.formatting import MISSING, aligned, plural
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
@@ -54,7 +54,6 @@ def study(  # noqa: PLR0913 -- its options
     data: Annotated[tuple[str, ...], Parameter(metavar="[RECIPE=]DIR")] = (),
     dataset: Annotated[str | None, Parameter(metavar="M:F")] = None,
     imports: Imports = (),
-    backend: BackendName = "auto",
     timeout: Seconds = TIMEOUT_SECONDS,
     dry_run: bool = False,
     page: bool = False,
@@ -68,7 +67,6 @@ def study(  # noqa: PLR0913 -- its options
         data: Folder of images, or RECIPE=DIR for one recipe of the study.
         dataset: Instead: what module M's function F returns, (train, val).
         imports: Modules to import first.
-        backend: Library that sums gradients.
         timeout: Seconds to wait for a worker that does nothing.
         dry_run: Print the runs that are left.
         page: Start nothing; draw what is recorded, and simulations.
@@ -82,7 +80,7 @@ def study(  # noqa: PLR0913 -- its options
         if name in folders:
             raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
         folders[name] = Path(folder)
-    own = Options(dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout)
+    own = Options(dataset=dataset, imports=tuple(imports), timeout=timeout)
     machine = StudyMachine(data=folders, options=own)
 
     done = runner.study(
@@ -278,7 +276,6 @@ def rehearse(
 
 
 def _messages(result: "Rehearsal") -> str:
-    """Describe the messages of an update, by the number of workers in each."""
     by_workers: dict[int, list[Message]] = {}
     for message in result.messages if result.plan.workers > 1 else ():
         by_workers.setdefault(message.workers, []).append(message)

@@ -364,7 +364,6 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
 
 
 def _options(job: Job) -> list[str]:
-    """Return the words of `train` that every kind of job has."""
     words = ["--resume", "auto"]
     words += [word for change in job.changes for word in ("--set", change)]
     return words + [word for module in job.imports for word in ("--import", module)]

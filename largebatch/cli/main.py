@@ -313,7 +313,6 @@ def _call(words: Sequence[str]) -> int:
 
 
 def _show(message: str) -> None:
-    """Print a message to the user, shortened and with unprintable characters escaped."""
     print(f"largebatch: {clip(printable(message), _LONGEST_MESSAGE)}", file=sys.stderr)
 
 

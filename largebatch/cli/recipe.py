@@ -114,7 +114,6 @@ def _require_device_batch(recipe: Recipe) -> None:
 
 
 def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
-    """Describe the rules of MLPerf's closed division that a recipe breaks."""
     from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND
 
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"

@@ -89,7 +89,6 @@ def _train(loaded: Recipe, options: Options) -> int:
 
 
 def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None:
-    """Print how to resume a run that was stopped, and where its report is."""
     status = summary.status
     if status in {"interrupted", "paused"}:
         resume = f"to resume: largebatch resume {shlex.quote(str(folder))}"

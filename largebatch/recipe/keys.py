@@ -142,7 +142,6 @@ Label = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _words(value: object) -> object:
-    """Return the tuple for a list, or for one word."""
     words = [value] if isinstance(value, str) else value
     return tuple(words) if isinstance(words, list) else words
 

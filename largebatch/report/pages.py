@@ -98,11 +98,6 @@ class Column:
                 "link": self.links[place] if self.links else "",
             }
 
-    @property
-    def is_empty(self) -> bool:
-        """True if every value is missing."""
-        return all(map(_is_missing, self.values))
-
 
 def columns_over(
     rows: Sequence[Row],
@@ -141,7 +136,7 @@ class Table:
     @property
     def shown(self) -> list[Column]:
         """The columns that have a value."""
-        return [one for one in self.columns if not one.is_empty]
+        return [one for one in self.columns if not all(map(_is_missing, one.values))]
 
     def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""

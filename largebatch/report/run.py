@@ -374,8 +374,8 @@ def _events(path: Path) -> Iterator[Event]:
             if not line.endswith(b"\n"):
                 return
             raise CheckpointError(
-                f"{path}:{number}: not a record of a run ({_reason(error)}); delete the line to go "
-                "without it"
+                f"{path}:{number}: not a record of a run ({first_problem(error)}); delete the "
+                "line to go without it"
             ) from None
 
 
@@ -386,11 +386,12 @@ def _read_summary(path: Path) -> Summary | None:
         return TypeAdapter(Summary).validate_json(path.read_bytes())
     except ValidationError as error:
         raise CheckpointError(
-            f"{path}: not the summary of a run ({_reason(error)}); delete it to go without it"
+            f"{path}: not the summary of a run ({first_problem(error)}); delete it to go without it"
         ) from None
 
 
-def _reason(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """Describe the first error of a record."""
     first = error.errors()[0]
     if first["type"] == "union_tag_not_found":
         return "'event' is missing"

@@ -86,7 +86,6 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
 
 
 def _card(checkpoint: Checkpoint) -> str:
-    """Describe the model: the code that loads and calls it, and its accuracy after each stage."""
     recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
     library = "timm" if is_timms(section.name) else "largebatch"
     code = (_TIMM if library == "timm" else _OURS) + _PREDICT

@@ -271,7 +271,6 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
 
 
 def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
-    """Format a value as in a recipe, a section without its null keys."""
     if isinstance(value, dict):
         value = {key: one for key, one in value.items() if one is not None}
     return value if isinstance(value, str) else json.dumps(value)

@@ -68,7 +68,6 @@ class MLflow(ScalarTracker):
         self._client.update_run(self._run, status="RUNNING")
 
     def _tags(self) -> dict[str, str]:
-        """Return the run's tags, among them those of MLflow's own pages."""
         from mlflow.tracking.context.registry import resolve_tags
 
         tracking, commit = self._tracking, str(self._config.get("commit") or "")

@@ -58,8 +58,6 @@ def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates
 
 
 class _Segment:
-    """The updates between two rests."""
-
     def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
         self._training, self._part, self._exchange = training, part, exchange
         section = recipe.protocol

@@ -141,8 +141,6 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
 
 
 class _Pool:
-    """Runs under way, and requests to stop."""
-
     def __init__(self, jobs: int, *, in_processes: bool) -> None:
         self._jobs = jobs
         self._in_processes = in_processes

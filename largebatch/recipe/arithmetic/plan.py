@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.formatting import plural
@@ -230,12 +229,6 @@ class Plan:
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
         return self.piece_at(step).global_batch
-
-    def stage_after(self, step: int) -> Literal["train", "clean", "affine"]:
-        """Return the stage with updates that is current after this number of them."""
-        if step > self.steps:
-            return "affine"
-        return "clean" if step > self.train_steps else "train"
 
     def position(self, step: int) -> int:
         """Return the position of the first sample of this update."""
