@@ -6,7 +6,6 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,7 +93,6 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         raise TypeError(
             f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
         )
-    began = time.monotonic()
     ranks = Ranks(_backend(model))
     found: list[Finding] = []
     try:
@@ -106,8 +104,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
         remedy = "find the worker whose step failed; this process group is no longer usable"
         found.append(unknown("updates", text, remedy))
-        return _printed(Findings(tuple(found), time.monotonic() - began))
-    findings = Findings(ranks.share(found), time.monotonic() - began)
+        return _printed(Findings(tuple(found)))
+    findings = Findings(ranks.share(found))
     return _printed(findings) if ranks.rank == 0 else findings
 
 
