@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, Group
 from largebatch.errors import DesynchronizedError, MismatchError, shorten
-from largebatch.recipe.section import dotted
+from largebatch.formatting import dotted
 
 Facts = Mapping[str, object]
 """Plain values by key, nested like a recipe. None is equivalent to a missing key."""

@@ -13,10 +13,9 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from largebatch.errors import DataError, RecipeError
-from largebatch.formatting import Tabular
+from largebatch.formatting import Tabular, dotted
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.keys import Keys, Reduction, Tracking
-from largebatch.recipe.section import dotted
 from largebatch.recipe.validation import find_conflicts
 
 

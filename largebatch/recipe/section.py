@@ -1,6 +1,6 @@
 """The base of all sections, the types and bounds they share, and how to walk through their keys."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from inspect import signature
 from typing import Annotated, Any, Self, get_args, get_type_hints
 
@@ -97,16 +97,3 @@ def every_field(
         yield dotted, section, field
         for below in sections_of(field.annotation):
             yield from every_field(below, f"{dotted}.")
-
-
-def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings by their dotted keys.
-
-    >>> list(dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
-    [('seed', 1), ('optimizer.eta', 0.001)]
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -18,8 +18,7 @@ from typing import Literal
 import numpy as np
 
 from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
-from largebatch.formatting import plural
-from largebatch.recipe.section import dotted
+from largebatch.formatting import dotted, plural
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.pages import (
     Chart,

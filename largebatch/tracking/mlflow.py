@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.errors import clip
+from largebatch.formatting import dotted
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
-from largebatch.recipe.section import dotted
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
 from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, read_id, write_id
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from largebatch.formatting import dotted
 from largebatch.optional import require_tensorboard
-from largebatch.recipe.section import dotted
 from largebatch.tracking.events import LOG, Start, Summary
 from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
 

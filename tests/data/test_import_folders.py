@@ -200,7 +200,7 @@ def test_another_name_of_validation_is_taken_and_other_folders_are_named(
 
 
 END = bytes(1024)
-"""Of a tar."""
+"""Two blocks of zeros end a tar."""
 
 
 def member(name: str, content: bytes = b"", *, kind: bytes = tarfile.REGTYPE) -> bytes:
