@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.stats import ttest_1samp
 
 from benchmarks.speed.measuring import RESULTS, ROOT, newest
@@ -153,7 +154,7 @@ def test_a_folder_of_images_is_whole_or_absent(
     split = np.zeros((20, 4, 4, 3), np.uint8), np.arange(20) % 10
     monkeypatch.setattr(images, "load", lambda _: (split, split))
     with monkeypatch.context() as broken:
-        broken.setattr(images.Image, "fromarray", None)
+        broken.setattr(Image, "fromarray", None)
         with pytest.raises(TypeError):
             images.write_part(tmp_path, "cifar10", train=10, val=5)
     out = images.write_part(tmp_path, "cifar10", train=10, val=5)
