@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -267,25 +268,28 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect where the host waits for a device in this block; full at its end."""
+    """Collect where this thread waits for a device in this block, or autograd's threads do."""
     found: list[str] = []
-    module = torch.get_device_module(device)
+    others: list[tuple[Any, ...]] = []
+    module, thread = torch.get_device_module(device), get_ident()
     before = module.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+
+    def note(message: object, kind: object, file: str, line: int, *_: object) -> None:
+        if "synchronizing" not in str(message):
+            others.append((message, kind, file, line))
+        elif get_ident() == thread or torch._C._current_graph_task_id() != -1:  # autograd's
+            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]  # names of arguments
         module.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             module.set_sync_debug_mode(before)
-    for warning in caught:
-        if "synchronizing" in str(warning.message):
-            place = f"{Path(warning.filename).name}:{warning.lineno}"
-            found.insert(0, f"the host waits for the device in {place}")
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    for warning in others:
+        warnings.warn_explicit(*warning)
 
 
 class Replayed:
