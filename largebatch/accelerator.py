@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -183,6 +183,7 @@ class Graph:
     """Recordings that failed, after which older graphs no longer draw by the seed that is set."""
 
     _recording = False
+    _invalid: ClassVar[list[object]] = []
 
     def __init__(self, device: torch.device, pool: object = None) -> None:
         self._device, self._module = device, torch.get_device_module(device)
@@ -204,12 +205,24 @@ class Graph:
                 yield
         except BaseException:
             Graph.failures += 1
-            # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
-            generator = module.default_generators[self._device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())
+            self._clean_up()
             raise
         finally:
             Graph._recording = False
+
+    def _clean_up(self) -> None:
+        """End an invalid recording where torch, before 2.13, thinks that it goes on.
+
+        Its allocator would not free tensors that two streams have used, such as batches, nor what
+        it caches; and its generator would draw nothing.
+        """
+        module, number = self._module, self._device.index or 0
+        Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
+        with suppress(RuntimeError):  # it has ended
+            module.memory._cuda_endAllocateToPool(number, self.pool)
+            module.memory._cuda_releasePool(number, self.pool)
+        generator = module.default_generators[number]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def replay(self) -> None:
         """Run the recorded launches, behind what is queued in the current stream."""
@@ -268,28 +281,30 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect where this thread waits for a device in this block, or autograd's threads do."""
+    """Collect where this thread or autograd waits for a device in this block; full at its end."""
     found: list[str] = []
-    others: list[tuple[Any, ...]] = []
+    caught: list[tuple[Any, ...]] = []
     module, thread = torch.get_device_module(device), get_ident()
     before = module.get_sync_debug_mode()
 
-    def note(message: object, kind: object, file: str, line: int, *_: object) -> None:
-        if "synchronizing" not in str(message):
-            others.append((message, kind, file, line))
-        elif get_ident() == thread or torch._C._current_graph_task_id() != -1:  # autograd's
-            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
+    def note(*warning: Any, **_: Any) -> None:  # noqa: ANN401 -- as showwarning
+        is_own = get_ident() == thread or torch._C._current_graph_task_id() != -1
+        caught.append((is_own, *warning[:4]))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note  # type: ignore[assignment]  # names of arguments
+        warnings.showwarning = note
         module.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             module.set_sync_debug_mode(before)
-    for warning in others:
-        warnings.warn_explicit(*warning)
+    for is_own, message, kind, file, line in caught:
+        if "called a synchronizing" not in str(message):
+            if not str(message).startswith("Synchronization debug mode"):  # torch's, on first use
+                warnings.warn_explicit(message, kind, file, line)
+        elif is_own:
+            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
 
 
 class Replayed:

@@ -43,11 +43,7 @@ if TYPE_CHECKING:
 
 UseGraph = Literal["auto", True, False]
 
-PASSES, SUMS, OPTIMIZER = _PARTS = (
-    "the forward and backward passes",
-    "the sums of gradients",
-    "the optimizer",
-)
+_PARTS = PASSES, SUMS, OPTIMIZER = "forward and backward", "sums of gradients", "optimizer"
 """Parts of an update in their order, by their names in the log."""
 
 _WARM_UP = 2  # updates of a shape before it is recorded
@@ -150,6 +146,7 @@ class Graphs:
         """Choose the graphs of an update."""
         self._shape = _Shape(None)
         if {PASSES, OPTIMIZER} <= self._excluded.keys():
+            self._say()
             return
         self._drop_outdated()
         form = _form(batch)
@@ -190,20 +187,13 @@ class Graphs:
         if part == PASSES:
             shape.changed = watch_host(self._work.model)
             watch = accelerator.passes(self._device, shape.changed)
-        elif part == OPTIMIZER:
-            self._examine_optimizer()
+        elif part == OPTIMIZER and self._can_replay() is None:
+            name = type(self._work.optimizer).__name__
+            self._exclude(OPTIMIZER, f"{name} needs the host here, or has hooks")
         with watch as found:
             do()
         if found:
             self._exclude(part, found[0])
-
-    def _examine_optimizer(self) -> None:
-        name, optimizer = type(self._work.optimizer).__name__, self._work.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if self._can_replay() is None:
-            self._exclude(OPTIMIZER, f"{name} needs the host here")
-        elif any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-            self._exclude(OPTIMIZER, f"{name} has hooks, which may decide on the host")
 
     def _record(
         self, key: object, parts: list[str], passes: Callable[[], object] = lambda: None
@@ -215,6 +205,8 @@ class Graphs:
         work, reducer, spans, shape = self._work, self._work.reducer, self._work.spans, self._shape
         held, counts, is_summed = [*reducer.held()], spans.counts, spans.is_summed
         handled = sys.exception()  # by the caller
+        if not shape.updates:  # dropped in this update
+            return None
         if PASSES in parts and (name := shape.changed()):
             self._exclude(PASSES, f"{name} changes between updates, which a replay would not see")
             return None
@@ -274,9 +266,7 @@ class Graphs:
             return False
         if PASSES not in self._replayed:
             self._drop_outdated()  # the passes may have moved the weights
-        graph = self._shape.graphs.get(OPTIMIZER)
-        if graph is None and self._shape.updates:
-            graph = self._record(OPTIMIZER, [OPTIMIZER])
+        graph = self._shape.graphs.get(OPTIMIZER) or self._record(OPTIMIZER, [OPTIMIZER])
         if graph is None:
             return False
         pairs = zip(graph.held, work.reducer.held(), strict=True)
@@ -291,10 +281,15 @@ class Graphs:
         """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.
 
         An optimizer that can be has its numbers on the device. It has `can_replay`, and `refresh`,
-        which copies them there before a replay, and the addresses of the gradients.
+        which copies them there before a replay, and the addresses of the gradients. Hooks may
+        decide on the host.
         """
+        optimizer = self._work.optimizer
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+            return None
         with hidden_gradients(self._work.frozen):
-            return getattr(self._work.optimizer, "can_replay", lambda: None)()
+            return getattr(optimizer, "can_replay", lambda: None)()
 
     def _exclude(self, part: str, reason: str) -> None:
         """Do without a graph of a part; raise RecipeError if one of the passes is required."""
@@ -308,8 +303,6 @@ class Graphs:
         for shape in self._shapes.values():
             shape.graphs.clear()
         self._pool = None
-        if {PASSES, OPTIMIZER} <= self._excluded.keys():
-            self._say()
 
     def _say(self) -> None:
         """Note which parts of an update are not recorded, and why."""

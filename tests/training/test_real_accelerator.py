@@ -135,8 +135,8 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     assert deviation(network, expected) < tolerance
 
 
-NOT = {"note": "parts of an update without a CUDA graph: the forward and backward passes"}
-FAILED = {"note": "parts of an update without a CUDA graph: the optimizer (recording failed"}
+NOT = {"note": "parts of an update without a CUDA graph: forward and backward"}
+FAILED = {"note": "parts of an update without a CUDA graph: optimizer (recording failed"}
 
 
 def compiled() -> nn.Module:
