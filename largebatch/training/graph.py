@@ -59,7 +59,7 @@ class _Graph:
     parts: Collection[str]
     held: Held
     results: dict[str, Tensor]
-    """Those of `Results` in its memory."""
+    """Values of `Results` in its memory."""
 
     is_summed: bool
     counts: list[int]

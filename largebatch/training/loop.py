@@ -221,9 +221,8 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     `Update.skipped`.
 
     With `graph` an update is recorded once for each shape of a batch, on a GPU, and replayed with
-    the same bits as a result; what cannot be recorded runs after the graph. `note` gets one
-    sentence: how much of an update is in the graph, and why not all of it. With "auto" updates run
-    without a graph where nothing can be recorded; with True that raises RecipeError.
+    the same bits as a result; parts that cannot be recorded run without. `note` gets one sentence:
+    which parts these are, and why. With True RecipeError is raised if the passes are among them.
     """
     work = Work(
         model=model,
