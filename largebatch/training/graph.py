@@ -7,8 +7,8 @@ device. The third is recorded, part by part, and replayed from then on:
 
     passes      forward and backward pass of a micro-batch, a graph for each place in an update:
                 the first one writes gradients, later ones add to them, the last one sends them
-    sums        sums over the workers (NCCL's alone can be recorded), and their check
-    update      the optimizer, the loss scale, the running statistics, the average of an EMA
+    sums        sums over the workers (NCCL's alone can be recorded)
+    update      check of gradients, optimizer, loss scale, running statistics, average of an EMA
 
 One graph has as many of them as can be recorded; the rest runs after it. All graphs of a `train()`
 share memory. A batch is copied into the memory that the graph reads: on the device that takes
