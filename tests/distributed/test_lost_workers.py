@@ -19,6 +19,11 @@ from largebatch.errors import PeerLostError, WorkerFailedError
 
 TIMEOUT = 1.0
 
+newer_torch = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."),
+    reason="torch 2.8 keeps the timeout that Gloo starts with, and tells less of killed workers",
+)
+
 
 def wait_for_a_silent_worker(part: bool) -> float:
     """Return the seconds that a worker waits after the first update; it waits longer before."""
@@ -38,6 +43,7 @@ def wait_for_a_silent_worker(part: bool) -> float:
     return time.monotonic() - began
 
 
+@newer_torch
 @pytest.mark.parametrize("part", [False, True], ids=["all workers", "a part of them"])
 def test_the_timeout_is_long_until_the_first_update_and_short_after(*, part: bool) -> None:
     waited = on_forked_workers(wait_for_a_silent_worker, part, workers=2)
@@ -68,6 +74,7 @@ def suspend_one(library: str) -> None:
     backend.all_reduce(torch.ones(7)).wait()
 
 
+@newer_torch
 @pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def test_the_launcher_names_the_worker_that_did_not_respond(

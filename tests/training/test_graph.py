@@ -104,6 +104,7 @@ def updates(
         found.momentum = [it.cpu() for each in moments for it in each.values()]
         found.momentum += [it.cpu() for it in average.state_dict().values()]
     found.yielded = [it if it is None else it.item() for it in yielded]
+    assert not accelerator.MODULE.pools, "a recording goes on"
     return found
 
 
