@@ -63,9 +63,9 @@ class Table:
         self._chunks, self._tensors = self._send(chunks), self._send(rows)
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
-        self._squares = self._empty(firsts[-1], 2)
+        self._squares = torch.empty(firsts[-1], 2, dtype=torch.float64, device=self._device)
         self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
-        self._ratios = self._empty(self._num)
+        self._ratios = torch.empty(self._num, dtype=torch.float64, device=self._device)
 
     def move_grads(self, addresses: Sequence[int]) -> None:
         """Read the gradients from other memory from now on; in a graph, when it is replayed."""
@@ -91,13 +91,13 @@ class Table:
     ) -> Tensor:
         """Update weights and buffers, and return the ratio of each weight, 1 if its rule has none.
 
-        The ratios are in the same memory after every update; any needs `norms` before. Gradients
-        are divided by `scale`. Nothing else changes if `found_inf` is not 0.
+        The ratios are those of the last `norms`, and in the same memory after every update.
+        Gradients are divided by `scale`. Nothing else changes if `found_inf` is not 0.
         """
         from largebatch.optim.kernels import triton_lars
 
         numbers, ratios, skips = self.use(rules), self._ratios, found_inf is not None
-        others = [numbers, ratios, found_inf if skips else numbers]  # unused, as `scale` if None
+        others = [numbers, ratios, found_inf if skips else numbers]  # unused where it is None
         self._run(triton_lars.update, scale, *others, PARTIAL=PARTIAL, SKIPS=skips)
         return ratios
 
@@ -115,9 +115,6 @@ class Table:
 
     def _send(self, numbers: list[list[int]]) -> Tensor:
         return pinned(numbers, self._device, torch.int64).to(self._device, non_blocking=True)
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.float64, device=self._device)
 
 
 def _are_aligned(addresses: Iterable[int]) -> bool:

@@ -59,8 +59,8 @@ class Tabled(Optimizer):
         """
         if not self._find_grads():
             self._make_tables()
-        has_norms = scale is None and self._normed == self._versions()
-        self._normed, found = None, []
+        normed, self._normed, found = self._normed, None, []
+        has_norms = normed is not None and scale is None and normed == self._versions()
         for tabled in self._tables:
             scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
             if tabled.adapted and not has_norms:
@@ -80,14 +80,13 @@ class Tabled(Optimizer):
         """
         self._normed = None
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        if hooks or len(self._tables) != 1 or not self._find_grads():
+        tabled = self._tables[0] if len(self._tables) == 1 else None
+        if hooks or tabled is None or not tabled.adapted or not self._find_grads():
             return None
-        tabled = self._tables[0]
-        others = set(weights).difference(tabled.parameters)
-        if not tabled.adapted or any(it.numel() for it in others):
+        if any(it.numel() for it in set(weights).difference(tabled.parameters)):
             return None
         self._normed = self._versions()
-        return tabled.table.norms().amax() < math.inf  # of float64, which has every square
+        return tabled.table.norms().amax() < math.inf  # in float64, which has every square
 
     def _versions(self) -> list[int]:
         """Return how often each weight, its state and its gradient have been written to."""
