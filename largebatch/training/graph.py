@@ -113,7 +113,9 @@ class Graphs:
             self._watch(batch, stopwatch, *key)
             return True
         if shape.batch is None or shape.form != _form(batch):
-            return False  # a smaller last micro-batch
+            if last:  # a smaller one, which adds its loss to that of a replay
+                self._work.results.loss = self._work.results.loss.clone()
+            return False
         if key not in shape.parts and not self._record(shape, stopwatch, *key):
             return False
         for kept, given in zip(shape.batch, batch, strict=True):
