@@ -35,8 +35,8 @@ PARTS = 264
 would cost time in merging, which each program of the second launch does for its span."""
 
 TILE = 32_768
-"""Most bytes that a program loads at a time. The two of a multiprocessor then wait for as many bytes
-as an H200 delivers in its latency, 1.2 microseconds (Little's law), in 128 registers a thread."""
+"""Most bytes that a program loads at a time. Two programs of a multiprocessor then wait for as many
+as an H200 delivers in its latency of 1.2 microseconds (Little's law)."""
 
 CHUNK = 32
 """Partial sums per step of a merge."""
