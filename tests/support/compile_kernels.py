@@ -50,7 +50,7 @@ def compiled(kernel: Any, target: GPUTarget, args: tuple[object, ...], constants
         if isinstance(value, Tensor):
             signature[names[number]] = _TYPES[value.dtype]
         else:
-            signature[names[number]] = "fp32" if isinstance(value, float) else "i32"
+            signature[names[number]] = "fp64" if isinstance(value, float) else "i32"  # inductor's
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)

@@ -239,7 +239,7 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     launch(
         kernels.normalise_rows,
         shape.grid,
-        *(x if tensor is None else tensor for tensor in tensors),
+        *(part if tensor is None else tensor for tensor in tensors),  # see _backward
         *(*shape.sizes, parts, shape.channels, eps),
         SUM=other is not None,
         RELU=relu,
@@ -270,7 +270,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
     tensors = 2 if y is None else 3
     shape = _Shape.of(x, span, tensors=tensors, in_parts=group is not None)
     dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
-    dz = torch.empty_like(x) if y is not None else dy
+    dz = None if y is None else torch.empty_like(x)
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
     constants = {"AFFINE": affine[0] is not None, **shape.tiles}
     grad, result = dy, y
@@ -278,13 +278,14 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         launch(
             kernels.gradient_sums,
             shape.grid,
-            *(x if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
+            # inductor may copy an argument for each place where it is passed; not a kernel's output
+            *(stat if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
             *(*shape.sizes, shape.channels, eps),
             SUM=y is not None,
             RELU=relu,
             **constants,
         )
-        grad, result, relu = dz, None, relu and y is None
+        grad, result, relu = dy if dz is None else dz, None, relu and dz is None
     dx = torch.empty_like(x)
     grads = stat.new_empty(2, shape.channels)  # of bias and weight
     parts = shape.parts
@@ -292,11 +293,11 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         grads = part.sum((0, 1))
         part, parts = grads.clone(), 1
         group.all_reduce(part).wait()
-    tensors = [grad, x, result, dz, dx, part, stat, *affine, grads]
+    tensors = [grad, x, result, dz if shape.whole else None, dx, part, stat, *affine, grads]
     launch(
         kernels.gradient_rows,
         shape.grid,
-        *(x if tensor is None else tensor for tensor in tensors),
+        *(stat if tensor is None else tensor for tensor in tensors),
         *(*shape.sizes, parts, shape.channels, eps),
         SUM=result is not None,
         RELU=relu,
@@ -305,7 +306,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         CHUNK=CHUNK,
         **constants,
     )
-    return dx, dz, part.sum((0, 1)) if shape.whole else grads
+    return dx, dy if dz is None else dz, part.sum((0, 1)) if shape.whole else grads
 
 
 def _of_affine(

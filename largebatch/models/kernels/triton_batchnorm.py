@@ -177,7 +177,7 @@ def normalise_rows(
         variance = _relu(deviations / count)
     else:
         count, mean, variance = _merge_one(part, span, spans, splits, C, cols, CHUNK)
-    inverse = 1.0 / tl.sqrt_rn(variance + eps)
+    inverse = 1.0 / tl.sqrt_rn((variance + eps).to(tl.float32))
     if program == 0:
         _store_moments(stat, span, count, mean, variance, C, cols)
         if COUNT:
@@ -218,7 +218,7 @@ def _scales(stat, span, weight, bias, C, cols, eps, AFFINE: tl.constexpr):
     """Return the mean of a span, one over its deviation, and gain and offset of its result."""
     mean = tl.load(stat + span * 3 * C + cols, mask=cols < C, other=0.0)
     variance = tl.load(stat + span * 3 * C + C + cols, mask=cols < C, other=0.0)
-    inverse = 1.0 / tl.sqrt_rn(variance + eps)
+    inverse = 1.0 / tl.sqrt_rn((variance + eps).to(tl.float32))
     gain, offset = _affine(inverse, weight, bias, C, cols, AFFINE)
     return mean, inverse, gain, offset
 
