@@ -81,7 +81,7 @@ test-torch: .venv-torch-2.8.0-0.23.0/.tested .venv-torch-2.15.0-0.29.2/.tested
 .venv-torch-%/.tested:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check --editable '.[test]' \
-	    torch==$(firstword $(subst -, ,$*)) torchvision==$(lastword $(subst -, ,$*))
+	    torch==$(firstword $(subst -, ,$*)) torchvision==$(lastword $(subst -, ,$*)) 'numpy<2.4'
 	$(ON_CPUS) $(@D)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(TORCH_TESTS)
 	@touch $@
 

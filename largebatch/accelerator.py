@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -146,6 +146,14 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0] + cached)
 
 
+def is_crowded(device: torch.device) -> bool:
+    """Return True if graphs hold more than a quarter of the memory that is free besides."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    held = module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(4 * held > module.mem_get_info(device)[0])
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
@@ -182,6 +190,7 @@ class Graph:
     """Recordings that failed, after which older graphs no longer draw by the seed that is set."""
 
     _recording = False
+    _invalid: ClassVar[list[object]] = []
 
     def __init__(self, device: torch.device, pool: object = None) -> None:
         self._device, self._module = device, torch.get_device_module(device)
@@ -203,12 +212,24 @@ class Graph:
                 yield
         except BaseException:
             Graph.failures += 1
-            # Before torch 2.13 the generator still seems to be in the graph, and draws nothing.
-            generator = module.default_generators[self._device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())
+            self._clean_up()
             raise
         finally:
             Graph._recording = False
+
+    def _clean_up(self) -> None:
+        """End an invalid recording where torch, before 2.13, thinks that it goes on.
+
+        Its allocator would not free tensors that two streams have used, such as batches, nor what
+        it caches; and its generator would draw nothing.
+        """
+        module, number = self._module, self._device.index or 0
+        Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
+        with suppress(RuntimeError):  # it has ended
+            module.memory._cuda_endAllocateToPool(number, self.pool)
+            module.memory._cuda_releasePool(number, self.pool)
+        generator = module.default_generators[number]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def replay(self) -> None:
         """Run the recorded launches, behind what is queued in the current stream."""
@@ -279,10 +300,11 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         finally:
             module.set_sync_debug_mode(before)
     for warning in caught:
-        if "synchronizing" in str(warning.message):
+        text = str(warning.message)
+        if "called a synchronizing" in text:
             place = f"{Path(warning.filename).name}:{warning.lineno}"
             found.insert(0, f"the host waits for the device in {place}")
-        else:
+        elif not text.startswith("Synchronization debug mode"):  # torch's remark on its first use
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )

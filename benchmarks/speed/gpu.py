@@ -132,7 +132,7 @@ PARTS = (
         "kernels",
         80,
         "pytest -q -rs -n 8 tests/models/test_batchnorm_kernels.py tests/optim/test_lars_fast.py"
-        " -k 'kernels or on_a_gpu or sgd_in_a_table'",
+        " -k 'kernels or table or sums'",
         "pytest -q tests/models/test_batchnorm_kernels.py -k 'bits or compiler'",
         packages=("pytest", "xdist"),
     ),

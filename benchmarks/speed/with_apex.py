@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+TESTS = ["pytest", "-q", "-rs", "tests/optim/test_lars_fast.py", "-k", "apex and the_table"]
+
 
 def main() -> None:
     """Build, test and measure; exit with the first error."""
@@ -23,7 +25,7 @@ def main() -> None:
         path = f"{build(Path(given).resolve())}{os.pathsep}{path}"
     environment = {**os.environ, "PYTHONPATH": path}
     for words in (
-        ["-m", "pytest", "-q", "-rs", "tests/optim/test_lars_fast.py", "-k", "on_a_gpu and apex"],
+        ["-m", *TESTS],
         ["-m", "benchmarks.speed.lars", *sys.argv[1:]],
     ):
         done = subprocess.run([sys.executable, *words], check=False, cwd=ROOT, env=environment)

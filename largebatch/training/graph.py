@@ -90,7 +90,6 @@ class Graphs:
         self._device = work.reducer.device
         self._shapes: dict[object, _Shape] = {}
         self._shape = _Shape(None)
-        self._pool: object = None
         self._read: list[object] = []
         self._depth, self._reason, self._noted, self._drops = EVERYTHING, "", -1, 0
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
@@ -134,12 +133,14 @@ class Graphs:
         if now != self._read[: len(now)] or (is_whole and read is None):
             warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
             self._drops += len(warm_up) < len(self._shapes)
-            self._shapes, self._read, self._pool = warm_up, now, None
+            self._shapes, self._read = warm_up, now
         if self._drops > _SHAPES:
             self._drops = 0
             self._limit(SUMS if is_whole else NOTHING, "tensors or settings change between updates")
         form = _form(batch)
         key = form, len(self._work.frozen)
+        if key not in self._shapes and self._pool() and accelerator.is_crowded(self._device):
+            self._shapes.clear()  # its first updates cannot use the memory of other graphs
         self._shape = self._shapes.pop(key, _Shape(form))
         self._shapes[key] = self._shape  # the newest is the last
         if len(self._shapes) > _SHAPES:
@@ -185,7 +186,7 @@ class Graphs:
             self._limit(NOTHING, f"{name} changes between updates, which a replay would not see")
             return False
         try:
-            graph = accelerator.Graph(self._device, self._pool)
+            graph = accelerator.Graph(self._device, self._pool())
             work.results = replace(results)
             depth = self._depth if last else PASSES
             with graph.record():
@@ -196,7 +197,7 @@ class Graphs:
                     work.update()
             more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
             part = _Part(graph, depth, reducer.held(), spans.is_summed, work.results, more)
-            self._pool, shape.parts[first, last] = graph.pool, part
+            shape.parts[first, last] = part
         except Exception as problem:  # torch and Triton raise all kinds
             self._shapes.clear()
             if work.scaler.is_enabled():
@@ -240,6 +241,11 @@ class Graphs:
             value = getattr(work.results, it.name)
             if value is not None and (it.name != "scale" or work.scaler.is_enabled()):
                 setattr(work.results, it.name, value.clone())
+
+    def _pool(self) -> object:
+        """Return the memory of the graphs; None without any, for torch then refuses it."""
+        every = chain.from_iterable(shape.parts.values() for shape in self._shapes.values())
+        return next((part.graph.pool for part in every), None)
 
     def _can_replay(self) -> object:
         """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import runpy
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 
-from benchmarks.speed import gpu, measuring, resnet50, roofline, table
+from benchmarks.speed import gpu, measuring, resnet50, roofline, table, with_apex
 from largebatch import accelerator
 
 ROOT = measuring.ROOT
@@ -166,6 +168,18 @@ def test_the_scripts_and_tests_of_every_part_are_there() -> None:
             assert bool(tests) == (module == "pytest")
             scripts = [f"{module.replace('.', '/')}.py"] if module != "pytest" else []
             assert all((ROOT / file).is_file() for file in (*tests, *scripts))
+
+
+def test_every_word_that_selects_tests_selects_one() -> None:
+    commands = [shlex.split(part.words) for part in gpu.PARTS if " -k " in part.words]
+    commands.append(with_apex.TESTS)
+    files = {word for words in commands for word in words if word.endswith(".py")}
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    found = subprocess.run(collect, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    for words in commands:
+        for term in words[-1].split(" or "):
+            parts = term.split(" and ")
+            assert any(all(part in line for part in parts) for line in found.split()), term
 
 
 def test_parts_that_do_not_fit_the_time_are_left_out(

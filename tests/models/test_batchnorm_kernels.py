@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import DEVICE, run_kernels
+from interpreted import DEVICE, run_kernels, wrap_kernels
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,7 +43,7 @@ def whole(
     return bool(request.param)
 
 
-__all__ = ["run_kernels"]
+__all__ = ["run_kernels", "wrap_kernels"]
 CPU = Serial(DEVICE)
 
 
@@ -401,6 +401,7 @@ def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -
     assert block.append(nn.Flatten())(images).ndim == 2
 
 
+@pytest.mark.usefixtures("kernels_in_graphs")
 def test_a_graph_of_torch_compile_calls_the_operator(whole: bool) -> None:
     """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
     torch.compiler.reset()  # other tests may have used up the recompilations of a layer
@@ -454,7 +455,7 @@ def test_what_the_kernels_do_not_take_is_left_to_pytorch(
     assert kernels.take(torch.zeros(70_000, 3, device=DEVICE), span=2)
 
 
-@runs
+@pytest.mark.usefixtures("kernels_in_graphs")
 def test_fake_tensors_and_tracers_see_the_operator() -> None:
     layer, images = with_span(nn.BatchNorm1d(3), 2).to(DEVICE), draw(4, 3)
     graph = make_fx(layer)(images)

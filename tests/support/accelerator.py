@@ -28,9 +28,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
@@ -490,15 +491,28 @@ class Graph:
                 result.fill_(torch.nan)
 
 
+_USED: list[object] = []
+"""Pools of memory, whose first graph makes them and whose last one ends them."""
+
+_USERS: dict[object, weakref.WeakSet[Graph]] = {}
+
+
 @contextmanager
 def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterator[None]:
     """Record what is asked of the device in this block."""
     assert pool is not None
     assert capture_error_mode == "thread_local"
     assert Graph.recording is None
+    users = _USERS.setdefault(pool, weakref.WeakSet())
+    if not users and pool in _USED:
+        raise RuntimeError("use_count > 0: memory of graphs that are gone")
+    users.add(graph)
+    _USED.append(pool)
     Graph.recording, drawn = graph, GENERATOR.get_state()
+    MODULE.pools.append(pool)
     try:
         yield
+        MODULE.pools.remove(pool)  # not after an error that makes the graph invalid
     finally:
         Graph.recording = None
         GENERATOR.set_state(drawn)
@@ -580,7 +594,10 @@ class _Module:
     uuid: str | None = None
     """Which of all devices it is."""
 
-    sync_debug_mode = "default"
+    sync_debug_mode = ""
+    pools: ClassVar[list[object]] = []
+    """Pools of memory that recordings use."""
+
     default_generators = (mock.Mock(),)  # as they are after an error in a graph
     CUDAGraph = Graph
     graph: Value = staticmethod(recording)
@@ -592,10 +609,22 @@ class _Module:
         return object()
 
     def get_sync_debug_mode(self) -> str:
-        return self.sync_debug_mode
+        return self.sync_debug_mode or "default"
 
     def set_sync_debug_mode(self, mode: str) -> None:
+        if not self.sync_debug_mode:  # as torch does once in a process
+            text = "Synchronization debug mode is a prototype feature and does not yet detect all "
+            warnings.warn(f"{text}synchronizing operations", UserWarning, stacklevel=2)
         self.sync_debug_mode = mode
+
+    @property
+    def memory(self) -> SimpleNamespace:
+        def end(_: int, pool: object) -> None:
+            if pool not in self.pools:
+                raise RuntimeError("not currently recording to mempool_id")
+            self.pools.remove(pool)
+
+        return SimpleNamespace(_cuda_endAllocateToPool=end, _cuda_releasePool=lambda *_: None)
 
     def get_device_name(self, _: object = None) -> str:
         return "simulated"
@@ -663,7 +692,10 @@ MODULE = _Module()
 @functools.cache
 def simulate() -> torch.device:
     """Register the device for the rest of this process and return it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=MODULE)
+    register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if register is None:
+        pytest.skip("this version of torch registers no device in Python")
+    register(NAME, backend_module=MODULE)
     torch.__future__.set_swap_module_params_on_conversion(False)
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")

@@ -17,3 +17,12 @@ def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("PARTS", 8), ("TILE", 1024), ("CHUNK", 4)) * (DEVICE.type == "cpu"):
         monkeypatch.setattr(fused, name, number)
     assert kernels.take(torch.zeros(1, 1, device=DEVICE))
+
+
+@pytest.fixture(name="kernels_in_graphs")
+def wrap_kernels(kernels_run: None) -> None:
+    """Skip a test whose kernels are interpreted and in a graph if torch refuses that."""
+    try:
+        torch.library.wrap_triton(kernels.batchnorm().kernels.statistics)
+    except RuntimeError as problem:
+        pytest.skip(f"torch {torch.__version__}: {problem}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ def on_forked_workers(function: Callable[..., T], *args: object, workers: int) -
         if any(process.exitcode for process in processes):
             errors = [path.read_text(encoding="utf-8") for path in Path(name).glob("error *")]
             raise RuntimeError("\n".join(errors) or [process.exitcode for process in processes])
+        if (skipped := Path(name, "skipped")).exists():
+            pytest.skip(skipped.read_text(encoding="utf-8"))
         result: T = pickle.loads(Path(name, "result").read_bytes())
     return result
 
@@ -64,6 +67,9 @@ def be_worker(
     try:
         with mock.patch("largebatch.runs.folder.write_report"):
             result = function(*args)
+    except pytest.skip.Exception as skipped:
+        (folder / "skipped").write_text(str(skipped), encoding="utf-8")
+        return
     except BaseException:
         (folder / f"error {rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise

@@ -103,6 +103,7 @@ def updates(
         found.momentum = [it.cpu() for each in moments for it in each.values()]
         found.momentum += [it.cpu() for it in average.state_dict().values()]
     found.yielded = [it if it is None else it.item() for it in yielded]
+    assert not accelerator.MODULE.pools, "a recording goes on"
     return found
 
 
@@ -387,6 +388,25 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
         *(False, False, True, True),
         True,
     ]
+
+
+def crowded() -> nn.Module:
+    """Return a network on a device of which graphs have taken half."""
+    accelerator.MODULE.memory_reserved = lambda _=None: accelerator.MEMORY // 2  # type: ignore[method-assign]
+    return small()
+
+
+def test_graphs_that_leave_too_little_memory_are_dropped_for_another_shape() -> None:
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 16)]
+    found = compared(Case(steps=5), crowded, sizes=sizes)
+    assert found.launches[2] < found.launches[1] == found.launches[4]
+
+
+def test_memory_of_graphs_that_are_gone_is_not_used_again() -> None:
+    """The only graphs are dropped, because five shapes are too many, before others are recorded."""
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 14), (8, 18)] + [(8, 10)] * 3
+    found = compared(Case(steps=len(sizes)), sizes=sizes)
+    assert found.launches[-1] == found.launches[2]
 
 
 def measured(device: torch.device, *, graph: bool) -> tuple[Metrics, dict[str, Tensor], list[int]]:
