@@ -267,8 +267,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
     launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
-    tensors = 2 if y is None else 3
-    shape = _Shape.of(x, span, tensors=tensors, in_parts=group is not None)
+    shape = _Shape.of(x, span, tensors=2 if y is None else 3, in_parts=group is not None)
     dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
     dz = None if y is None else torch.empty_like(x)
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
