@@ -203,7 +203,7 @@ def _make_update(
 
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
-    reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
+    reducer.finite = lambda *_, **__: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
     updates = train(
         state.model,
         SGD(state.model.parameters(), lr=0.0),
