@@ -178,13 +178,13 @@ class Reducer:
     def hold(self, held: Held) -> None:
         """Use the memory of these gradients, which a graph has written; nothing is armed."""
         self._armed, self._under_way = False, []
-        if held is self._held:
-            return
-        self._held = held
+        is_new, self._held = held is not self._held, held
         for group, (gradients, first) in zip(self._groups, held, strict=True):
-            group.held, group.first = dict(gradients), first
+            if is_new:
+                group.held, group.first = dict(gradients), first
             for name, weight in group.parameters.items():
-                weight.grad = gradients.get(name)
+                if is_new or weight.grad is not gradients.get(name):  # as after zero_grad()
+                    weight.grad = gradients.get(name)
 
     def arm(self, *, complete: bool = False) -> None:
         """Announce the last backward pass of a step, which sends each group when it is complete.

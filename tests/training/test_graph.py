@@ -291,6 +291,10 @@ def test_an_update_is_one_launch(
     assert found.waits == 0
 
 
+def forget_gradients(state: TrainState) -> None:
+    state.updater.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -308,6 +312,11 @@ def test_an_update_is_one_launch(
         pytest.param(Case(steps=4), {"network": group_norms}, id="no BatchNorm"),
         pytest.param(
             Case(steps=4, optimizer=hooked_sgd), {"tables": True}, id="a hook of the optimizer"
+        ),
+        pytest.param(
+            Case(steps=6, optimizer=plain_sgd),
+            {"change": forget_gradients},
+            id="zero_grad between updates",
         ),
     ],
 )
