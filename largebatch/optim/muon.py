@@ -132,8 +132,12 @@ class Muon(Optimizer):
 
     def can_replay(self) -> object:
         """Return what a graph of the last step reads; None if no graph may repeat it."""
-        others = getattr(self._others, "can_replay", lambda: None)
-        return others() if self._numbers is not None and in_graphs(self._workers) else None
+        self._lend()
+        others = getattr(self._others, "can_replay", lambda: None)()
+        if others is None or self._numbers is None or not in_graphs(self._workers):
+            return None
+        keys = ("nesterov", "ns_steps", "ns_dtype", "normalize_weights")
+        return others, [self.param_groups[0][key] for key in keys]
 
     def refresh(self) -> None:
         """Copy hyper-parameters to the device: before a replay."""

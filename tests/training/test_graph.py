@@ -211,12 +211,12 @@ def plain_sgd(network: nn.Module) -> Optimizer:
     return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 
 
-def muon(network: nn.Module) -> Optimizer:
+def muon(network: nn.Module, adam: bool = False) -> Optimizer:
     """Return Muon of the second convolution; the others have SGD, or AdamW without Triton."""
     matrices = hidden_matrices(network)
     taken = set(matrices)
     rest = nn.ParameterList(it for it in network.parameters() if it not in taken)
-    others = sgd(rest) if lars_kernels.works(matrices[0].device) else adamw(rest)
+    others = adamw(rest) if adam or not lars_kernels.works(matrices[0].device) else sgd(rest)
     return Muon(matrices, others, lr=0.02, weight_decay=0.1, normalize_weights=True)
 
 
@@ -346,6 +346,10 @@ def hook_optimizer(state: TrainState) -> None:
     add_hook(state.updater.optimizer, state.model)
 
 
+def shorten_muon(state: TrainState) -> None:
+    state.updater.optimizer.param_groups[0]["ns_steps"] = 2
+
+
 def raise_decay(state: TrainState) -> None:
     for group in state.updater.optimizer.param_groups:
         group["weight_decay"] += 0.1
@@ -355,6 +359,8 @@ def raise_decay(state: TrainState) -> None:
     ("optimizer", "change"),
     [
         pytest.param(adamw, raise_decay, id="another decay of AdamW"),
+        pytest.param(partial(muon, adam=True), raise_decay, id="that beside Muon"),
+        pytest.param(muon, shorten_muon, id="fewer steps of Muon"),
         pytest.param(adamw, hook_optimizer, id="a hook of the optimizer"),
         pytest.param(frozen_first, keep, id="weights that are trained later"),
         pytest.param(lars, clear_momentum, id="a loaded state"),
