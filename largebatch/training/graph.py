@@ -62,6 +62,9 @@ class _Graph:
     """Values of `Results` in its memory."""
 
     is_summed: bool
+    before: list[int]
+    """Spans that were counted before; the sums over workers are of this number of them."""
+
     counts: list[int]
     """Spans that were counted."""
 
@@ -116,12 +119,12 @@ class Graphs:
         if parts and shape.batch is not None and shape.form == _form(batch):
             passes = partial(work.accumulate, shape.batch, first=first, last=SUMS in parts)
             graph = shape.graphs.get(key) or self._record(key, parts, passes)
-            if graph is not None:
+            if graph is not None and (not last or graph.before == work.spans.counts):
                 for kept, given in zip(shape.batch, batch, strict=True):
                     kept.copy_(given, non_blocking=True)
                 self._replay(graph)
                 return
-        # Not recorded, or a smaller last micro-batch.
+        # Not recorded, or a smaller micro-batch now or before the last.
         self._do(PASSES, partial(work.accumulate, batch, first=first, last=last))
 
     def sum(self) -> None:
@@ -222,7 +225,7 @@ class Graphs:
             more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
             values = {it.name: getattr(work.results, it.name) for it in fields(results)}
             new = {name: it for name, it in values.items() if it is not getattr(results, name)}
-            made = _Graph(graph, parts, reducer.held(), new, spans.is_summed, more)
+            made = _Graph(graph, parts, reducer.held(), new, spans.is_summed, counts, more)
             shape.graphs[key] = made
         except Exception as problem:  # torch and Triton raise all kinds
             self._shapes.clear()

@@ -468,9 +468,19 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
     ]
 
 
-def test_a_smaller_last_micro_batch_runs_after_the_graph_of_the_others() -> None:
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (Case(steps=4, accumulation=2), [(8, 16), (4, 16)] * 4),
+        (Case(steps=5, accumulation=3, span=4), [(8, 16), (4, 16), (8, 16)] * 4 + [(8, 16)] * 3),
+    ],
+    ids=["last", "in the middle of all updates but one"],
+)
+def test_a_smaller_micro_batch_runs_without_the_graph_of_the_others(
+    case: Case, sizes: list[tuple[int, int]]
+) -> None:
     """The next replay changes no loss that was yielded."""
-    found = compared(Case(steps=4, accumulation=2), sizes=[(8, 16), (4, 16)] * 4)
+    found = compared(case, sizes=sizes)
     assert found.launches[-1] < found.launches[1]
 
 

@@ -75,13 +75,15 @@ class Tabled(Optimizer):
         """Compute the norms of the next step, and return True if all gradients are finite.
 
         That is 0-d, bool, on the device. None, with nothing computed, if not all weights are in one
-        table that needs norms, or hooks may change them first. If PyTorch's operations change a
-        weight or a gradient, the step computes norms again.
+        table that needs norms, or hooks or the step of another package's subclass may change them
+        first. If PyTorch's operations change a weight or a gradient, but not those on its `.data`,
+        the step computes norms again.
         """
         self._normed = None
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        is_ours = type(self).step.__module__.startswith("largebatch.")
         tabled = self._tables[0] if len(self._tables) == 1 else None
-        if hooks or tabled is None or not tabled.adapted or not self._find_grads():
+        if hooks or not is_ours or tabled is None or not tabled.adapted or not self._find_grads():
             return None
         if any(it.numel() for it in set(weights).difference(tabled.parameters)):
             return None
