@@ -20,7 +20,7 @@ import numpy.typing as npt
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
-from mosaics import cut
+from real_subsets import cut
 
 SUBSET_SEED = 20_000  # draws the training images; no run has it
 

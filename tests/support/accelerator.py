@@ -739,6 +739,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
     def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
         COUNTS.operations[line := _line()] += 1
         COUNTS.launches[line] += Graph.recording is None
+        synchronize()  # an optimizer's kernels read memory by its address
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)

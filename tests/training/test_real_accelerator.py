@@ -135,7 +135,8 @@ def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
     assert deviation(network, expected) < tolerance
 
 
-NOT = {"note": "updates run without a CUDA graph"}
+NOT = {"note": "parts of an update without a CUDA graph: forward and backward"}
+FAILED = {"note": "parts of an update without a CUDA graph: optimizer (recording failed"}
 
 
 def compiled() -> nn.Module:
@@ -163,7 +164,7 @@ def compiled() -> nn.Module:
             id="sizes change",
         ),
         pytest.param(test_graph.TABLED, {"network": compiled}, id="compiled"),
-        pytest.param(test_graph.FAILS, NOT, id="recording fails"),
+        pytest.param(test_graph.FAILS, FAILED, id="recording fails"),
         pytest.param(Case(steps=4, optimizer=test_graph.hooked_weight), NOT, id="a hook"),
         *(
             pytest.param(Case(steps=4), {**NOT, "network": partial(test_graph.planted, it)}, id=it)
@@ -176,7 +177,7 @@ def test_updates_in_graphs_have_the_bits_of_updates_without(
 ) -> None:
     """With dropout, drop path and an EMA, and where Triton works with one graph for an update.
 
-    Updates that cannot be recorded run without a graph, also after a recording that failed.
+    Parts that cannot be recorded run without a graph, also after a recording that failed.
     """
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     settings = settings.copy()
