@@ -491,10 +491,8 @@ class Graph:
                 result.fill_(torch.nan)
 
 
-_USED: list[object] = []
-"""Pools of memory, whose first graph makes them and whose last one ends them."""
-
 _USERS: dict[object, weakref.WeakSet[Graph]] = {}
+"""Graphs by their memory, which ends with the last one."""
 
 
 @contextmanager
@@ -503,11 +501,9 @@ def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterato
     assert pool is not None
     assert capture_error_mode == "thread_local"
     assert Graph.recording is None
-    users = _USERS.setdefault(pool, weakref.WeakSet())
-    if not users and pool in _USED:
+    if pool in _USERS and not _USERS[pool]:
         raise RuntimeError("use_count > 0: memory of graphs that are gone")
-    users.add(graph)
-    _USED.append(pool)
+    _USERS.setdefault(pool, weakref.WeakSet()).add(graph)
     Graph.recording, drawn = graph, GENERATOR.get_state()
     MODULE.pools.append(pool)
     try:
