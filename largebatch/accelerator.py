@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any, ClassVar
 
 import numpy as np
@@ -146,6 +147,14 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0] + cached)
 
 
+def is_crowded(device: torch.device) -> bool:
+    """Return True if graphs hold more than a quarter of the memory that is free besides."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    held = module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(4 * held > module.mem_get_info(device)[0])
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
@@ -280,26 +289,30 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect where the host waits for a device in this block; full at its end."""
+    """Collect where this thread or autograd waits for a device in this block; full at its end."""
     found: list[str] = []
-    module = torch.get_device_module(device)
+    caught: list[tuple[Any, ...]] = []
+    module, thread = torch.get_device_module(device), get_ident()
     before = module.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+
+    def note(*warning: Any, **_: Any) -> None:  # noqa: ANN401 -- as showwarning
+        is_own = get_ident() == thread or torch._C._current_graph_task_id() != -1
+        caught.append((is_own, *warning[:4]))
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note
         module.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             module.set_sync_debug_mode(before)
-    for warning in caught:
-        text = str(warning.message)
-        if "called a synchronizing" in text:
-            place = f"{Path(warning.filename).name}:{warning.lineno}"
-            found.insert(0, f"the host waits for the device in {place}")
-        elif not text.startswith("Synchronization debug mode"):  # torch's remark on its first use
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    for is_own, message, kind, file, line in caught:
+        if "called a synchronizing" not in str(message):
+            if not str(message).startswith("Synchronization debug mode"):  # torch's, on first use
+                warnings.warn_explicit(message, kind, file, line)
+        elif is_own:
+            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
 
 
 class Replayed:

@@ -242,16 +242,16 @@ class Spans:
     """
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
+        self.layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
         self.backend = backend
-        self._group = _neighbours(backend, sync_workers) if self._layers else None
+        self._group = _neighbours(backend, sync_workers) if self.layers else None
         self._work: Work | None = None
         self.is_summed = False
         """True from `wait` to `update`."""
 
-        dtypes = {layer.running_mean.dtype for layer in self._layers}
+        dtypes = {layer.running_mean.dtype for layer in self.layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        sizes = [2 * layer.num_features for layer in self._layers]
+        sizes = [2 * layer.num_features for layer in self.layers]
         stride = _ALIGNMENT // dtype.itemsize
         counters = stride * len(sizes)
         self._kept = torch.zeros(counters + sum(sizes), dtype=dtype, device=backend.device)
@@ -267,14 +267,14 @@ class Spans:
         self._owners = torch.tensor(owners, device=backend.device)
         """Number of the layer that each of the moments belongs to."""
 
-        momenta = [math.nan if m.momentum is None else m.momentum for m in self._layers]
+        momenta = [math.nan if m.momentum is None else m.momentum for m in self.layers]
         self._momentum = torch.tensor(momenta, dtype=dtype, device=backend.device)
-        self._cumulative = any(layer.momentum is None for layer in self._layers)
+        self._cumulative = any(layer.momentum is None for layer in self.layers)
         # Autograd saves the arguments of batch_norm and would raise an error when the buffer is
         # zeroed: tensors of `.data` have their own version counters.
         parts = [part.data for part in self._moments.split(sizes)]
         numbers = [number.data for number in self._in_graphs.unbind()]
-        for layer, part, number in zip(self._layers, parts, numbers, strict=True):
+        for layer, part, number in zip(self.layers, parts, numbers, strict=True):
             layer.moments, layer.group = part.view(2, -1), self._group
             layer.num_in_graphs = number
         self._forget()
@@ -287,11 +287,11 @@ class Spans:
     @property
     def counts(self) -> list[int]:
         """Number of spans of this step so far, by layer."""
-        return [layer.num_spans for layer in self._layers]
+        return [layer.num_spans for layer in self.layers]
 
     @counts.setter
     def counts(self, counts: list[int]) -> None:
-        for layer, number in zip(self._layers, counts, strict=True):
+        for layer, number in zip(self.layers, counts, strict=True):
             layer.num_spans = number
 
     def reduce(self) -> None:
@@ -299,7 +299,7 @@ class Spans:
 
         A forward pass between this and `update` counts for the next step.
         """
-        if not self._layers:
+        if not self.layers:
             return
         counts = tuple(self.counts)
         if counts not in self._spans:  # rare: steps are equal
@@ -329,7 +329,7 @@ class Spans:
         if not self.is_summed:
             return
         self.is_summed = False
-        layers = self._layers
+        layers = self.layers
         sums, spans = self._sums.split([len(self._moments), len(layers)])
         used = spans.clamp(max=1)  # 1, or 0 if the step did not use the layer
         if skipped is not None:
@@ -350,7 +350,7 @@ class Spans:
 
     def _forget(self) -> None:
         self._kept.zero_()  # multiplying by 0 would keep a NaN
-        for layer in self._layers:
+        for layer in self.layers:
             layer.num_spans = 0
 
 

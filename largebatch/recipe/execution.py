@@ -98,9 +98,9 @@ class Execution(Section):
 
     graph: Literal["auto"] | bool = "auto"
     """Record an update once for each shape in a CUDA graph and replay it: the host launches one
-    graph in place of hundreds of kernels, and results are the same bits. What cannot be recorded
-    runs after the graph, and the log says why. `auto`: on a GPU, if the network and the optimizer
-    allow it; true: required; false: never."""
+    graph in place of hundreds of kernels, and results are the same bits. Parts that cannot be
+    recorded run without, and the log says why. `auto`: on a GPU, if the network and the optimizer
+    allow it; true: required of the passes; false: never."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""

@@ -8,23 +8,26 @@ device. The third is recorded, part by part, and replayed from then on:
     passes      forward and backward pass of a micro-batch, a graph for each place in an update:
                 the first one writes gradients, later ones add to them, the last one sends them
     sums        sums over the workers (NCCL's alone can be recorded)
-    update      check of gradients, optimizer, loss scale, running statistics, average of an EMA
+    optimizer   check of gradients, step, loss scale, running statistics, average of an EMA
 
-One graph has as many of them as can be recorded; the rest runs after it. All graphs of a `train()`
-share memory. A batch is copied into the memory that the graph reads: on the device that takes
-microseconds, and copies from the host overlap with updates before (data/decoders/prefetch.py).
+One graph has all of them, or as many from the first as can be recorded. The optimizer has its own
+graph where passes or sums cannot be recorded. All graphs of a `train()` share memory. A batch is
+copied into the memory that the graph reads: on the device that takes microseconds, and copies from
+the host overlap with updates before (data/decoders/prefetch.py).
 
 What a replay must find is on the device: gradients, moments, statistics, and the numbers of the
 optimizer, which `refresh` copies there. Random numbers are those of the seed that is set before.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from largebatch import accelerator
@@ -36,34 +39,29 @@ from largebatch.models.wrappers import needs_host, watch_host
 from largebatch.optim.rates import hidden_gradients
 
 if TYPE_CHECKING:
-    from largebatch.training.loop import Results, Stopwatch, Work
+    from largebatch.training.loop import Work
 
 UseGraph = Literal["auto", True, False]
 
-NOTHING, PASSES, SUMS, EVERYTHING = range(4)
-"""How much of an update is recorded."""
+_PARTS = PASSES, SUMS, OPTIMIZER = "forward and backward", "sums of gradients", "optimizer"
+"""Parts of an update in their order, by their names in the log."""
 
 _WARM_UP = 2  # updates of a shape before it is recorded
 
 _SHAPES = 4  # shapes whose graphs are kept
 
-_REST = {
-    NOTHING: "updates run without a CUDA graph",
-    PASSES: "forward and backward passes are CUDA graphs; sums and the update follow",
-    SUMS: "an update is a CUDA graph up to the optimizer, which follows",
-    EVERYTHING: "an update is one CUDA graph",
-}
-
 
 @dataclass(slots=True)
-class _Part:
-    """A recorded part of an update, and what the host must know after it was replayed."""
+class _Graph:
+    """Recorded parts of an update, and what the host must know after they were replayed."""
 
     graph: accelerator.Graph
-    depth: int
+    parts: Collection[str]
     held: Held
+    results: dict[str, Tensor]
+    """Values of `Results` in its memory."""
+
     is_summed: bool
-    results: "Results"
     counts: list[int]
     """Spans that were counted."""
 
@@ -78,127 +76,157 @@ class _Shape:
     changed: Callable[[], str | None] = lambda: None
     """Names what the model has changed on the host since the second update."""
 
-    parts: dict[tuple[bool, bool], _Part] = field(default_factory=dict)
-    """By whether the micro-batch is the first and the last one of an update."""
+    graphs: dict[object, _Graph] = field(default_factory=dict)
+    """By whether the micro-batch is the first and the last one of an update; the optimizer's own
+    graph by OPTIMIZER."""
 
 
 class Graphs:
-    """Replays the parts of an update that it has recorded."""
+    """Does the work of an update in place of `Work`: replays the parts that it has recorded."""
 
     def __init__(self, work: "Work", use: UseGraph, note: Callable[[str], object]) -> None:
         self._work, self._use, self._note = work, use, note
         self._device = work.reducer.device
         self._shapes: dict[object, _Shape] = {}
         self._shape = _Shape(None)
-        self._pool: object = None
+        self._replayed: Collection[str] = ()  # parts, since the last micro-batch began
+        self._computed: set[str] = set()  # results of this update in the memory of graphs
+        self._excluded: dict[str, str] = {}  # parts that are not recorded, and why
         self._read: list[object] = []
-        self._depth, self._reason, self._noted, self._drops = EVERYTHING, "", -1, 0
+        self._noted, self._drops = "", 0
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
+        tensors = chain(work.model.parameters(), work.model.buffers())
+        if len({it.device for it in tensors}) > 1:
+            self._exclude(OPTIMIZER, "the model is on several devices")
         if problem := needs_host(work.model):
-            self._limit(NOTHING, problem)
+            self._exclude(PASSES, problem)
         elif over_workers:
-            self._limit(NOTHING, "a BatchNorm span is summed over workers, and not by NCCL")
+            self._exclude(PASSES, "a BatchNorm span is summed over workers, and not by NCCL")
         elif not in_graphs(work.spans.backend) or not in_graphs(work.reducer.workers):
-            self._limit(PASSES, "only NCCL's sums can be recorded")
+            self._exclude(SUMS, "only NCCL's sums can be recorded")
 
-    def replay(self, batch: Batch, stopwatch: "Stopwatch", *, first: bool, last: bool) -> bool:
-        """Do the work of a micro-batch, or of the last and the update; False to do it eagerly."""
-        if self._depth == NOTHING:
-            return False
+    def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
+        """Do the passes of a micro-batch; a graph of the last one may do the rest too."""
+        work, self._replayed = self._work, ()
         if first:
+            self._computed = set()
             self._begin(batch)
         shape, key = self._shape, (first, last)
-        if shape.updates < _WARM_UP:
-            return False
-        if shape.updates == _WARM_UP:
-            self._watch(batch, stopwatch, *key)
-            return True
-        if shape.batch is None or shape.form != _form(batch):
-            return False  # a smaller last micro-batch
-        if key not in shape.parts and not self._record(shape, stopwatch, *key):
-            return False
-        for kept, given in zip(shape.batch, batch, strict=True):
-            kept.copy_(given, non_blocking=True)
-        self._run(shape.parts[key], stopwatch, last=last)
-        return True
+        parts = [*takewhile(lambda it: it not in self._excluded, _PARTS if last else _PARTS[:1])]
+        if parts and shape.batch is not None and shape.form == _form(batch):
+            passes = partial(work.accumulate, shape.batch, first=first, last=SUMS in parts)
+            graph = shape.graphs.get(key) or self._record(key, parts, passes)
+            if graph is not None:
+                for kept, given in zip(shape.batch, batch, strict=True):
+                    kept.copy_(given, non_blocking=True)
+                self._replay(graph)
+                return
+        # Not recorded, or a smaller last micro-batch.
+        self._do(PASSES, partial(work.accumulate, batch, first=first, last=last))
+
+    def sum(self) -> None:
+        """Finish the sums over the workers, unless a graph did."""
+        if SUMS in self._replayed:
+            return
+        if PASSES in self._replayed:
+            self._work.spans.reduce()
+            self._work.reducer.arm(complete=True)
+        self._do(SUMS, self._work.sum)
+
+    def update(self) -> None:
+        """Update weights and running statistics, unless a graph did."""
+        work = self._work
+        if OPTIMIZER not in self._replayed and not self._replay_optimizer():
+            self._do(OPTIMIZER, work.update)
+        for name in self._computed:  # the next replay overwrites them
+            setattr(work.results, name, getattr(work.results, name).clone())
 
     def _begin(self, batch: Batch) -> None:
-        """Choose the graphs of an update; drop all if they would use outdated memory."""
-        optimizer, is_whole = self._work.optimizer, self._depth == EVERYTHING
-        weights = chain(*(group["params"] for group in optimizer.param_groups))
-        read = self._can_replay() if is_whole else None
-        now = [accelerator.Graph.failures, _addresses(weights)]
-        if is_whole:
-            states = chain(*(state.values() for state in optimizer.state.values()))
-            now += [read, _addresses(states)]
-        if now != self._read[: len(now)] or (is_whole and read is None):
-            warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
-            self._drops += len(warm_up) < len(self._shapes)
-            self._shapes, self._read, self._pool = warm_up, now, None
-        if self._drops > _SHAPES:
-            self._drops = 0
-            self._limit(SUMS if is_whole else NOTHING, "tensors or settings change between updates")
+        """Choose the graphs of an update."""
+        self._shape = _Shape(None)
+        if {PASSES, OPTIMIZER} <= self._excluded.keys():
+            self._say()
+            return
+        self._drop_outdated()
         form = _form(batch)
         key = form, len(self._work.frozen)
+        if key not in self._shapes and self._pool() and accelerator.is_crowded(self._device):
+            self._shapes.clear()  # its first updates cannot use the memory of other graphs
         self._shape = self._shapes.pop(key, _Shape(form))
         self._shapes[key] = self._shape  # the newest is the last
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
         self._shape.updates += 1
-        if self._shape.updates == _WARM_UP + 1 and self._depth:
+        if self._shape.updates == _WARM_UP + 1 and PASSES not in self._excluded:
             self._shape.batch = Batch(*map(torch.empty_like, batch))
 
-    def _watch(self, batch: Batch, stopwatch: "Stopwatch", first: bool, last: bool) -> None:  # noqa: FBT001 -- a key
-        """Do the work as always, and note what cannot be recorded of it."""
-        work, self._shape.changed = self._work, watch_host(self._work.model)
-        with accelerator.passes(self._device, self._shape.changed) as found:
-            work.accumulate(batch, first=first, last=last)
-        if found:
-            self._limit(NOTHING, found[0])
-        if not last:
-            return
-        with accelerator.waits(self._device) as found:
-            work.sum(stopwatch)
-        if found:
-            self._limit(PASSES, found[0])
-        with accelerator.waits(self._device) as found:
-            work.update()
-        name, optimizer = type(work.optimizer).__name__, work.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if self._can_replay() is None:
-            self._limit(SUMS, f"{name} takes its numbers from the host here")
-        elif any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-            self._limit(SUMS, f"{name} has hooks, which may decide on the host")
-        if found:
-            self._limit(SUMS, found[0])
+    def _drop_outdated(self) -> None:
+        """Drop all graphs if they would use outdated memory."""
+        optimizer, has_own = self._work.optimizer, OPTIMIZER not in self._excluded
+        weights = chain(*(group["params"] for group in optimizer.param_groups))
+        statistics = chain(*(layer._buffers.values() for layer in self._work.spans.layers))
+        read = self._can_replay() if has_own else None
+        now = [accelerator.Graph.failures, _addresses(weights), _addresses(statistics)]
+        if has_own:
+            states = chain(*(state.values() for state in optimizer.state.values()))
+            now += [read, _addresses(states)]
+        if now != self._read[: len(now)] or (has_own and read is None):
+            warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
+            self._drops += len(warm_up) < len(self._shapes)
+            self._shapes, self._read = warm_up, now
+            self._shape = _Shape(None)
+        if self._drops > _SHAPES:
+            self._drops, part = 0, OPTIMIZER if has_own else PASSES
+            self._exclude(part, "tensors or settings change between updates")
 
-    def _record(self, shape: _Shape, stopwatch: "Stopwatch", first: bool, last: bool) -> bool:  # noqa: FBT001 -- a key
-        """Record a part; nothing is computed. Return False if that failed, without a trace.
+    def _do(self, part: str, do: Callable[[], object]) -> None:
+        """Do a part without a graph; in the second update of a shape, note what prevents one."""
+        shape, watch = self._shape, accelerator.waits(self._device)
+        if shape.updates != _WARM_UP:
+            do()
+            return
+        if part == PASSES:
+            shape.changed = watch_host(self._work.model)
+            watch = accelerator.passes(self._device, shape.changed)
+        elif part == OPTIMIZER and self._can_replay() is None:
+            name = type(self._work.optimizer).__name__
+            self._exclude(OPTIMIZER, f"{name} needs the host here, or has hooks")
+        with watch as found:
+            do()
+        if found:
+            self._exclude(part, found[0])
+
+    def _record(
+        self, key: object, parts: list[str], passes: Callable[[], object] = lambda: None
+    ) -> _Graph | None:
+        """Record parts; nothing is computed. Return None if that failed, without a trace.
 
         Raises torch.OutOfMemoryError, also without a trace.
         """
-        work, reducer, spans = self._work, self._work.reducer, self._work.spans
-        held, counts, results = [*reducer.held()], spans.counts, work.results
-        assert shape.batch is not None
+        work, reducer, spans, shape = self._work, self._work.reducer, self._work.spans, self._shape
+        held, counts, is_summed = [*reducer.held()], spans.counts, spans.is_summed
         handled = sys.exception()  # by the caller
-        if name := shape.changed():
-            self._limit(NOTHING, f"{name} changes between updates, which a replay would not see")
-            return False
+        if not shape.updates:  # dropped in this update
+            return None
+        if PASSES in parts and (name := shape.changed()):
+            self._exclude(PASSES, f"{name} changes between updates, which a replay would not see")
+            return None
+        results, part = work.results, parts[0]
+        steps = {PASSES: passes, SUMS: work.sum, OPTIMIZER: work.update}
         try:
-            graph = accelerator.Graph(self._device, self._pool)
             work.results = replace(results)
-            depth = self._depth if last else PASSES
+            graph = accelerator.Graph(self._device, self._pool())
             with graph.record():
-                work.accumulate(shape.batch, first=first, last=depth >= SUMS)
-                if depth >= SUMS:
-                    work.sum(stopwatch)
-                if depth == EVERYTHING:
-                    work.update()
+                for part in parts:
+                    steps[part]()
             more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
-            part = _Part(graph, depth, reducer.held(), spans.is_summed, work.results, more)
-            self._pool, shape.parts[first, last] = graph.pool, part
+            values = {it.name: getattr(work.results, it.name) for it in fields(results)}
+            new = {name: it for name, it in values.items() if it is not getattr(results, name)}
+            made = _Graph(graph, parts, reducer.held(), new, spans.is_summed, more)
+            shape.graphs[key] = made
         except Exception as problem:  # torch and Triton raise all kinds
             self._shapes.clear()
+            self._shape = _Shape(None)
             if work.scaler.is_enabled():
                 work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
             cause: BaseException | None = problem
@@ -207,62 +235,87 @@ class Graphs:
                     raise cause from None  # after it a graph may be invalid
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
-            self._limit(NOTHING, f"recording failed ({reason})")
-            return False
+            self._exclude(part, f"recording failed ({reason})")
+            return None
         finally:
             reducer.hold(held)
             reducer.in_passes = True
-            spans.counts, spans.is_summed, work.results = counts, False, results
-        if last:
+            spans.counts, spans.is_summed, work.results = counts, is_summed, results
+        if part == [it for it in _PARTS if it not in self._excluded][-1]:
             self._say()
-        return True
+        return shape.graphs[key]
 
-    def _run(self, part: _Part, stopwatch: "Stopwatch", *, last: bool) -> None:
+    def _replay(self, graph: _Graph) -> None:
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
-        reducer.hold(part.held)
-        reducer.in_passes = part.depth < EVERYTHING
-        if part.depth == EVERYTHING:
+        reducer.hold(graph.held)
+        reducer.in_passes = OPTIMIZER not in graph.parts
+        if not reducer.in_passes:
             with hidden_gradients(work.frozen):
                 work.optimizer.refresh()  # type: ignore[attr-defined]  # see _can_replay
-        part.graph.replay()
-        work.results = replace(part.results)
-        spans.counts = [a + b for a, b in zip(spans.counts, part.counts, strict=True)]
-        spans.is_summed = part.is_summed
-        if not last:
-            return
-        if part.depth < SUMS:
-            spans.reduce()
-            reducer.arm(complete=True)
-            work.sum(stopwatch)
-        if part.depth < EVERYTHING:
-            work.update()
-        for it in fields(work.results):  # the next replay overwrites them
-            value = getattr(work.results, it.name)
-            if value is not None and (it.name != "scale" or work.scaler.is_enabled()):
-                setattr(work.results, it.name, value.clone())
+        graph.graph.replay()
+        work.results = replace(work.results, **graph.results)
+        spans.counts = [a + b for a, b in zip(spans.counts, graph.counts, strict=True)]
+        spans.is_summed = graph.is_summed
+        self._replayed = graph.parts
+        self._computed |= graph.results.keys()
+
+    def _replay_optimizer(self) -> bool:
+        """Replay the optimizer's own graph; return False to do without."""
+        work = self._work
+        is_apart = SUMS in self._excluded and OPTIMIZER not in self._excluded
+        if not is_apart or self._shape.updates <= _WARM_UP:
+            return False
+        if PASSES not in self._replayed:
+            self._drop_outdated()  # the passes may have moved the weights
+        graph = self._shape.graphs.get(OPTIMIZER) or self._record(OPTIMIZER, [OPTIMIZER])
+        if graph is None:
+            return False
+        pairs = zip(graph.held, work.reducer.held(), strict=True)
+        both = [(kept[name], it) for (kept, _), (given, _) in pairs for name, it in given.items()]
+        if moved := [(kept, given) for kept, given in both if given is not kept]:
+            torch._foreach_copy_([kept for kept, _ in moved], [given for _, given in moved])
+        self._replay(graph)
+        return True
+
+    def _pool(self) -> object:
+        """Return the memory of the graphs; None without any, for torch then refuses it."""
+        every = chain.from_iterable(shape.graphs.values() for shape in self._shapes.values())
+        return next((each.graph.pool for each in every), None)
 
     def _can_replay(self) -> object:
         """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.
 
         An optimizer that can be has its numbers on the device. It has `can_replay`, and `refresh`,
-        which copies them there before a replay, and the addresses of the gradients.
+        which copies them there before a replay, and the addresses of the gradients. Hooks may
+        decide on the host.
         """
+        optimizer = self._work.optimizer
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+            return None
         with hidden_gradients(self._work.frozen):
-            return getattr(self._work.optimizer, "can_replay", lambda: None)()
+            return getattr(optimizer, "can_replay", lambda: None)()
 
-    def _limit(self, depth: int, reason: str) -> None:
-        if depth < self._depth:
-            self._depth, self._reason = depth, reason
-        if depth == NOTHING:
-            self._say()
+    def _exclude(self, part: str, reason: str) -> None:
+        """Do without a graph of a part; raise RecipeError if one of the passes is required."""
+        if part in self._excluded:
+            return
+        self._excluded[part] = reason
+        if part == PASSES:
+            if self._use is True:
+                raise refused(reason)
+            self._exclude(SUMS, "they follow the passes")
+        for shape in self._shapes.values():
+            shape.graphs.clear()
 
     def _say(self) -> None:
-        """Note how much is recorded; raise RecipeError if a graph is required and there is none."""
-        if self._depth == NOTHING and self._use is True:
-            raise refused(self._reason)
-        if self._noted != self._depth:
-            self._noted = self._depth
-            self._note(_REST[self._depth] + (f": {self._reason}" if self._reason else ""))
+        """Note which parts of an update are not recorded, and why."""
+        parts = [f"{it} ({self._excluded[it]})" for it in _PARTS if it in self._excluded]
+        rest = f"parts of an update without a CUDA graph: {'; '.join(parts)}"
+        text = rest if parts else "an update is one CUDA graph"
+        if text != self._noted:
+            self._noted = text
+            self._note(text)
 
 
 def refused(reason: str) -> RecipeError:

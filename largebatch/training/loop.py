@@ -118,7 +118,7 @@ class Results:
 class Work:
     """The work of an update on the device, in the parts that a graph can replay (see graph.py).
 
-    `results` are those of the update so far.
+    `results` are those of the update so far, `reduction` the time of its sums.
     """
 
     model: nn.Module
@@ -135,6 +135,7 @@ class Work:
     def __post_init__(self) -> None:
         self._one = torch.ones((), device=self.reducer.device)
         self.results = Results(self.scaler.scale(self._one), self._one, self._one)
+        self.reduction = Stopwatch(self.reducer.device)
         self.frozen: list[nn.Parameter] = []
         """Weights that this update leaves as they are."""
 
@@ -151,10 +152,10 @@ class Work:
         self.scaler.scale(loss).backward()
         results.loss += loss.detach()
 
-    def sum(self, stopwatch: Stopwatch) -> None:
+    def sum(self) -> None:
         """Finish the sums over the workers and measure the gradients."""
         results = self.results
-        with stopwatch:
+        with self.reduction:
             self.reducer.wait()
         self.spans.wait()
         results.squares = self.reducer.squares
@@ -222,9 +223,8 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     `Update.skipped`.
 
     With `graph` an update is recorded once for each shape of a batch, on a GPU, and replayed with
-    the same bits as a result; what cannot be recorded runs after the graph. `note` gets one
-    sentence: how much of an update is in the graph, and why not all of it. With "auto" updates run
-    without a graph where nothing can be recorded; with True that raises RecipeError.
+    the same bits as a result; parts that cannot be recorded run without. `note` gets one sentence:
+    which parts these are, and why. With True RecipeError is raised if the passes are among them.
     """
     work = Work(
         model=model,
@@ -240,7 +240,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     )
     require_graphs(graph, reducer.device)
     has_graphs = graph is not False and reducer.device.type in accelerator.GRAPHS
-    recorded = Graphs(work, graph, note) if has_graphs else None
+    parts = Graphs(work, graph, note) if has_graphs else work
     for step in steps:
         model.train()
         accelerator.seed(seed(step), reducer.device)
@@ -248,22 +248,18 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         set_rates(optimizer, lr, step=step)
         work.frozen = frozen_weights(optimizer, step=step)
         work.results = Results(scaled_by, scaled_by, scaled_by)
-        data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
+        data, work.reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
         for micro in range(accumulation):
             reducer.in_passes = True
             with data:
                 batch = Batch(*next(batches))
-            first, last = micro == 0, micro == accumulation - 1
-            if recorded is not None and recorded.replay(batch, reduction, first=first, last=last):
-                continue
-            work.accumulate(batch, first=first, last=last)
-            if last:
-                work.sum(reduction)
-                work.update()
+            parts.accumulate(batch, first=micro == 0, last=micro == accumulation - 1)
+        parts.sum()
+        parts.update()
         found = work.results
         yield Update(
             step, lr, found.loss, found.scale, found.skipped, found.finite,
-            data, reduction, scaled_by, found.squares, found.norm,
+            data, work.reduction, scaled_by, found.squares, found.norm,
         )  # fmt: skip
 
 

@@ -1,10 +1,13 @@
 """Updates in graphs of the simulated accelerator: the bits of updates without, in one launch."""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerator import COUNTS
+from fake_horovod import FakeHorovod
 from on_forked_workers import on_forked_workers
 from test_accelerator import (
     CPU,
@@ -34,10 +38,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
-from largebatch.accelerator import is_recording
+from largebatch.accelerator import is_recording, waits
 from largebatch.data.types import Batch
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.horovod import Horovod
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import RecipeError
@@ -55,6 +60,7 @@ from largebatch.training.graph import UseGraph, require_graphs
 from largebatch.training.state import TrainState
 
 TABLED = Case(steps=5)
+SKIPPED = replace(HALF, init_scale=OVERFLOWS, steps=6)
 
 
 def keep(_: TrainState) -> None:
@@ -124,7 +130,8 @@ def both(
     if tables:
         accelerator.use_kernels(of_models=False)
     accelerator.use_graphs()
-    return without_and_with(Serial(device), case, network, **settings)
+    backend = settings.pop("backend", Serial)
+    return without_and_with(backend(device), case, network, **settings)
 
 
 def without_and_with(
@@ -174,15 +181,19 @@ def group_norms() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 10))
 
 
-def hooked_sgd(network: nn.Module) -> Optimizer:
-    """Return SGD with a hook that divides gradients by the number of the update."""
-    optimizer, numbers = sgd(network), count(1)
+def add_hook(optimizer: Optimizer, network: nn.Module) -> Optimizer:
+    """Divide gradients by the number of the update, from this one on."""
+    numbers = count(1)
 
     def divide(*_: object) -> None:
         torch._foreach_div_([it.grad for it in network.parameters()], next(numbers))  # type: ignore[misc]  # all have one
 
     optimizer.register_step_pre_hook(divide)
     return optimizer
+
+
+def hooked_sgd(network: nn.Module) -> Optimizer:
+    return add_hook(sgd(network), network)
 
 
 def frozen_first(network: nn.Module) -> Optimizer:
@@ -235,6 +246,12 @@ def test_norms_tell_whether_all_gradients_are_finite() -> None:
     assert once.yielded[3::5] == [0, 1, 0, 1, 0]  # skipped
     saved = [many - few for few, many in zip(once.launches, twice.launches, strict=True)]
     assert saved[1:] == [0, 0, 2, 2]
+
+
+def horovod(device: torch.device) -> Backend:
+    fake = FakeHorovod()
+    fake.built_for_gpu = True
+    return Horovod(fake, device)
 
 
 def norm() -> Tensor:
@@ -299,7 +316,7 @@ def test_an_optimizer_with_numbers_of_the_host_follows_the_graph(
 ) -> None:
     found = compared(case, **settings)
     assert len(found.notes) == 1
-    assert "up to the optimizer" in found.notes[0]
+    assert "graph: optimizer (" in found.notes[0]
     assert found.launches[-1] < found.launches[1]
 
 
@@ -316,6 +333,10 @@ def move_weights(state: TrainState) -> None:
         weight.data = weight.data.clone()
 
 
+def hook_optimizer(state: TrainState) -> None:
+    add_hook(state.updater.optimizer, state.model)
+
+
 def raise_decay(state: TrainState) -> None:
     for group in state.updater.optimizer.param_groups:
         group["weight_decay"] += 0.1
@@ -325,6 +346,7 @@ def raise_decay(state: TrainState) -> None:
     ("optimizer", "change"),
     [
         pytest.param(adamw, raise_decay, id="another decay of AdamW"),
+        pytest.param(adamw, hook_optimizer, id="a hook of the optimizer"),
         pytest.param(frozen_first, keep, id="weights that are trained later"),
         pytest.param(lars, clear_momentum, id="a loaded state"),
         pytest.param(adamw, clear_momentum, id="a loaded state of AdamW"),
@@ -354,9 +376,14 @@ def late_workers(*, recorded: bool = True) -> Iterator[RunningTorch]:
         dist.destroy_process_group()
 
 
+def come_late(_: TrainState) -> None:
+    """Begin the last update after the other worker."""
+    time.sleep(0.1 * dist.get_rank())
+
+
 def over_workers(case: Case, recorded: bool) -> tuple[Found, Found]:
     with late_workers(recorded=recorded) as backend:
-        return without_and_with(backend, case, small)
+        return without_and_with(backend, case, small, change=come_late)
 
 
 OVER_WORKERS = Case(span=4, accumulation=2, steps=5)
@@ -365,7 +392,7 @@ OVER_WORKERS = Case(span=4, accumulation=2, steps=5)
 @pytest.mark.parametrize(
     ("case", "recorded", "note"),
     [
-        (OVER_WORKERS, True, "up to the optimizer"),
+        (OVER_WORKERS, True, "graph: optimizer ("),
         (OVER_WORKERS, False, "only NCCL's sums"),
         (replace(OVER_WORKERS, optimizer=muon), True, "an update is one CUDA graph"),
     ],
@@ -381,8 +408,8 @@ def test_sums_over_workers_are_in_the_graph_or_follow_it(
     assert found.launches[-1] < found.launches[1]
 
 
-def without_the_other(graph: UseGraph) -> list[int]:
-    """Lose the other worker before the last update; return the launches of those before."""
+def without_the_other(graph: UseGraph, late: bool) -> list[int]:
+    """Lose the other worker, or wait for it in vain, after some updates; return their launches."""
     launches = []
     with (
         late_workers() as backend,
@@ -392,16 +419,23 @@ def without_the_other(graph: UseGraph) -> list[int]:
             COUNTS.clear()
             next(made)
             launches.append(COUNTS.totals()["launches"])
-        assert isinstance(dist.group.WORLD, late_group.LateGroup)
-        dist.group.WORLD.lose()
-        with pytest.raises(RuntimeError, match="NCCL"):
+        world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+        assert isinstance(world, late_group.LateGroup)
+        world.inner._set_default_timeout(timedelta(seconds=0.5))
+        if not late:
+            world.lose()
+        elif backend.rank == 1:
+            store.wait(["timed out"])
+        with pytest.raises(RuntimeError, match="imed out|clos" if late else "NCCL"):
             next(made).loss.item()
+        store.set("timed out", "")
     return launches
 
 
-def test_a_lost_worker_ends_a_replay_as_it_ends_an_update() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["lost", "late"])
+def test_a_lost_or_late_worker_ends_a_replay_as_it_ends_an_update(*, late: bool) -> None:
     eager, found = (
-        on_forked_workers(without_the_other, graph, workers=2) for graph in (False, "auto")
+        on_forked_workers(without_the_other, graph, late, workers=2) for graph in (False, "auto")
     )
     assert found[-1] < eager[-1] / 4
 
@@ -417,6 +451,25 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
         *(False, False, True, True),
         True,
     ]
+
+
+def crowded() -> nn.Module:
+    """Return a network on a device of which graphs have taken half."""
+    accelerator.MODULE.memory_reserved = lambda _=None: accelerator.MEMORY // 2  # type: ignore[method-assign]
+    return small()
+
+
+def test_graphs_that_leave_too_little_memory_are_dropped_for_another_shape() -> None:
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 16)]
+    found = compared(Case(steps=5), crowded, sizes=sizes)
+    assert found.launches[2] < found.launches[1] == found.launches[4]
+
+
+def test_memory_of_graphs_that_are_gone_is_not_used_again() -> None:
+    """The only graphs are dropped, because five shapes are too many, before others are recorded."""
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 14), (8, 18)] + [(8, 10)] * 3
+    found = compared(Case(steps=len(sizes)), sizes=sizes)
+    assert found.launches[-1] == found.launches[2]
 
 
 def measured(device: torch.device, *, graph: bool) -> tuple[Metrics, dict[str, Tensor], list[int]]:
@@ -506,17 +559,129 @@ def hooked_weight(network: nn.Module) -> Optimizer:
 @pytest.mark.parametrize(
     ("case", "network"),
     [
-        *(pytest.param(Case(steps=4), partial(planted, name), id=name) for name in PLANTED),
+        *(
+            pytest.param(replace(SKIPPED, optimizer=adamw), partial(planted, name), id=name)
+            for name in PLANTED
+        ),
         pytest.param(Case(steps=4, optimizer=hooked_weight), small, id="a hook of a weight"),
     ],
 )
-def test_a_network_that_needs_the_host_runs_without_a_graph(
+def test_of_a_network_that_needs_the_host_a_graph_has_the_optimizer_at_most(
     case: Case, network: Callable[[], nn.Module]
 ) -> None:
     found = compared(case, network)
-    assert found.launches[-1] == found.launches[1]
+    assert (found.launches[-1] < found.launches[1]) == (case.optimizer is adamw)
     assert len(found.notes) == 1
+    assert ("optimizer (" in found.notes[0]) == (case.optimizer is not adamw)
     assert "recording failed" not in found.notes[0]
+
+
+class Moving(nn.Sequential):
+    """Waits for the device, and moves its statistics or weights to other memory in some passes."""
+
+    passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        for weight in self.parameters() if self.passes == 10 else ():
+            weight.data = weight.data.clone()
+        if self.passes == 5:
+            layer = self.get_submodule("0.0.1")
+            layer.running_mean = layer.get_buffer("running_mean").clone()
+        images = images * float(images.sum().item() != 0)
+        return super().forward(images)  # type: ignore[no-any-return, no-untyped-call]  # torch's stubs
+
+
+def moving() -> nn.Module:
+    return Moving(small())
+
+
+TWO_SHAPES = [(8, 16)] * 4 + [(8, 12)] * 4 + [(8, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "replayed"),
+    [
+        pytest.param(
+            replace(TABLED, steps=10, optimizer=sgd),
+            {"network": partial(planted, "a hook"), "sizes": TWO_SHAPES, "skip_nonfinite": True},
+            "..rr..rrrr",
+            id="SGD, two shapes",
+        ),
+        pytest.param(
+            replace(TABLED, accumulation=2, optimizer=muon, steps=4),
+            {"network": partial(planted, "random")},
+            "..rr",
+            id="Muon",
+        ),
+        pytest.param(
+            replace(TABLED, steps=12, optimizer=adamw),
+            {"network": moving},
+            "..rr...rr...",
+            id="other memory",
+        ),
+        pytest.param(
+            replace(SKIPPED, span=4, accumulation=2, optimizer=adamw),
+            {"backend": horovod, "sizes": [(8, 16), (4, 16)] * 6},
+            "..rrrr",
+            id="Horovod, skipped, a smaller last micro-batch",
+        ),
+        pytest.param(
+            replace(TABLED, steps=8, optimizer=frozen_first),
+            {"backend": horovod, "skip_nonfinite": True},
+            "..rr..rr",
+            id="Horovod, frozen",
+        ),
+    ],
+)
+def test_the_optimizer_has_its_own_graph_where_passes_or_sums_have_none(
+    case: Case, settings: dict[str, Any], replayed: str
+) -> None:
+    found = compared(case, tables=True, **settings)
+    assert len(found.notes) == 1
+    assert "optimizer" not in found.notes[0]
+    few = (0.85 if {"network", "sizes"} & settings.keys() else 0.3) * found.launches[1]
+    assert "".join("r" if number < few else "." for number in found.launches) == replayed
+
+
+MEASURED: list[float] = []
+
+
+def measured_on_host() -> Tensor:
+    """Return the sum of MEASURED; if there is any, the host waits for the device."""
+    total = torch.ones((), device=accelerator.simulate()) * sum(MEASURED)
+    return total + 0 * total.item() if MEASURED else total
+
+
+def unmeasured() -> nn.Module:
+    MEASURED.clear()
+    return small()
+
+
+def measure(_: TrainState) -> None:
+    MEASURED.append(2.0)
+
+
+def test_what_an_update_excludes_is_in_no_graph_of_another_shape() -> None:
+    case = replace(TABLED, steps=10, optimizer=adamw)
+    settings: Any = {"sizes": TWO_SHAPES, "change": measure, "measure_norm": measured_on_host}
+    assert len(compared(case, unmeasured, **settings).notes) == 2
+
+
+def watched_threads() -> None:
+    device = accelerator.simulate()
+    weight = torch.ones(2, device=device, requires_grad=True)
+    with waits(device) as found, ThreadPoolExecutor(1) as other:
+        other.submit(weight.sum().item).result()
+    assert found == []
+    weight.register_hook(lambda grad: grad * grad.sum().item())
+    with waits(device) as found:
+        weight.sum().backward()
+    assert len(found) == 1
+
+
+def test_only_waits_of_this_thread_and_of_autograd_count() -> None:
+    on_forked_workers(watched_threads, workers=1)
 
 
 class Fails(LARS):
@@ -539,7 +704,7 @@ def failing(network: nn.Module) -> Optimizer:
     return optimizer
 
 
-FAILS = replace(HALF, steps=4, accumulation=2, optimizer=failing)
+FAILS = replace(HALF, steps=6, accumulation=2, optimizer=failing)
 
 
 def without_memory() -> None:
@@ -556,13 +721,17 @@ def without_memory() -> None:
         assert state.updater.reducer.in_passes
 
 
-def test_a_recording_that_fails_leaves_no_trace() -> None:
-    """With a loss scale, weights that are trained later, and dropout; or without memory."""
+def test_without_memory_a_recording_leaves_no_trace() -> None:
     on_forked_workers(without_memory, workers=1)
-    found = compared(FAILS, dropped, tables=True)
-    assert found.launches[-1] == found.launches[1]
+
+
+@pytest.mark.parametrize("backend", [Serial, horovod])
+def test_a_recording_that_fails_leaves_no_trace(backend: Callable[..., Backend]) -> None:
+    """With a loss scale, weights that are trained later, and dropout; the rest is replayed."""
+    found = compared(FAILS, dropped, tables=True, backend=backend)
+    assert found.launches[4] == found.launches[1] > 2 * found.launches[5]
     assert len(found.notes) == 1
-    assert "recording failed" in found.notes[0]
+    assert "optimizer (recording failed" in found.notes[0]
 
 
 def required() -> None:
