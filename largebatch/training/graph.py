@@ -8,7 +8,7 @@ device. The third is recorded, part by part, and replayed from then on:
     passes      forward and backward pass of a micro-batch, a graph for each place in an update:
                 the first one writes gradients, later ones add to them, the last one sends them
     sums        sums over the workers (NCCL's alone can be recorded)
-    optimizer   check of gradients, step, loss scale, running statistics, average of an EMA
+    optimizer   check of gradients, its step, loss scale, running statistics, average of an EMA
 
 One graph has all of them, or as many from the first as can be recorded. The optimizer has its own
 graph where passes or sums cannot be recorded. All graphs of a `train()` share memory. A batch is

@@ -220,6 +220,12 @@ def muon(network: nn.Module) -> Optimizer:
     return Muon(matrices, others, lr=0.02, weight_decay=0.1, normalize_weights=True)
 
 
+def horovod(device: torch.device) -> Backend:
+    fake = FakeHorovod()
+    fake.built_for_gpu = True
+    return Horovod(fake, device)
+
+
 def overflowing(network: nn.Module) -> Optimizer:
     """Return LARS; a gradient is infinite before its weight is trained, and after."""
     optimizer, numbers = lars(network), count()
@@ -246,12 +252,6 @@ def test_norms_tell_whether_all_gradients_are_finite() -> None:
     assert once.yielded[3::5] == [0, 1, 0, 1, 0]  # skipped
     saved = [many - few for few, many in zip(once.launches, twice.launches, strict=True)]
     assert saved[1:] == [0, 0, 2, 2]
-
-
-def horovod(device: torch.device) -> Backend:
-    fake = FakeHorovod()
-    fake.built_for_gpu = True
-    return Horovod(fake, device)
 
 
 def norm() -> Tensor:
@@ -451,6 +451,12 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
         *(False, False, True, True),
         True,
     ]
+
+
+def test_a_smaller_last_micro_batch_runs_after_the_graph_of_the_others() -> None:
+    """The next replay changes no loss that was yielded."""
+    found = compared(Case(steps=4, accumulation=2), sizes=[(8, 16), (4, 16)] * 4)
+    assert found.launches[-1] < found.launches[1]
 
 
 def crowded() -> nn.Module:
