@@ -484,6 +484,7 @@ class Graph:
             raise RuntimeError(f"a graph uses the memory of {len(dead - self._own)} freed tensors")
         if any(ref() is None for ref in self.pinned):
             raise RuntimeError("a graph copies pinned memory that was freed")
+        synchronize()  # a replay waits for what was asked before
         for step in self._steps:
             step()
         for result in self._results:
@@ -743,7 +744,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
     def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
         COUNTS.operations[line := _line()] += 1
         COUNTS.launches[line] += Graph.recording is None
-        synchronize()  # an optimizer's kernels read memory by its address
+        synchronize()  # optimizers' kernels read memory by its address
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)
