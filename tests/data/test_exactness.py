@@ -148,10 +148,9 @@ def test_decoders_keep_that_order_at_any_prefetch_depth(
     ahead: int,
     workers: int,
     colours: Path,
-    tmp_path: Path,
+    own_cache: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(prefetch, "AHEAD", ahead)
     monkeypatch.setattr(dali, "AHEAD", ahead)
     key, value = way.split("=")

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from decoding import with_decoder
 
@@ -65,11 +64,7 @@ def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -
     np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
 
 
-def test_cached_images_are_used_in_every_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
+def test_cached_images_are_used_in_every_stage(own_cache: None) -> None:
     def stages(*overrides: str) -> list[Batch]:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)

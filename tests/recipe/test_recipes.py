@@ -99,13 +99,12 @@ def test_it_starts_on_real_images(
     name: str,
     folders: dict[str, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own_cache: None,
 ) -> None:
     """Three updates in batches of at most 64, Imagenette's at half the size.
 
     The loss begins near that of guessing, ln 10.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     recipe = load(name)
     changes = [*SAMPLES, f"batch.global_batch={min(recipe.batch.global_batch, 64)}"]
     if recipe.polish is not None:
