@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from short_runs import DIGITS, content, log, weights
+from short_runs import DIGITS, content, log, summary, weights
 
 from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, RecipeError
@@ -61,11 +61,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arrivals(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "arrivals.jsonl").read_text().splitlines()]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
 
 
 def test_hardsync_over_a_server_is_the_synchronous_core(runs: Path, tmp_path: Path) -> None:
