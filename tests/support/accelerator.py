@@ -509,7 +509,11 @@ def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterato
     MODULE.pools.append(pool)
     try:
         yield
-        MODULE.pools.remove(pool)  # not after an error that makes the graph invalid
+        MODULE.pools.remove(pool)
+    except Exception as error:
+        if "capturing" not in str(error):  # else the recording is invalid, and does not end
+            MODULE.pools.remove(pool)
+        raise
     finally:
         Graph.recording = None
         GENERATOR.set_state(drawn)
