@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
-from largebatch.accelerator import is_recording, waits
+from largebatch.accelerator import Graph, is_recording, waits
 from largebatch.data.types import Batch
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import Backend
@@ -453,6 +453,12 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
     ]
 
 
+def test_a_smaller_last_micro_batch_runs_after_the_graph_of_the_others() -> None:
+    """The next replay changes no loss that was yielded."""
+    found = compared(Case(steps=4, accumulation=2), sizes=[(8, 16), (4, 16)] * 4)
+    assert found.launches[-1] < found.launches[1]
+
+
 def crowded() -> nn.Module:
     """Return a network on a device of which graphs have taken half."""
     accelerator.MODULE.memory_reserved = lambda _=None: accelerator.MEMORY // 2  # type: ignore[method-assign]
@@ -719,6 +725,7 @@ def without_memory() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             next(made)
         assert state.updater.reducer.in_passes
+        assert not Graph._invalid, "its memory is kept"
 
 
 def test_without_memory_a_recording_leaves_no_trace() -> None:
