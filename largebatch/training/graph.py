@@ -77,8 +77,7 @@ class _Shape:
     """Names what the model has changed on the host since the second update."""
 
     graphs: dict[object, _Graph] = field(default_factory=dict)
-    """By whether the micro-batch is the first and the last one of an update; the optimizer's own
-    graph by OPTIMIZER."""
+    """By whether the micro-batch is the first one of an update, and parts; or by OPTIMIZER."""
 
 
 class Graphs:
@@ -92,7 +91,6 @@ class Graphs:
         self._replayed: Collection[str] = ()  # parts, since the last micro-batch began
         self._computed: set[str] = set()  # results of this update in the memory of graphs
         self._excluded: dict[str, str] = {}  # parts that are not recorded, and why
-        self._pool: object = None
         self._read: list[object] = []
         self._noted, self._drops = "", 0
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
@@ -112,8 +110,9 @@ class Graphs:
         if first:
             self._computed = set()
             self._begin(batch)
-        shape, key = self._shape, (first, last)
+        shape = self._shape
         parts = [*takewhile(lambda it: it not in self._excluded, _PARTS if last else _PARTS[:1])]
+        key = first, *parts
         if parts and shape.batch is not None and shape.form == _form(batch):
             passes = partial(work.accumulate, shape.batch, first=first, last=SUMS in parts)
             graph = shape.graphs.get(key) or self._record(key, parts, passes)
@@ -122,7 +121,6 @@ class Graphs:
                     kept.copy_(given, non_blocking=True)
                 self._replay(graph)
                 return
-        # Not recorded, or a smaller last micro-batch.
         self._do(PASSES, partial(work.accumulate, batch, first=first, last=last))
 
     def sum(self) -> None:
@@ -172,8 +170,7 @@ class Graphs:
         if now != self._read[: len(now)] or (has_own and read is None):
             warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
             self._drops += len(warm_up) < len(self._shapes)
-            self._shapes, self._read, self._pool = warm_up, now, None
-            self._shape = _Shape(None)
+            self._shapes, self._read, self._shape = warm_up, now, _Shape(None)
         if self._drops > _SHAPES:
             self._drops, part = 0, OPTIMIZER if has_own else PASSES
             self._exclude(part, "tensors or settings change between updates")
@@ -214,15 +211,15 @@ class Graphs:
         steps = {PASSES: passes, SUMS: work.sum, OPTIMIZER: work.update}
         try:
             work.results = replace(results, finite=results.finite.clone())
-            graph = accelerator.Graph(self._device, self._pool)
+            others = chain(*(it.graphs.values() for it in self._shapes.values()))
+            graph = accelerator.Graph(self._device, next((it.graph.pool for it in others), None))
             with graph.record():
                 for part in parts:
                     steps[part]()
             more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
             values = {it.name: getattr(work.results, it.name) for it in fields(results)}
             new = {name: it for name, it in values.items() if it is not getattr(results, name)}
-            made = _Graph(graph, parts, reducer.held(), new, spans.is_summed, more)
-            self._pool, shape.graphs[key] = graph.pool, made
+            shape.graphs[key] = _Graph(graph, parts, reducer.held(), new, spans.is_summed, more)
         except Exception as problem:  # torch and Triton raise all kinds
             self._shapes.clear()
             self._shape = _Shape(None)
@@ -300,9 +297,6 @@ class Graphs:
             if self._use is True:
                 raise refused(reason)
             self._exclude(SUMS, "they follow the passes")
-        for shape in self._shapes.values():
-            shape.graphs.clear()
-        self._pool = None
 
     def _say(self) -> None:
         """Note which parts of an update are not recorded, and why."""
