@@ -147,6 +147,14 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0] + cached)
 
 
+def is_crowded(device: torch.device) -> bool:
+    """Return True if graphs hold more than a quarter of the memory that is free besides."""
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    held = module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(4 * held > module.mem_get_info(device)[0])
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of an accelerator's tensors in bytes."""
     return int(torch.get_device_module(device).max_memory_allocated(device))

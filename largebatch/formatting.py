@@ -1,7 +1,7 @@
 """Numbers as text, for messages, logs and pages: counts, percentages, times, signs, tables."""
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 
 MISSING = "–"
@@ -92,7 +92,6 @@ class Tabular:
         raise NotImplementedError
 
     def _rows(self) -> list[list[str]]:
-        """Return the rows of the table, the column names first."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -110,3 +109,16 @@ class Tabular:
 def _fixed(value: float) -> str:
     decimals = 2 - min(2, max(0, math.floor(math.log10(value)))) if value > 0 else 0
     return f"{value:.{decimals}f}"
+
+
+def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the settings by their dotted keys.
+
+    >>> list(dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
+    [('seed', 1), ('optimizer.eta', 0.001)]
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

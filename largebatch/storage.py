@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from largebatch.errors import DataError, LargebatchError
+from largebatch.errors import CheckpointError, DataError, LargebatchError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -58,15 +58,18 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def write_html(path: Path, html: str) -> Path:
-    """Write a page atomically and return its path; LargebatchError if it cannot be written."""
+@contextmanager
+def writing(
+    place: Path,
+    *,
+    error: type[LargebatchError] = CheckpointError,
+    hint: str = "make room or choose another --out",
+) -> Iterator[None]:
+    """Raise `error`, with a `hint`, in place of an OSError: that `place` cannot be written."""
     try:
-        write_whole(path, html.encode())
-    except OSError as error:
-        raise LargebatchError(
-            f"{path}: the page cannot be written: {error.strerror}; choose another place with --out"
-        ) from None
-    return path
+        yield
+    except OSError as reason:
+        raise error(f"{place}: cannot be written: {reason.strerror}; {hint}") from None
 
 
 @contextmanager
@@ -158,14 +161,10 @@ def require_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to fill; it becomes `out` when the block ends and is removed if it fails."""
     require_new(out)
-    try:
+    with writing(out, error=DataError, hint="make room or choose another place"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}-", suffix=_PARTIAL, dir=out.parent) as around:
             folder = Path(around, out.name)
             folder.mkdir()
             yield folder
             folder.rename(out)
-    except OSError as error:
-        raise DataError(
-            f"{out}: cannot be written ({error.strerror}); make room or choose another place"
-        ) from error

@@ -6,23 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import DOCS, blocks
 from programs import output_of
 
 from largebatch.cli.main import main
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "own-code.md"
 
-
-def blocks(language: str) -> list[str]:
-    text = PAGE.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+def shown(language: str) -> list[str]:
+    return [block.text for block in blocks(DOCS / "own-code.md", language)]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    data_set, model, script = blocks("python")
-    (recipe,) = blocks("yaml")
+    data_set, model, script = shown("python")
+    (recipe,) = shown("yaml")
     for name, text in {
         "shapes.py": data_set,
         "nets.py": model,
@@ -38,7 +35,7 @@ def test_the_command_trains_on_one_worker(
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    train = shlex.split(blocks("sh")[0].splitlines()[0].replace("--workers 2", ""))
+    train = shlex.split(shown("sh")[0].splitlines()[0].replace("--workers 2", ""))
     try:
         assert main([*train[1:], "--max-steps", "2"]) == 0
         assert main(["export", "runs/squares", "--import", "nets", "--out", "exported"]) == 0
@@ -54,7 +51,7 @@ def test_the_command_trains_on_one_worker(
 
 @pytest.mark.long
 def test_the_commands_train_and_evaluate_on_two_workers(place: Path) -> None:
-    (commands,) = blocks("sh")
+    (commands,) = shown("sh")
     train, evaluate = map(shlex.split, commands.splitlines())
     assert train[0] == evaluate[0] == "largebatch"
     trained = output_of(sys.executable, "-m", *train, cwd=place)

@@ -1,14 +1,15 @@
 """The site that `make docs` makes has every key, every command and the Python that others use."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import started_browser
 from documents import PAGES, ROOT, options_of
+from playwright.sync_api import sync_playwright
 
 from largebatch.cli.main import make_app
 from largebatch.lab.studies.study import Study
@@ -82,7 +83,12 @@ def test_every_page_exists(site: Path) -> None:
 
 @pytest.mark.long
 def test_no_page_scrolls_sideways_on_a_phone(site: Path) -> None:
-    with started_browser() as browser:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 390, "height": 844})
         for source in PAGES:
             page.goto((site / source.relative_to(ROOT)).with_suffix(".html").as_uri())

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.errors import DataError, LargebatchError
-from largebatch.storage import new_folder, remove_leftovers, whole_file, write_html
+from largebatch.errors import CheckpointError, DataError
+from largebatch.storage import new_folder, remove_leftovers, whole_file, write_whole, writing
 
 
 def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
@@ -28,8 +28,9 @@ def test_the_working_directory_is_not_a_new_folder(
     refused = pytest.raises(DataError, match=f"^{out}: the output is a new folder")
     with refused, new_folder(Path(out)):
         pass
-    with pytest.raises(LargebatchError, match=r"^\.: the page cannot be written: Is a directory"):
-        write_html(Path("."), "a page")  # noqa: PTH201 -- what a command line has
+    here = Path(".")  # noqa: PTH201 -- what a command line has
+    with pytest.raises(CheckpointError, match=r"^\.: cannot be written"), writing(here):
+        write_whole(here, b"a page")
 
 
 def test_a_folder_that_another_process_filled_meanwhile_is_kept(tmp_path: Path) -> None:

@@ -109,9 +109,7 @@ def command(recipe: str, words: list[str]) -> dict[str, Any]:
         "of the command": seconds,
         "of processors": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "of updates": summary["samples"] / summary["images_per_second"],
-        "seconds": summary["seconds"],
-        "images_per_second": summary["images_per_second"],
-        "stages": summary["stages"],
+        **{key: summary[key] for key in ("seconds", "images_per_second", "stages")},
     }
 
 

@@ -268,11 +268,8 @@ def timms(name: str, data: Data, mode: str | None = None) -> Step:
     images, labels = data
     model = network(name, images.device).train()
     optimizer = create_optimizer_v2(model, opt="lars", lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
-    loss_fn, losses, number = (
-        LabelSmoothingCrossEntropy(SMOOTHING),
-        AverageMeter(),
-        itertools.count(1),
-    )
+    loss_fn, losses = LabelSmoothingCrossEntropy(SMOOTHING), AverageMeter()
+    number = itertools.count(1)
     forward = model if mode is None else torch.compile(model, mode=mode)
 
     def step() -> None:

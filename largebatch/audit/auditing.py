@@ -6,7 +6,6 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,7 +34,7 @@ from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, PeerLostError, shorten
 from largebatch.formatting import plural
-from largebatch.models.wrappers import device_of, has_divided_weights, local_model, uncompiled
+from largebatch.models.wrappers import device_of, local_model, uncompiled
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
@@ -94,7 +93,6 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         raise TypeError(
             f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
         )
-    began = time.monotonic()
     ranks = Ranks(_backend(model))
     found: list[Finding] = []
     try:
@@ -106,8 +104,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
         remedy = "find the worker whose step failed; this process group is no longer usable"
         found.append(unknown("updates", text, remedy))
-        return _printed(Findings(tuple(found), time.monotonic() - began))
-    findings = Findings(ranks.share(found), time.monotonic() - began)
+        return _printed(Findings(tuple(found)))
+    findings = Findings(ranks.share(found))
     return _printed(findings) if ranks.rank == 0 else findings
 
 
@@ -147,8 +145,6 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         model, step, steps = words["model"], words["step"], words["steps"]
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
-        if has_divided_weights(model):
-            raise ValueError("the weights are divided over workers (FSDP2, tensor parallelism)")
         if words["averaged"] is not None:
             local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
@@ -202,11 +198,13 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
     distances = [norms.distance_of_statistics(model, ranks)]
     before = norms.tracked(model)
+    # Those of DistributedDataParallel, which may compress to float16.
+    hooks = [it for part in subject.model.modules() for it, _ in getattr(part, "_comm_hooks", [])]
     recorder = Recorder(
         model,
         optimizer,
         lambda micros: reference_of(micros, subject),
-        sends_float16=_sends_float16(subject.model),
+        sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
     found = check_dropout(model, ranks)
@@ -337,9 +335,3 @@ def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any li
         remedy = "pass the torch.optim.Optimizer that makes the update"
         raise StoppedError(unknown("gradient scale", text, remedy))
     return optimizer
-
-
-def _sends_float16(model: nn.Module) -> bool:
-    """Return True if a communication hook of DistributedDataParallel compresses to float16."""
-    hooks = [hook for it in model.modules() for hook, _ in getattr(it, "_comm_hooks", [])]
-    return any("fp16" in getattr(hook, "__name__", "") for hook in hooks)

@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -91,7 +91,6 @@ class Findings:
     """Results of all checks of an audit, equal on every worker."""
 
     all: tuple[Finding, ...]
-    seconds: float = field(compare=False, default=0.0)
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.all)

@@ -491,7 +491,6 @@ def _is_same(fit: Fit) -> bool:
 
 
 def _likeness(exact: Fit) -> str:
-    """Describe the direction and the length of a gradient along the exact one."""
     text = f"cosine {exact.cosine:.3f} with that of one process"
     if abs(exact.scale - 1) <= _SAME_SCALE:
         return text

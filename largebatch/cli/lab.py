@@ -1,23 +1,21 @@
-"""The commands below `lab`: questions that many runs answer, or none. They print."""
+"""The commands below `lab`, and `batch`: questions that many runs answer, or none. They print."""
 
 import shlex
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 from rich.filesize import decimal
 
-from largebatch.cli.plan import ClusterName
 from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
-from largebatch.cli.recipe import write_planned
-from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, own_rank
+from largebatch.cli.recipe import ClusterName, write_planned, write_recipe
+from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
 from largebatch.formatting import MISSING, aligned, plural
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
-from largebatch.recipe.arithmetic.describe import describe_division, describe_spans
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import describe_division, describe_spans, make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import (
@@ -35,12 +33,13 @@ from largebatch.runs.options import (
     Seconds,
     chosen_folder,
 )
-from largebatch.tracking.events import LOG, REPORT
+from largebatch.tracking.events import LOG, REPORT, write_json
 
 if TYPE_CHECKING:
     from largebatch.lab.measure.rehearsal import Message, Rehearsal
 
 _MONITOR = "monitor=noise_scale"
+RESULT = "batch.json"
 
 app = App(name="lab", help="Answer questions by many runs, or without any.")
 
@@ -55,7 +54,6 @@ def study(  # noqa: PLR0913 -- its options
     data: Annotated[tuple[str, ...], Parameter(metavar="[RECIPE=]DIR")] = (),
     dataset: Annotated[str | None, Parameter(metavar="M:F")] = None,
     imports: Imports = (),
-    backend: BackendName = "auto",
     timeout: Seconds = TIMEOUT_SECONDS,
     dry_run: bool = False,
     page: bool = False,
@@ -69,7 +67,6 @@ def study(  # noqa: PLR0913 -- its options
         data: Folder of images, or RECIPE=DIR for one recipe of the study.
         dataset: Instead: what module M's function F returns, (train, val).
         imports: Modules to import first.
-        backend: Library that sums gradients.
         timeout: Seconds to wait for a worker that does nothing.
         dry_run: Print the runs that are left.
         page: Start nothing; draw what is recorded, and simulations.
@@ -83,7 +80,7 @@ def study(  # noqa: PLR0913 -- its options
         if name in folders:
             raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
         folders[name] = Path(folder)
-    own = Options(dataset=dataset, imports=tuple(imports), backend=backend, timeout=timeout)
+    own = Options(dataset=dataset, imports=tuple(imports), timeout=timeout)
     machine = StudyMachine(data=folders, options=own)
 
     done = runner.study(
@@ -279,7 +276,6 @@ def rehearse(
 
 
 def _messages(result: "Rehearsal") -> str:
-    """Describe the messages of an update, by the number of workers in each."""
     by_workers: dict[int, list[Message]] = {}
     for message in result.messages if result.plan.workers > 1 else ():
         by_workers.setdefault(message.workers, []).append(message)
@@ -294,3 +290,64 @@ def _messages(result: "Rehearsal") -> str:
 
 def _size(num_bytes: float) -> str:
     return decimal(int(num_bytes), precision=2)
+
+
+def batch(
+    recipe: RecipeFile,
+    /,
+    *,
+    minutes: Number = 10.0,
+    cluster: ClusterName | None = None,
+    price: Number | None = None,
+    out: Folder = NEW_FOLDER,
+    options: Annotated[Machine, Given] = Machine(),
+) -> int:
+    """Measure how large a batch pays on your images, and write the recipe for it.
+
+    Args:
+        minutes: Time of the measurements.
+        cluster: The cluster it will run on: a name or a file.
+        price: Price of a GPU hour there.
+        out: Folder to write.
+    """
+    place = None
+    if cluster is not None:
+        place = load_cluster(cluster)
+        if price is not None:
+            place = place.model_copy(update={"price_per_gpu_hour": price})
+    elif price is not None:
+        raise LargebatchError("--price is of a GPU hour of a cluster: give --cluster NAME too")
+    loaded = load_recipe(recipe, options.changes)
+    from largebatch.data.datasets.own import import_own
+    from largebatch.lab.measure.batch import Question, advise, describe, draft
+
+    if worker_rank() is not None:
+        raise LargebatchError("batch starts its workers itself: give --workers N, no launcher")
+    for module in options.imports:
+        import_own(module)
+    out = chosen_folder(out, loaded.name)
+    question = Question(
+        recipe=loaded,
+        options=options.options(out=out).without_changes(),
+        minutes=minutes,
+        cluster=place,
+    )
+    try:
+        advice = advise(question)
+    except InterruptedStudyError:
+        print(printable(f"stopped before the end; start again with another --out than {out}"))
+        return INTERRUPTED
+    for line in describe(advice):
+        print(wrapped(line))
+    result = dict(zip(("critical", "low", "high"), advice.critical, strict=True)) | {
+        "noise": asdict(advice.noise),
+        "rows": [asdict(row) for row in advice.rows],
+        "chosen": advice.chosen.batch,
+        "rate": advice.rate,
+    }
+    write_json(out / RESULT, result)
+    path = out / f"{advice.advised.name}.yaml"
+    write_recipe(path, draft(advice))
+    where = f" --data {shlex.quote(str(options.data))}" if options.data else ""
+    print(printable(f"recipe: {path}\ntrain it: largebatch train {shlex.quote(str(path))}{where}"))
+    return 0

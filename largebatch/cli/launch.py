@@ -21,7 +21,7 @@ from typing import Annotated, Literal, get_args
 from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from largebatch.cli.plan import ClusterName
+from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.formatting import duration
 from largebatch.lab.planner.cluster import load_cluster
@@ -364,7 +364,6 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
 
 
 def _options(job: Job) -> list[str]:
-    """Return the words of `train` that every kind of job has."""
     words = ["--resume", "auto"]
     words += [word for change in job.changes for word in ("--set", change)]
     return words + [word for module in job.imports for word in ("--import", module)]

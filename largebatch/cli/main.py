@@ -63,9 +63,9 @@ COMMANDS = {
     "resume": "train:resume",
     "evaluate": "train:evaluate",
     "predict": "train:predict",
-    "polish": "polish:polish",
+    "polish": "train:polish",
     "check": "recipe:check",
-    "plan": "plan:plan",
+    "plan": "recipe:plan",
     "explain": "recipe:explain",
     "recipes": "recipe:recipes",
     "report": "report:app",
@@ -75,7 +75,7 @@ COMMANDS = {
     "init": "data:init",
     "launch": "launch:launch",
     "audit": "audit:audit",
-    "batch": "batch:batch",
+    "batch": "lab:batch",
     "lab": "lab:app",
     "completion": "main:completion",
 }
@@ -110,7 +110,7 @@ EXAMPLES = {
     "data index": ("data index images", "data index images --drop-bad"),
     "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
-    "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
+    "doctor": ("doctor", "doctor --network --workers 2"),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
     "launch": (
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
@@ -313,7 +313,6 @@ def _call(words: Sequence[str]) -> int:
 
 
 def _show(message: str) -> None:
-    """Print a message to the user, shortened and with unprintable characters escaped."""
     print(f"largebatch: {clip(printable(message), _LONGEST_MESSAGE)}", file=sys.stderr)
 
 

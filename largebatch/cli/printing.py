@@ -29,8 +29,8 @@ def print_json(content: object) -> None:
     print(to_json(content, indent=2, inf_nan_mode="null", fallback=str).decode(), flush=True)
 
 
-def interrupted(out: Path, *, flag: str = "") -> int:
+def interrupted(out: Path) -> int:
     """Print how to resume what is saved in a folder; return the exit code."""
     if own_rank() == 0:
-        print(printable(f"to resume: the same command with {flag}--out {out}"))
+        print(printable(f"to resume: the same command with --out {out}"))
     return INTERRUPTED

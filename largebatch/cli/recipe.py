@@ -1,4 +1,4 @@
-"""The commands that only read recipes: check, explain, recipes. They print."""
+"""The commands that read recipes and train none: check, plan, explain, recipes. They print."""
 
 import os
 import re
@@ -15,15 +15,32 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
-from largebatch.formatting import aligned, plural
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.formatting import aligned, duration, plural, three_digits
+from largebatch.lab.planner.cluster import installed_clusters, load_cluster
+from largebatch.recipe.arithmetic.plan import (
+    describe_batch_changes,
+    describe_division,
+    describe_protocol,
+    describe_spans,
+    make_plan,
+)
 from largebatch.recipe.explain import explain as explain_key
 from largebatch.recipe.installed import by_data_set, installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS, Optimizer
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import AsJson, Overrides, RecipeFile
+from largebatch.recipe.writing import dump_tree
+from largebatch.runs.options import (
+    AsJson,
+    Changes,
+    Count,
+    Given,
+    Overrides,
+    RecipeFile,
+    completing,
+)
 from largebatch.schedules.build import build_schedule, follow
+from largebatch.storage import writing
 
 if TYPE_CHECKING:
     from largebatch.lab.mlperf.rules import BrokenRule
@@ -32,6 +49,9 @@ BREAKS_RULES = 1  # exit code of `check --mlperf-closed` for a recipe of the ope
 
 By = Literal["epoch", "step", "samples"]
 Installed = Annotated[str, Parameter(completer=lambda _: list(installed()))]
+ClusterName = Annotated[
+    str, Parameter(completer=completing(".yaml", installed_clusters), metavar="NAME")
+]
 
 recipes = App(name="recipes", help="List the installed recipes, or copy one to edit.")
 
@@ -94,7 +114,6 @@ def _require_device_batch(recipe: Recipe) -> None:
 
 
 def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
-    """Describe the rules of MLPerf's closed division that a recipe breaks."""
     from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND
 
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
@@ -103,6 +122,99 @@ def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
         return f"keeps the rules of {division}{remark}"
     table = textwrap.indent(aligned([(it.setting, it.found, it.rule) for it in rules]), "  ")
     return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}"
+
+
+def plan(  # noqa: PLR0913 -- its options
+    recipe: RecipeFile,
+    /,
+    *,
+    workers: Count = 1,
+    cluster: ClusterName | None = None,
+    json: bool = False,
+    calibrate: bool = False,
+    data: Path | None = None,
+    out: Path | None = None,
+    changes: Annotated[Changes, Given] = Changes(),
+) -> None:
+    """Print the arithmetic of a run, and measure the time of a step on this machine.
+
+    Args:
+        workers: Number of workers to plan for.
+        cluster: Predict the time there instead: a name of `lab clusters`, or a file.
+        json: Print the prediction as JSON.
+        calibrate: Measure this machine instead, and write a cluster file.
+        data: Images for --calibrate.
+        out: File of --calibrate.
+    """
+    if calibrate and (cluster or workers != 1):
+        raise LargebatchError("--calibrate measures a worker; leave out --cluster and --workers")
+    if not calibrate and (out or data):
+        raise LargebatchError("--out and --data are for a measurement: give --calibrate too")
+    if json and not cluster:
+        raise LargebatchError("--json is for a prediction: give --cluster NAME too")
+    loaded = load_recipe(recipe, changes.changes)
+    if calibrate:
+        from largebatch.lab.measure.calibrate import calibrate as measure
+
+        if out is None:
+            raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")
+        measure(loaded, out, data=data)
+        print(printable(f"cluster file: {out}"))
+        return
+    if not cluster:
+        _plan(loaded, workers, changes.imports)
+        return
+    from largebatch.lab.planner.prediction import describe, predict, workload
+
+    prediction = predict(workload(loaded, workers=workers), load_cluster(cluster))
+    if json:
+        print_json(asdict(prediction))
+    else:
+        print_rows(describe(prediction))
+
+
+def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
+    protocol = recipe.protocol
+    if protocol is not None:
+        if workers != 1:
+            protocol.require_workers(workers)
+        workers = protocol.workers
+    plan = make_plan(recipe, workers=workers)
+    division = {"global batch": describe_division(plan)}
+    if protocol:
+        division = {"protocol": describe_protocol(protocol, global_batch=plan.global_batch)}
+    rows = {
+        "recipe": recipe.name,
+        **division,
+        **describe_batch_changes(plan),
+        "BatchNorm span": describe_spans(plan),
+        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
+        + (", held out of the training images" if recipe.data.held_out else ""),
+        **follow(recipe.schedule, plan).facts(),
+        "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
+    }
+    if plan.steps_per_epoch < 1:
+        times = plan.global_batch / plan.train_samples
+        rows["an epoch"] = f"is less than a batch, which has every image {times:.2f} times"
+    if plan.sizes:
+        parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
+        rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
+    if recipe.polish:
+        polish = recipe.polish.model_dump(mode="json", exclude_unset=True)
+        rows["polish"] = dump_tree(polish, flow=True).strip()
+    print_rows(rows)
+    from largebatch.data.datasets.own import import_own
+    from largebatch.lab.measure.estimate import estimate
+
+    for module in imports:
+        import_own(module)
+    found = estimate(recipe, plan)
+    machine = (
+        f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
+        f"{found.precision}, {duration(found.run_seconds)} for all; "
+        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+    )
+    print_rows({"this machine": machine, "included": "forward, backward and update of every step"})
 
 
 def explain(
@@ -156,7 +268,6 @@ def _draw_schedules(
 
 
 def _recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe from a file or from a run folder."""
     from largebatch.tracking.events import RECIPE
 
     of_run = path / RECIPE
@@ -195,7 +306,7 @@ def _facts() -> Iterator[dict[str, Any]]:
     """Yield what is known of each installed recipe, as --json prints it."""
     for data_set, texts in by_data_set().items():
         for name, text in texts.items():
-            recipe, header = parse_recipe(text), origin(text)
+            recipe, (after, measured) = parse_recipe(text), origin(text)
             plan = make_plan(recipe.mathematics)
             yield {
                 "name": name,
@@ -206,8 +317,8 @@ def _facts() -> Iterator[dict[str, Any]]:
                 "global_batch": plan.global_batch,
                 "steps": plan.steps,
                 "epochs": plan.epoch(plan.steps),
-                "measured": header.measured or None,
-                "after": header.after or None,
+                "measured": measured,
+                "after": after,
             }
 
 
@@ -233,9 +344,5 @@ def write_planned(out: Path, text: str) -> None:
 
 def write_recipe(out: Path, text: str) -> None:
     """Write a recipe to a new file; raise LargebatchError if that fails."""
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        other = "; choose another file with --out" if isinstance(error, FileExistsError) else ""
-        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}{other}") from None
+    with writing(out, error=LargebatchError), out.open("x", encoding="utf-8") as file:
+        file.write(text)

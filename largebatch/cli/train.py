@@ -1,10 +1,12 @@
-"""The commands `train`, `resume`, `evaluate`, `predict` and `export`. They print."""
+"""The commands `train`, `resume`, `evaluate`, `polish`, `predict` and `export`. They print."""
 
 import csv
 import io
+import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +15,7 @@ from cyclopts import Parameter
 
 from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
-from largebatch.errors import CheckpointError, DataError, printable
+from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -30,8 +32,8 @@ from largebatch.runs.options import (
     RecipeFile,
     chosen_folder,
 )
-from largebatch.storage import write_whole
-from largebatch.tracking.events import RECIPE, REPORT, Summary
+from largebatch.storage import write_whole, writing
+from largebatch.tracking.events import RECIPE, REPORT, LayerDrift, Summary
 
 if TYPE_CHECKING:
     from largebatch.training.evaluation import Metrics
@@ -87,7 +89,6 @@ def _train(loaded: Recipe, options: Options) -> int:
 
 
 def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None:
-    """Print how to resume a run that was stopped, and where its report is."""
     status = summary.status
     if status in {"interrupted", "paused"}:
         resume = f"to resume: largebatch resume {shlex.quote(str(folder))}"
@@ -137,6 +138,75 @@ def _scores(metrics: "Metrics") -> str:
     return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
 
 
+def polish(  # noqa: PLR0913 -- its options
+    checkpoint: Path | None = None,
+    /,
+    *,
+    out: Path,
+    model: str | None = None,
+    weights: Path | None = None,
+    ema: bool = False,
+    samples: Count | None = None,
+    options: Annotated[Machine, Given] = Machine(),
+) -> None:
+    """Recompute BatchNorm statistics of a run, or of weights of another program.
+
+    Args:
+        checkpoint: A checkpoint, or a run folder.
+        out: New run folder; a new .safetensors file for --weights.
+        model: Network of timm, or torchvision/NAME, with --weights.
+        weights: A .pth or .safetensors file, in place of a checkpoint.
+        ema: Use the moving average in --weights.
+        samples: Number of images to measure (all).
+    """
+    if (checkpoint is None) == (weights is None) or (model is None) != (weights is None):
+        raise LargebatchError("polish: pass a checkpoint, or --model NAME --weights FILE")
+    run_options = options.options(out=out)
+    if checkpoint is not None:
+        from largebatch.runs.checkpoints import polish_checkpoint
+
+        summary = polish_checkpoint(checkpoint, run_options, samples=samples)
+        if own_rank() > 0:  # has no log
+            return
+        from largebatch.report.run import read_run
+
+        before, after = map(asdict, summary.stages)
+        run = read_run(out)
+        assert run.drift is not None
+        assert run.result is not None
+        layers, measured = run.drift.layers, run.result.samples
+        undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
+        done = f"report: {out / REPORT}{undone}"
+    else:
+        assert model is not None
+        assert weights is not None
+        from largebatch.runs.pretrained import polish_weights
+
+        found = polish_weights(model, weights, run_options, ema=ema, samples=samples)
+        before, after, layers = asdict(found[0]), asdict(found[1]), found[2]
+        measured = after["samples"]
+        done = f"polished weights: {out}"
+    if own_rank() == 0:
+        top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"
+        print(printable(f"{_describe_drift(layers)}; {top1} on {measured:,} validation images"))
+        for name, key, form in (("top-5", "top5", ".2%"), ("loss", "loss", ".4f")):
+            print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
+        print(printable(done))
+
+
+def _describe_drift(layers: Sequence[LayerDrift]) -> str:
+    lost = [layer for layer in layers if not math.isfinite(layer.mean_shift)]
+    if lost:
+        return f"statistics were not finite (layer {lost[0].name})"
+    shift = max(layers, key=lambda layer: layer.mean_shift)
+    ratio = max(layers, key=lambda layer: layer.log_variance_ratio)
+    return (
+        f"statistics were off by up to {shift.mean_shift:.2g} standard deviations "
+        f"(layer {shift.name}) and a factor of {math.exp(ratio.log_variance_ratio):.2g} in "
+        f"variance (layer {ratio.name})"
+    )
+
+
 def predict(
     run: Path,
     /,
@@ -171,10 +241,8 @@ def predict(
         cells = [cell for label, p in pairs for cell in (found.classes[label], f"{p:.4f}")]
         rows.writerow([path, *cells])
     if out is not None:
-        try:
+        with writing(out, error=DataError):
             write_whole(out, text.getvalue().encode(errors="surrogateescape"))
-        except OSError as error:
-            raise DataError(f"{out}: cannot be written: {error.strerror}") from None
     print(printable(text.getvalue()), end="", flush=True)
     lines = [f"{path}: {reason}" for path, reason in found.unreadable.items()]
     for line in filter(None, [*lines, found.ignored]):

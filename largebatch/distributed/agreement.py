@@ -7,7 +7,7 @@ themselves and raise one error.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, Group
 from largebatch.errors import DesynchronizedError, MismatchError, shorten
+from largebatch.formatting import dotted
 
 Facts = Mapping[str, object]
 """Plain values by key, nested like a recipe. None is equivalent to a missing key."""
@@ -31,7 +32,8 @@ def require_agreement(
     """
     if group.world_size == 1:
         return
-    everyone = gather_unequal(dict(_flatten(facts)), group, device)
+    own = {key: it for key, it in sorted(dotted(facts)) if it not in (None, {})}
+    everyone = gather_unequal(own, group, device)
     if everyone is not None:
         require_same(everyone, remedy=remedy)
 
@@ -147,14 +149,6 @@ def shape(tensor: Tensor) -> str:
     'float16 [64, 3]'
     """
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in sorted(facts.items()):
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{above}{key}.")
-        elif value is not None:
-            yield f"{above}{key}", value
 
 
 def _tensor(content: bytes, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """The recipes that are installed with the package, each by the name of its file."""
 
 import re
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -46,23 +45,15 @@ def read_installed(name: str) -> str:
     return texts[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Origin of a recipe, from its header: the paper, and the measured result; empty if missing."""
-
-    after: str
-    measured: str
-
-
-def origin(text: str) -> Origin:
-    r"""Read the header of a recipe.
+def origin(text: str) -> tuple[str | None, str | None]:
+    r"""Return the paper and the measured result in the header of a recipe; None if missing.
 
     >>> origin("# After: You et al. 2017, arXiv:1708.03888.\n# Measured: 98.9 %, a.json.\nname: a")
-    Origin(after='You et al. 2017', measured='98.9 %')
+    ('You et al. 2017', '98.9 %')
     """
     lines = re.match(r"(?:#.*\n?)*", text)
     header = " ".join(lines[0].replace("#", " ").split()) if lines else ""
     after = re.search(r"After: (.+?)(?:[,:] | \(|$)", header)
     end = r"(?:, \S+\.json| \(docs/|\. |\.?$)"
     measured = re.search(rf"Measured(?: here)?: (?!not yet)(.+?){end}", header)
-    return Origin(after[1] if after else "", measured[1] if measured else "")
+    return after and after[1], measured and measured[1]

@@ -76,11 +76,6 @@ class BatchSizes(Section):
     batch.global_batch, the batch at the start."""
 
     @property
-    def last(self) -> int:
-        """The global batch at the end of the run."""
-        return self.schedule[-1].global_batch if self.schedule else self.global_batch
-
-    @property
     def by_key(self) -> dict[str, int]:
         """Every global batch by its key, in order."""
         later = {
@@ -147,7 +142,6 @@ Label = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _words(value: object) -> object:
-    """Return the tuple for a list, or for one word."""
     words = [value] if isinstance(value, str) else value
     return tuple(words) if isinstance(words, list) else words
 

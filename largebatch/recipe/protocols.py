@@ -27,8 +27,6 @@ class Centralised(Section):
 
 
 class _Protocol(Section):
-    """Keys of all protocols."""
-
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     """Workers that compute gradients (lambda)."""
 

@@ -6,15 +6,14 @@ default, except where the literature agrees on one.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from largebatch.errors import DataError, RecipeError
-from largebatch.formatting import Tabular
+from largebatch.formatting import Tabular, dotted
 from largebatch.recipe.execution import Execution
 from largebatch.recipe.keys import Keys, Reduction, Tracking
 from largebatch.recipe.validation import find_conflicts
@@ -46,7 +45,8 @@ class Recipe(Tabular, Keys):
 
     def _rows(self) -> list[list[str]]:
         values = self.model_dump(mode="json", exclude_defaults=True)
-        return [["key", "value"], *_dotted(values)]
+        texts = [[key, it if isinstance(it, str) else json.dumps(it)] for key, it in dotted(values)]
+        return [["key", "value"], *texts]
 
     @property
     def mathematics(self) -> Self:
@@ -94,11 +94,3 @@ class Recipe(Tabular, Keys):
             raise RecipeError(
                 f"reduction.dtype: bf16: Horovod has no such type; use {use}, or another dtype"
             )
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield [f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)]

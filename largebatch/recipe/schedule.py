@@ -226,7 +226,6 @@ class Schedule(Section):
 
 
 def _require_below(decay: Simple, peak_lr: float) -> None:
-    """Raise ValueError for a lower rate that is not below the peak."""
     match decay:
         case Fall(end_lr=lower):
             key = "end_lr"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import CheckpointError
-from largebatch.storage import write_whole
+from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
@@ -31,14 +31,9 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
         raise CheckpointError(f"{out}: --out of one run names a folder, which holds the page")
     page = out / REPORT
     content = make_page(run).encode()
-    try:
+    with writing(out, hint="choose a folder for the report with: largebatch report RUN --out DIR"):
         write_overview(run, out)
         write_whole(page, content)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out}: the report cannot be written there: {error.strerror}; choose a folder for it "
-            "with: largebatch report RUN --out DIR"
-        ) from None
     return page
 
 

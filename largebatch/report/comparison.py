@@ -1,7 +1,7 @@
 """Several runs side by side: which one is best and how surely, tables, charts and differences.
 
 Accuracies are compared only where the validation data is the same, and a difference is judged by
-the noise of these images, as in the report of one run (`mistakes`).
+the noise of these images, as in the report of one run.
 """
 
 import json
@@ -18,9 +18,8 @@ from typing import Literal
 import numpy as np
 
 from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
-from largebatch.formatting import plural
+from largebatch.formatting import dotted, plural
 from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
-from largebatch.report.mistakes import change_from
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -34,8 +33,14 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
-from largebatch.report.run import Run, Stage, images_per_second, read_run, short_commit
-from largebatch.tracking.scalars import dotted
+from largebatch.report.run import (
+    Run,
+    Stage,
+    change_from,
+    images_per_second,
+    read_run,
+    short_commit,
+)
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""

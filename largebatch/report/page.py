@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
-from largebatch.recipe.arithmetic.describe import describe_division
+from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
-from largebatch.report.mistakes import change_from
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -28,6 +27,7 @@ from largebatch.report.pages import (
 from largebatch.report.run import (
     INPUT_BOUND,
     Run,
+    change_from,
     images_per_second,
     median,
     shares,
@@ -88,7 +88,12 @@ def verdict(run: Run) -> Verdict:
     words = "the best of the run"
     if best.top1 > end.top1:
         words = f"within the noise of its best, {percent(best.top1)} %"
-    words = f"{_losses(run)}the final top-1 is {percent(end.top1)} %, {words}."
+    words = f"the final top-1 is {percent(end.top1)} %, {words}."
+    losses = values_of(run.steps, "loss")
+    few = max(1, len(losses) // 20)
+    loss, final = median(losses[:few]), median(losses[-few:])
+    if final < loss:
+        words = f"the training loss fell from {loss:.3g} to {final:.3g} and {words}"
     examined = {"losses against guessing", "accuracy by class"}
     unknown = [name for name in record.unchecked if name in examined]
     if unknown:
@@ -98,13 +103,6 @@ def verdict(run: Run) -> Verdict:
         return Verdict(f"The run finished: {words} Faults: {found}.", good=False, causes=causes)
     begin = "The run finished and no fault was found: " if run.steps else "Polishing finished: "
     return Verdict(begin + words, good=not unknown)
-
-
-def _losses(run: Run) -> str:
-    losses = values_of(run.steps, "loss")
-    few = max(1, len(losses) // 20)
-    begin, end = median(losses[:few]), median(losses[-few:])
-    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
 
 
 def _unfinished(run: Run) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
 from largebatch.report.style import COLOURS, PALETTE, make_svg, name_axes
-from largebatch.storage import write_html
+from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -97,11 +98,6 @@ class Column:
                 "link": self.links[place] if self.links else "",
             }
 
-    @property
-    def is_empty(self) -> bool:
-        """True if every value is missing."""
-        return all(map(_is_missing, self.values))
-
 
 def columns_over(
     rows: Sequence[Row],
@@ -140,7 +136,7 @@ class Table:
     @property
     def shown(self) -> list[Column]:
         """The columns that have a value."""
-        return [one for one in self.columns if not one.is_empty]
+        return [one for one in self.columns if not all(map(_is_missing, one.values))]
 
     def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""
@@ -330,7 +326,10 @@ class Page:
 
         Raises LargebatchError if it cannot be written, MissingPackageError without matplotlib.
         """
-        return write_html(path, self.html())
+        content = self.html().encode()
+        with writing(path, error=LargebatchError):
+            write_whole(path, content)
+        return path
 
     def text(self) -> str:
         """Return the first table and the findings, for a terminal."""

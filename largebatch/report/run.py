@@ -209,6 +209,44 @@ class Run:
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How many more validation images are right, and how many that would be by chance."""
+
+    samples: int
+    images: int
+    """Fewer, if negative."""
+
+    noise: float
+    """Two standard errors, in images."""
+
+    fixed: int | None = None
+    broken: int | None = None
+    """Images that were wrong and are right, and the reverse, where that is known."""
+
+    @property
+    def beyond_noise(self) -> bool:
+        """True if the change is larger than chance explains."""
+        return abs(self.images) > self.noise
+
+
+def change_from(before: Stage, after: Stage) -> Change:
+    """Return what changed from the end of one stage to that of another on the same images.
+
+    Where both were recorded image by image, chance is that of McNemar's test: each image that
+    changed could as well have changed the other way. Else it is that of two independent samples,
+    which is larger.
+    """
+    samples, ends = after.after.samples, (before.after.top1, after.after.top1)
+    images = round((ends[1] - ends[0]) * samples)
+    if before.mistakes is None or after.mistakes is None:
+        variance = sum(top1 * (1 - top1) for top1 in ends) * samples
+        return Change(samples, images, 2 * math.sqrt(variance))
+    then, now = set(before.mistakes.samples), set(after.mistakes.samples)
+    fixed, broken = len(then - now), len(now - then)
+    return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
+
+
 def values_of(events: Iterable[object], name: str) -> FloatArray:
     """Return the numbers of events in one of their fields."""
     return np.array([*map(attrgetter(name), events)], dtype=np.float64)
@@ -336,8 +374,8 @@ def _events(path: Path) -> Iterator[Event]:
             if not line.endswith(b"\n"):
                 return
             raise CheckpointError(
-                f"{path}:{number}: not a record of a run ({_reason(error)}); delete the line to go "
-                "without it"
+                f"{path}:{number}: not a record of a run ({first_problem(error)}); delete the "
+                "line to go without it"
             ) from None
 
 
@@ -348,11 +386,12 @@ def _read_summary(path: Path) -> Summary | None:
         return TypeAdapter(Summary).validate_json(path.read_bytes())
     except ValidationError as error:
         raise CheckpointError(
-            f"{path}: not the summary of a run ({_reason(error)}); delete it to go without it"
+            f"{path}: not the summary of a run ({first_problem(error)}); delete it to go without it"
         ) from None
 
 
-def _reason(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """Describe the first error of a record."""
     first = error.errors()[0]
     if first["type"] == "union_tag_not_found":
         return "'event' is missing"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from largebatch.errors import LargebatchError
 from largebatch.optional import require_matplotlib
-from largebatch.storage import whole_file
+from largebatch.storage import whole_file, writing
 
 if TYPE_CHECKING:
     from matplotlib import axes, figure, text
@@ -100,10 +100,8 @@ def write_chart(path: Path, draw: Callable[["Figure"], None], *, size: tuple[flo
     without matplotlib.
     """
     require_png(path)
-    try:
+    with writing(path, error=LargebatchError):
         save_png(path, draw, size=size, pixels=1920)
-    except OSError as error:
-        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
 
 
 def require_png(path: Path) -> None:

@@ -121,7 +121,9 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     """Return the stage that made the weights: the current one, else the last that was kept."""
-    under_way: StageName = plan.stage_after(checkpoint.progress.step)
+    step = checkpoint.progress.step
+    under_way: StageName = "clean" if step > plan.train_steps else "train"
+    under_way = "affine" if step > plan.steps else under_way
     ended = {stage.name for stage in checkpoint.stages}
     kept = [stage.name for stage in checkpoint.stages if stage.kept]
     moved = [name for name in kept if name != "statistics"]

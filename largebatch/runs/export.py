@@ -13,7 +13,7 @@ from largebatch.recipe.data import Data
 from largebatch.recipe.model import Model
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
-from largebatch.storage import write_whole
+from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint, require_fit
 
@@ -76,19 +76,16 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
     if is_timms(section.name):
         config = timm_config(section, data, checkpoint.origin.classes)
         files[CONFIG] = json.dumps(config, indent=2).encode()
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise CheckpointError(f"{out}: already holds files; choose another --out")
         for name, content in files.items():
             write_whole(out / name, content)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written: {error.strerror}") from None
     return sorted(out.iterdir())
 
 
 def _card(checkpoint: Checkpoint) -> str:
-    """Describe the model: the code that loads and calls it, and its accuracy after each stage."""
     recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
     library = "timm" if is_timms(section.name) else "largebatch"
     code = (_TIMM if library == "timm" else _OURS) + _PREDICT

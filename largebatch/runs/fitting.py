@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError, DeviceMemoryError, PlanError, SmallerBatchError
+from largebatch.errors import DeviceMemoryError, PlanError, SmallerBatchError
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
-from largebatch.storage import write_whole
+from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import CHECKPOINTS
 from largebatch.training.session import Session
 
@@ -98,10 +98,8 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
 def keep(folder: Path, backend: Backend, device_batch: int, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
     kept = device_batch, backend.world_size, backend.device.type, reason
-    try:
+    with writing(folder):
         write_whole(folder / KEPT, _KEPT.dump_json(kept))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, list[str]]:

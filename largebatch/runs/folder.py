@@ -29,7 +29,7 @@ from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Options, Resume
-from largebatch.storage import remove_leftovers, write_whole
+from largebatch.storage import remove_leftovers, write_whole, writing
 from largebatch.tracking.console import Console
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import (
@@ -97,27 +97,17 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
                 trackers.append(tracker(folder, recipe, began=session.began))
             case _:
                 assert_never(name)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
     with closing(log):
-        try:
+        with writing(folder):
             remove_leftovers(folder, folder / CHECKPOINTS)
             set_aside_damaged(folder / CHECKPOINTS, step=session.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_yaml(recipe).encode())
-        except OSError as error:
-            raise _unwritable(folder, error) from None
         trackers.insert(1, log)
         yield trackers
-
-
-def _unwritable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: cannot be written: {error.strerror}; make room or choose another --out"
-    )
 
 
 def record(
@@ -191,12 +181,10 @@ def _finish(
     if backend.rank == 0:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
-        try:
+        with writing(folder):
             write_json(folder / SUMMARY, summary)
             if draws and not session.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
-        except OSError as error:
-            raise _unwritable(folder, error) from None
         session.log.emit(Finish(time=now(), summary=summary))
     return summary
 
@@ -283,7 +271,6 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
 
 
 def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
-    """Format a value as in a recipe, a section without its null keys."""
     if isinstance(value, dict):
         value = {key: one for key, one in value.items() if one is not None}
     return value if isinstance(value, str) else json.dumps(value)
@@ -293,10 +280,8 @@ def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
     data = options.data and Path(options.data).absolute()
     text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
-    try:
+    with writing(folder):
         write_whole(folder / OPTIONS, text)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
 
 
 def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) -> Options:

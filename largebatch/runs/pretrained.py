@@ -31,19 +31,12 @@ from largebatch.tracking.events import RECIPE
 from largebatch.training.evaluation import Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Polished:
-    """What was measured before and after, and how far the statistics were off."""
-
-    before: Metrics
-    after: Metrics
-    drift: Drift
-
-
 def polish_weights(
     name: str, path: Path, options: Options, *, ema: bool = False, samples: int | None = None
-) -> Polished:
+) -> tuple[Metrics, Metrics, Drift]:
     """Write polished weights to `options.out` as .safetensors, under the model's own names.
+
+    Returns what was measured before and after, and how far the statistics were off.
 
     `name` is a model of timm, or of torchvision with `torchvision/` before it; `ema` takes the
     moving average in the file, `samples` is the number of images to measure (None: all). Raises
@@ -74,7 +67,7 @@ def polish_weights(
             tensors = model.state_dict().items()
             state = {key: value.cpu().clone().contiguous() for key, value in tensors}  # untied
             write_whole(out, safetensors.torch.save(state, metadata={"format": "pt"}))
-    return Polished(before=before, after=after, drift=drift)
+    return before, after, drift
 
 
 def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:

@@ -39,21 +39,18 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
         )
     ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
     policy = functions.skip(ramp, steps=section.first_step)
-    return _follow_samples(policy, plan) if plan.batch_changes else policy
+    if not plan.batch_changes:
+        return policy
 
-
-def _follow_samples(policy: Policy, plan: Plan) -> Schedule:
-    def rate(step: int) -> float:
+    def of_samples(step: int) -> float:
         piece = plan.piece_at(step)
         return policy(piece.samples_before(step) / plan.global_batch) * piece.lr_factor
 
-    return rate
+    return of_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """The steps of a policy, and its key in the recipe."""
-
     key: str
     before: int
     """Steps from the point where the recipe starts to count to the first of these."""

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TextIO
 
 from largebatch.formatting import three_digits
-from largebatch.recipe.arithmetic.describe import describe_division
+from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
     Evaluation,
@@ -23,7 +23,6 @@ from largebatch.tracking.events import (
     Note,
     Start,
     Step,
-    Summary,
 )
 
 LINE_SECONDS = 5.0  # seconds between lines on training
@@ -69,7 +68,12 @@ class Console:
                     "training images held out"
                 )
             case Finish():
-                self._show_finish(event.summary)
+                summary = event.summary
+                words = " in all parts of the run" * self._resumed
+                if summary.skipped_steps:
+                    words += "; updates skipped because gradients were not finite: "
+                    words += f"{summary.skipped_steps}"
+                self._show(f"{summary.status} after {summary.seconds:.1f} s{words}")
 
     def _show(self, line: str, *, bar: str = "") -> None:
         """Write a line; one with a bar replaces the one before, and stays open."""
@@ -117,12 +121,4 @@ class Console:
             f"{event.stage:>10}  step {done}/{self._steps}  loss {event.loss:.4f}  "
             f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left",
             bar="█" * (20 * done // self._steps) + "░" * (20 - 20 * done // self._steps),
-        )
-
-    def _show_finish(self, summary: Summary) -> None:
-        skipped = summary.skipped_steps
-        self._show(
-            f"{summary.status} after {summary.seconds:.1f} s"
-            + " in all parts of the run" * self._resumed
-            + (f"; updates skipped because gradients were not finite: {skipped}" if skipped else "")
         )

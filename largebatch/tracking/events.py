@@ -59,8 +59,6 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageEvent:
-    """Base of the events within a stage."""
-
     event: str
     stage: StageName
     step: int

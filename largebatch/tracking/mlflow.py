@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.errors import clip
+from largebatch.formatting import dotted
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted, read_id, write_id
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
@@ -67,7 +68,6 @@ class MLflow(ScalarTracker):
         self._client.update_run(self._run, status="RUNNING")
 
     def _tags(self) -> dict[str, str]:
-        """Return the run's tags, among them those of MLflow's own pages."""
         from mlflow.tracking.context.registry import resolve_tags
 
         tracking, commit = self._tracking, str(self._config.get("commit") or "")

@@ -155,16 +155,3 @@ def read_id(folder: Path, tracker: str) -> str | None:
     """Return the id of the folder's run in a tracker; None before its first part."""
     path = folder / f"{tracker}-id"
     return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings by their dotted keys.
-
-    >>> list(dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
-    [('seed', 1), ('optimizer.eta', 0.001)]
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from largebatch.formatting import dotted
 from largebatch.optional import require_tensorboard
 from largebatch.tracking.events import LOG, Start, Summary
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, dotted
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
 
 FOLDER = "tensorboard"
 

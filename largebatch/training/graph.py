@@ -7,8 +7,8 @@ device. The third is recorded, part by part, and replayed from then on:
 
     passes      forward and backward pass of a micro-batch, a graph for each place in an update:
                 the first one writes gradients, later ones add to them, the last one sends them
-    sums        sums over the workers (NCCL's alone can be recorded), and their check
-    optimizer   its step, the loss scale, the running statistics, the average of an EMA
+    sums        sums over the workers (NCCL's alone can be recorded)
+    optimizer   check of gradients, its step, loss scale, running statistics, average of an EMA
 
 One graph has all of them, or as many from the first as can be recorded. The optimizer has its own
 graph where passes or sums cannot be recorded. All graphs of a `train()` share memory. A batch is
@@ -149,6 +149,8 @@ class Graphs:
         self._drop_outdated()
         form = _form(batch)
         key = form, len(self._work.frozen)
+        if key not in self._shapes and self._pool() and accelerator.is_crowded(self._device):
+            self._shapes.clear()  # its first updates cannot use the memory of other graphs
         self._shape = self._shapes.pop(key, _Shape(form))
         self._shapes[key] = self._shape  # the newest is the last
         if len(self._shapes) > _SHAPES:
@@ -210,9 +212,8 @@ class Graphs:
         results, part = work.results, parts[0]
         steps = {PASSES: passes, SUMS: work.sum, OPTIMIZER: work.update}
         try:
-            work.results = replace(results, finite=results.finite.clone())
-            others = chain(*(it.graphs.values() for it in self._shapes.values()))
-            graph = accelerator.Graph(self._device, next((it.graph.pool for it in others), None))
+            work.results = replace(results)
+            graph = accelerator.Graph(self._device, self._pool())
             with graph.record():
                 for part in parts:
                     steps[part]()
@@ -270,9 +271,13 @@ class Graphs:
         both = [(kept[name], it) for (kept, _), (given, _) in pairs for name, it in given.items()]
         if moved := [(kept, given) for kept, given in both if given is not kept]:
             torch._foreach_copy_([kept for kept, _ in moved], [given for _, given in moved])
-        graph.results["finite"].copy_(work.results.finite)
         self._replay(graph)
         return True
+
+    def _pool(self) -> object:
+        """Return the memory of the graphs; None without any, for torch then refuses it."""
+        every = chain.from_iterable(shape.graphs.values() for shape in self._shapes.values())
+        return next((each.graph.pool for each in every), None)
 
     def _can_replay(self) -> object:
         """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.

@@ -153,17 +153,19 @@ class Work:
         results.loss += loss.detach()
 
     def sum(self) -> None:
-        """Finish the sums over the workers and examine the gradients."""
+        """Finish the sums over the workers and measure the gradients."""
         results = self.results
         with self.reduction:
             self.reducer.wait()
         self.spans.wait()
-        results.squares, results.finite = self.reducer.squares, self.reducer.finite()
+        results.squares = self.reducer.squares
         results.norm = None if self.measure_norm is None else self.measure_norm()
 
     def update(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
         results, scaler = self.results, self.scaler
+        examine = None if scaler.is_enabled() else getattr(self.optimizer, "examine", None)
+        results.finite = self.reducer.finite(examine)  # a scaler would change what LARS examined
         self.reducer.in_passes = False
         skipped = ~results.finite if self.skip_nonfinite else None
         before = scaler.scale(self._one)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
+from PIL import Image
 from scipy.stats import ttest_1samp
 
 from benchmarks.speed.measuring import RESULTS, ROOT, newest
-from benchmarks.studies import pages
+from benchmarks.studies import images, pages
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.averaged_weights import tables as averaged_weights
 from benchmarks.studies.figures import save_svg
@@ -144,3 +146,16 @@ def test_randomly_disturbed_runs_end_like_undisturbed_ones(tmp_path: Path) -> No
     assert result["faults"] >= 12
     assert (result["lost"], result["orphans"]) == ([], 0)
     assert 0 < result["effective_training_time_ratio"] < 1
+
+
+def test_a_folder_of_images_is_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = np.zeros((20, 4, 4, 3), np.uint8), np.arange(20) % 10
+    monkeypatch.setattr(images, "load", lambda _: (split, split))
+    with monkeypatch.context() as broken:
+        broken.setattr(Image, "fromarray", None)
+        with pytest.raises(TypeError):
+            images.write_part(tmp_path, "cifar10", train=10, val=5)
+    out = images.write_part(tmp_path, "cifar10", train=10, val=5)
+    assert len(list(out.rglob("*.png"))) == 15

@@ -1,6 +1,7 @@
 """The commands' declarations: the options of a run are declared once, and every word has help."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -138,23 +139,21 @@ def test_json_is_all_that_a_command_prints(
         assert "nowhere" in rows[1]["problems"][0]
 
 
-def test_doctor_as_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {"torch": "works  2.1, no GPU", "DALI": "absent  pip install x", "cores": "2; more"}
-    monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: iter(found.items()))
-    assert main(["doctor", "--json"]) == DONE
-    shown = json.loads(capsys.readouterr().out)
-    assert {name: each["status"] for name, each in shown.items()} == {
-        "torch": "works", "DALI": "absent", "cores": None,
-    }  # fmt: skip
-    assert shown["torch"]["finding"] == "2.1, no GPU"
-
-
 def test_the_clusters_that_the_planner_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "clusters"]) == DONE
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["abci-v100", "1,088", "4", "V100-SXM2-16GB", "25.0", "40"] in rows
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if before:
+            monkeypatch.setenv("OMP_WAIT_POLICY", before)
+        assert main(["recipes"]) == DONE
+        assert os.environ["OMP_WAIT_POLICY"] == after
 
 
 def given(*words: str) -> Options:

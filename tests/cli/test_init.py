@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from importing import png
+from class_folders import write_classes
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from short_runs import NARROW, SHALLOW, SMALL
@@ -23,22 +23,13 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
 
-def write_classes(root: Path, *, side: int = 12, **numbers: int) -> Path:
-    """Write some images into each class folder."""
-    for name, number in numbers.items():
-        (root / name).mkdir(parents=True)
-        for image in range(number):
-            (root / name / f"{image:03d}.png").write_bytes(png(image, side=side))
-    return root
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """24 and 6 images of three classes; the commands run in the home folder around."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    write_classes(tmp_path / "my data/train", cat=16, dog=4, yak=4)
-    write_classes(tmp_path / "my data/val", cat=2, dog=2, yak=2)
+    write_classes(tmp_path / "my data/train", side=12, cat=16, dog=4, yak=4)
+    write_classes(tmp_path / "my data/val", side=12, cat=2, dog=2, yak=2)
     return Path("my data")
 
 
@@ -196,7 +187,7 @@ def test_without_validation_the_option_that_makes_it_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_classes(tmp_path / "my data", **dict.fromkeys(names, 4))
+    write_classes(tmp_path / "my data", side=12, **dict.fromkeys(names, 4))
     assert main(["init", "my data"]) == USER
     assert option[0] in capsys.readouterr().err
     assert main(["data", "import", "imagefolder", "my data", *option, "--out", "shards"]) == DONE

@@ -7,6 +7,8 @@ import pytest
 
 from largebatch.cli.main import COMMANDS, DONE, USER, main, parse
 
+PLAN = "plan resnet50_86016_fujitsu"
+
 
 def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the message that a mistake in a command is answered with."""
@@ -50,6 +52,21 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("lab suggest digits_96", "lab suggest: missing --batch"),
         ("launch slrm digits_96 --nodes 2", 'Did you mean "slurm"?'),
         ("compare a b", "largebatch report A B"),
+        ("report diagnose nowhere", "nowhere"),
+        ("report diagnose a b c", "'c'"),
+        ("lab study rudr", "rudra"),
+        ("lab study lrbench --data /images", "/images would not be read"),
+        ("lab study jaeger --data no=x --out a", "--data no="),
+        (f"{PLAN} --cluster abci", "'abci-v100'"),
+        (f"{PLAN} --cluster abci-v100 --workers 6144", "4,352"),
+        (f"{PLAN} --cluster abci-v100 --workers 2000", "2,000"),
+        (f"{PLAN} --json", "--cluster"),
+        (f"{PLAN} --out a.yaml", "--calibrate"),
+        (f"{PLAN} --calibrate", "--out"),
+        (f"{PLAN} --calibrate --out a.txt", ".yaml"),
+        (f"{PLAN} --calibrate --out a.yaml --set 'optimizer={{kind: muon}}'", "optimizer.kind"),
+        (f"{PLAN} --data there", "--calibrate"),
+        (f"{PLAN} --calibrate --cluster dgx-a100", "--cluster"),
         *(
             (f"train digits_96 {words}", words.split()[0])
             for words in ("--workers 0", "--workers x", "--max-steps 0", "--timeout 5x",

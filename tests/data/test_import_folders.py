@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tars
-from class_folders import write_folder, write_image
-from importing import contents, imported, png
+from class_folders import contents, imported, png, write_classes, write_folder, write_image
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.datasets import import_data
 from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
@@ -20,12 +17,6 @@ from largebatch.optional import require_torchvision
 
 require_torchvision()
 from torchvision.datasets import ImageFolder  # noqa: E402 -- once it can be imported
-
-
-def with_options(source: Path, out: Path, **options: object) -> Path:
-    silent = lambda _done, _total: None  # noqa: E731 -- short
-    import_data("imagefolder", source, out, shard_bytes=10**6, progress=silent, options=options)
-    return out
 
 
 def command(source: Path, out: Path, *options: str) -> int:
@@ -157,19 +148,11 @@ def test_images_whose_classes_are_unclear_are_refused(
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
-def write_classes(root: Path, **numbers: int) -> Path:
-    for place, (name, number) in enumerate(numbers.items()):
-        (root / name).mkdir(parents=True)
-        for image in range(number):
-            (root / name / f"{image:03d}.png").write_bytes(png(100 * place + image))
-    return root
-
-
 @pytest.mark.parametrize("form", ["classes", "train", "zip"])
 def test_a_fraction_of_every_class_validates_whatever_the_form(tmp_path: Path, form: str) -> None:
     """The choice follows the names and the seed: it is the same in every form of one data set."""
     reference = write_classes(tmp_path / "reference", cat=10, dog=4, yak=2)
-    expected = with_options(reference, tmp_path / "expected", val_fraction=0.2)
+    expected = imported(reference, tmp_path / "expected", val_fraction=0.2)
     assert [len(each) for each in contents(expected, "val").values()] == [2, 1, 1]
     source = write_classes(
         tmp_path / ("in/train" if form == "train" else "in"), cat=10, dog=4, yak=2
@@ -179,10 +162,10 @@ def test_a_fraction_of_every_class_validates_whatever_the_form(tmp_path: Path, f
             for path in source.rglob("*"):
                 file.write(path, path.relative_to(tmp_path))
     chosen = tmp_path / ("in.zip" if form == "zip" else "in")
-    out = with_options(chosen, tmp_path / "out", val_fraction=0.2)
+    out = imported(chosen, tmp_path / "out", val_fraction=0.2)
     for split in ("train", "val"):
         assert contents(out, split) == contents(expected, split)
-    other = with_options(chosen, tmp_path / "other", val_fraction=0.2, seed=1)
+    other = imported(chosen, tmp_path / "other", val_fraction=0.2, seed=1)
     assert contents(other, "val") != contents(out, "val")
     both = [contents(out, split)["cat"] for split in ("train", "val")]
     assert sorted(both[0] + both[1]) == sorted(png(number) for number in range(10))
@@ -216,20 +199,27 @@ def test_another_name_of_validation_is_taken_and_other_folders_are_named(
     assert [len(each) for each in contents(tmp_path / "out", "val").values()] == [2, 1]
 
 
+END = bytes(1024)
+"""Two blocks of zeros end a tar."""
+
+
+def member(name: str, content: bytes = b"", *, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return a header of a tar and the content, padded."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, "a.png", len(content)
+    return info.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
+
+
 def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
     """Train is a tar with a tar per class; val has no folders, and its classes are in a list."""
     inner = {
-        name: b"".join(
-            tars.member(f"{name}_{n}.JPEG", png(n + 10 * place)) for n in range(3 - place)
-        )
+        name: b"".join(member(f"{name}_{n}.JPEG", png(n + 10 * place)) for n in range(3 - place))
         for place, name in enumerate(("n01440764", "n01443537"))
     }
-    tars.write(
-        tmp_path / "ILSVRC2012_img_train.tar",
-        *(tars.member(f"{name}.tar", content + tars.END) for name, content in inner.items()),
-    )
-    val = [tars.member(f"ILSVRC2012_val_{n:08d}.JPEG", png(100 + n)) for n in (3, 1, 2)]
-    tars.write(tmp_path / "ILSVRC2012_img_val.tar", *val)
+    tars = [member(f"{name}.tar", content + END) for name, content in inner.items()]
+    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(b"".join(tars) + END)
+    val = [member(f"ILSVRC2012_val_{n:08d}.JPEG", png(100 + n)) for n in (3, 1, 2)]
+    (tmp_path / "ILSVRC2012_img_val.tar").write_bytes(b"".join(val) + END)
     for text in (None, "n01443537\nn01440764\n", "n01443537\n\nn01440764\n"):
         if text is not None:
             (tmp_path / "val_labels.txt").write_text(text)
@@ -253,15 +243,15 @@ def test_imagenets_archives_are_imported_unchanged(tmp_path: Path) -> None:
     assert (contents(out), contents(out, "val")) == (train, validation)
 
 
-VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1))
-TRAIN = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
+VAL = member("val/cat/a.png", png(0)) + member("val/dog/a.png", png(1))
+TRAIN = member("train/cat/a.png", png(2)) + member("train/dog/a.png", png(3))
 
 
 def test_a_link_in_a_tar_is_refused_by_name(tmp_path: Path) -> None:
-    more = tars.symbolic("train/cat/x.png", "a.png")
-    source = tars.write(tmp_path / "all.tar", TRAIN, more, VAL)
+    link = member("train/cat/x.png", kind=tarfile.SYMTYPE)
+    (tmp_path / "all.tar").write_bytes(TRAIN + link + VAL + END)
     with pytest.raises(DataError, match=r"train/cat/x\.png is a link or another special file"):
-        imported(source, tmp_path / "out")
+        imported(tmp_path / "all.tar", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -303,18 +293,18 @@ def spoil_a_header(content: bytearray) -> None:
 
 
 def lose_the_end(content: bytearray) -> None:
-    del content[-len(tars.END) :]
+    del content[-len(END) :]
 
 
 def cut_an_image(content: bytearray) -> None:
-    del content[-len(tars.END) - 300 :]
+    del content[-len(END) - 300 :]
 
 
 @pytest.mark.parametrize("spoil", [spoil_a_header, lose_the_end, cut_an_image])
 def test_a_tar_that_is_not_whole_is_refused(
     tmp_path: Path, spoil: Callable[[bytearray], None]
 ) -> None:
-    content = bytearray(TRAIN + VAL + tars.END)
+    content = bytearray(TRAIN + VAL + END)
     spoil(content)
     (tmp_path / "all.tar").write_bytes(content)
     with pytest.raises(DataError, match="all.tar: not a whole"):

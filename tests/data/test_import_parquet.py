@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from importing import contents, png
+from class_folders import contents, png
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import read_folder

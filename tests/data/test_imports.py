@@ -10,28 +10,13 @@ from pathlib import Path
 import numpy as np
 import official
 import pytest
+from class_folders import images_of, imported
 from PIL import Image
 
-from largebatch.data.datasets import import_data
 from largebatch.data.datasets.arrays import open_official
 from largebatch.data.datasets.packing import Sample
-from largebatch.data.index.index import Index, read_folder
+from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
-
-
-def imported(name: str, source: Path, out: Path) -> Path:
-    import_data(name, source, out, shard_bytes=10**6, progress=lambda _done, _total: None)
-    return out
-
-
-def images(index: Index) -> official.Pixels:
-    """Decode every image by hand."""
-    found = []
-    for sample in range(len(index)):
-        path, offset, num_bytes, *_ = index.locate(sample)
-        content = path.read_bytes()[offset : offset + num_bytes]
-        found.append(np.asarray(Image.open(io.BytesIO(content))))
-    return np.stack(found)
 
 
 @pytest.mark.parametrize("name", official.KINDS)
@@ -42,10 +27,10 @@ def test_every_pixel_and_label_is_kept(
     expected = official.write(name, source, monkeypatch)
     is_cifar = name.startswith("cifar")
     given = next(source.iterdir()) if name == "cifar10" else source
-    out = imported(name, given, tmp_path / "new/out")
+    out = imported(given, tmp_path / "new/out", name=name)
     for split, (pixels, labels) in expected.items():
         index = read_folder(out, split)
-        found = images(index)
+        found = np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in images_of(index)])
         if is_cifar:
             found = found.transpose(0, 3, 1, 2).reshape(-1, 3072)
         np.testing.assert_array_equal(found, pixels)
@@ -80,7 +65,7 @@ def test_an_unofficial_archive_is_refused_unread(
     path = max(source.iterdir())
     spoil(path)
     with pytest.raises(DataError, match=rf"{path.name}: expected the official archive"):
-        imported(name, source, tmp_path / "out")
+        imported(source, tmp_path / "out", name=name)
     assert not (source / "hit").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["archives"]
 

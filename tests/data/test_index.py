@@ -89,7 +89,7 @@ def test_bad_images_are_all_named_and_left_out_only_on_request(root: Path) -> No
     index = load_or_read(root, "train")
     assert fields(index) == {**good, "bad": index.bad, "digest": index.digest}
     assert index.digest != good["digest"]
-    assert [bad.path for bad in index.bad] == list(reasons)
+    assert [bad.name for bad in index.bad] == list(reasons)
 
 
 def test_an_image_that_a_failing_disk_does_not_read_is_not_bad(

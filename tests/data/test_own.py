@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from importing import png
+from class_folders import png
 from PIL import Image
 from short_runs import a_recipe
 

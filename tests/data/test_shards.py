@@ -1,19 +1,19 @@
 import io
 import os
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from class_folders import fields, write_folder, write_image
+from class_folders import fields, images_of, imported, write_folder, write_image
 from PIL import Image
 
 from largebatch.data.augment import clean_request
 from largebatch.data.datasets import import_data
 from largebatch.data.decoders import reader as reading
-from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
+from largebatch.data.index.index import BadImagesError, load_or_read, make, read_folder
 from largebatch.errors import DataError
-from largebatch.storage import silent
 
 
 @pytest.fixture
@@ -24,18 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def pack(root: Path, out: Path, *, shard_bytes: int = 10**6) -> Path:
-    import_data("webdataset", root, out, shard_bytes=shard_bytes, progress=silent)
-    return out
-
-
-def contents(index: Index) -> list[bytes]:
-    """Bytes of every image, extracted without the package."""
-    found = []
-    for sample in range(len(index)):
-        path, offset, num_bytes, *_ = index.locate(sample)
-        found.append(path.read_bytes()[offset : offset + num_bytes])
-    return found
+pack = partial(imported, name="webdataset")
 
 
 def jpeg() -> bytes:
@@ -65,10 +54,12 @@ def shards(root: Path, members: dict[str, bytes]) -> Path:
 def test_packed_images_keep_bytes_order_and_labels(
     folder: Path, tmp_path: Path, shard_bytes: int
 ) -> None:
-    packed = pack(folder, tmp_path / "packed", shard_bytes=shard_bytes)
+    packed = pack(folder, tmp_path / "packed", size=shard_bytes)
     for split in ("train", "val"):
         before, after = read_folder(folder, split), read_folder(packed, split)
-        assert contents(after) == [path.read_bytes() for path in map(folder.joinpath, before.paths)]
+        assert images_of(after) == [
+            path.read_bytes() for path in map(folder.joinpath, before.paths)
+        ]
         plain, shard = fields(before), fields(after)
         for key in ("classes", "labels", "heights", "widths", "num_bytes", "bad"):
             assert shard[key] == plain[key]
@@ -112,7 +103,7 @@ def test_shards_of_other_programs_are_read(tmp_path: Path) -> None:
     )
     index = read_folder(root, "train")
     assert index.labels.tolist() == [1, 0]
-    assert contents(index) == [jpeg(), jpeg()]
+    assert images_of(index) == [jpeg(), jpeg()]
     assert list(index.paths) == ["train/a.tar", "train/a.tar"]
 
 
@@ -176,7 +167,7 @@ def test_broken_shards_are_refused(
 
 
 def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> None:
-    packed = pack(folder, tmp_path / "packed", shard_bytes=1)
+    packed = pack(folder, tmp_path / "packed", size=1)
     load_or_read(packed, "train")
     assert fields(load_or_read(packed, "train")) == fields(read_folder(packed, "train"))
     (packed / "classes.txt").write_text("a\nb\nc\n")
@@ -234,7 +225,7 @@ def test_a_shard_stays_open_and_is_reopened_if_it_cannot_be_read(
         return real_read(file, buffers, offset)
 
     request = clean_request(index, np.arange(len(index)), image_size=1, resize=None)
-    expected = contents(index)
+    expected = images_of(index)
     monkeypatch.setattr(os, "open", note)
     monkeypatch.setattr(os, "preadv", stale)
     with reading.open_reader(index, 1) as reader:

@@ -27,6 +27,11 @@ from largebatch.distributed.torch_distributed import TorchDistributed, require_o
 from largebatch.errors import BackendError, MismatchError
 from largebatch.lab.protocols.exchange import open_links
 
+splits_groups = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14),
+    reason="torch 2.14 splits no group of a device that is registered in Python",
+)
+
 
 def on_late_workers(work: Callable[[TorchDistributed], object], *, workers: int) -> object:
     """Run work on workers with simulated accelerators whose collectives complete late."""
@@ -124,6 +129,7 @@ def divide(backend: TorchDistributed) -> list[object]:
     return [*made, part.rank, part.world_size, backend.all_gather(one).flatten().tolist()]
 
 
+@splits_groups
 def test_groups_are_split_from_the_default_group_and_links_are_not() -> None:
     assert on_late_workers(divide, workers=4) == [1, 0, 0, 2, [2.0, 4.0, 2.0, 4.0]]
 
@@ -151,6 +157,7 @@ def whole_run(backend: TorchDistributed) -> list[object]:
     return [len(orders), kinds["world"] > 10, kinds["part"] > 10]
 
 
+@splits_groups
 def test_all_workers_start_operations_in_the_same_order() -> None:
     """Two NCCL communicators used in different orders deadlock."""
     assert on_late_workers(whole_run, workers=4) == [1, True, True]

@@ -13,9 +13,9 @@ from on_workers import on_workers
 from largebatch.cli.main import USER, main
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import STARTING
-from largebatch.distributed.network import bandwidth, measure_network
 from largebatch.distributed.torch_distributed import TorchDistributed, TorchGroup
 from largebatch.errors import PeerLostError, WorkerFailedError
+from largebatch.lab.measure.calibrate import bandwidth, measure_network
 
 TIMEOUT = 1.0
 

@@ -1,6 +1,7 @@
 """Every way to compute the LARS update against the formula."""
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -214,6 +215,69 @@ def test_pytorch_updates_what_its_table_cannot(path: Path, settings: dict[str, A
     torch.testing.assert_close(*models, rtol=1e-5, atol=2e-6)
     state, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
     torch.testing.assert_close(state, expected, rtol=1e-5, atol=2e-6)
+
+
+def examined(path: Path) -> tuple[list[nn.Parameter], LARS]:
+    """Return weights of each kind after a step; the last one is not adapted."""
+    if not torch.cuda.is_available():
+        path("table")
+    kinds = (1500, torch.float32), (1200, torch.bfloat16), (0, torch.float32), (1100, torch.float32)
+    values = (torch.linspace(-1, 2, size, dtype=dtype) for size, dtype in kinds)
+    weights = [nn.Parameter(value.to(accelerator.current())) for value in values]
+    for weight in weights:
+        weight.grad = weight.detach() / 3
+    apart: dict[str, Any] = {"params": weights[3:], "adapt": False}
+    optimizer = LARS([{"params": weights[:3]}, apart], lr=0.5, weight_decay=0.1, eta=0.1)
+    optimizer.step()
+    return weights, optimizer
+
+
+Change = Callable[[LARS, torch.Tensor], object]
+
+CHANGES: dict[str, Change] = {
+    "": lambda *_: None,
+    "a hook": lambda it, _: it.register_step_pre_hook(mock.Mock(return_value=None)),
+    "no ratios": lambda it, _: it.param_groups[0].update(adapt=False),
+    "a weight of no group": lambda it, _: it.param_groups[1]["params"].clear(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_norms_tell_whether_all_gradients_are_finite_or_nothing(path: Path, name: str) -> None:
+    weights, optimizer = examined(path)
+    CHANGES[name](optimizer, weights[0])
+    optimizer.step()
+    for place, element in product((0, 1, 3), (1e30, np.nan, np.inf, -np.inf)):
+        weights[place].grad[1050] = element  # type: ignore[index]  # there is one
+        found = optimizer.examine(weights)
+        assert found is None if name else bool(found) is (element == 1e30)
+        weights[place].grad[1050] = 1.0  # type: ignore[index]
+
+
+WRITES: dict[str, Change] = {
+    "": lambda *_: None,
+    "a clip": lambda _, weight: nn.utils.clip_grad_norm_([weight], 0.1),
+    "another gradient": lambda _, weight: setattr(weight, "grad", weight / 2),
+    "a weight": lambda _, weight: weight.detach().mul_(2),
+    "a step": lambda optimizer, _: optimizer.step(),
+    "another group": lambda optimizer, _: optimizer.param_groups[1].update(adapt=True),
+    "a scale": lambda optimizer, _: setattr(optimizer, "grad_scale", torch.tensor(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_step_uses_norms_of_its_gradients_and_weights_only(path: Path, name: str) -> None:
+    """One launch is left of two, and the bits are those of a step that computes norms."""
+    found = []
+    for examines in (False, True):
+        weights, optimizer = examined(path)
+        assert not examines or bool(optimizer.examine(weights))
+        WRITES[name](optimizer, weights[0].requires_grad_(False))
+        with mock.patch.object(accelerator, "launch", side_effect=accelerator.launch) as launch:
+            optimizer.step()
+        assert launch.call_count == (1 if examines and not name else 2)
+        found.append([*weights, *(it for each in optimizer.state.values() for it in each.values())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sums", [table.SUMS, 8])

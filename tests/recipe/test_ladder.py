@@ -302,7 +302,7 @@ def test_every_number_of_a_published_recipe_is_its_sources(stem: str) -> None:
     }
     header = " ".join(text.partition("\nname:")[0].replace("#", " ").split())
     assert row.published in header.partition("Published: ")[2]
-    assert origin(text).after
+    assert origin(text)[0]
     assert "Measured here: not yet." in header
 
 

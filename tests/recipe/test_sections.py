@@ -10,8 +10,7 @@ from largebatch import load_recipe
 from largebatch.errors import PlanError, RecipeError
 from largebatch.optim import LARS
 from largebatch.recipe import optimizers as sections
-from largebatch.recipe.arithmetic.describe import describe_protocol
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import describe_protocol, make_plan
 
 FREE = (
     *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),

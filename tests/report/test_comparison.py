@@ -16,7 +16,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, make_comparison_page
 from largebatch.report.course import updates_of
-from largebatch.report.mistakes import change_from
+from largebatch.report.run import change_from
 
 
 def ended_at(folder: Path, *top1: float) -> Path:

@@ -1,5 +1,6 @@
 """The causes that are found in recorded runs, in columns made for one rule each, and in pairs."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fake_runs import FakeRun, trained
 
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
+from largebatch.cli.main import DONE, main
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
@@ -452,3 +454,33 @@ def test_what_a_csv_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> 
     record = read_record(tmp_path / "log.csv")
     assert find_causes(record) == []
     assert {"losses against guessing", "waits for samples"} <= {*record.unchecked}
+
+
+CSV = "epoch,train_loss,eval_loss,eval_top1,lr\n0,{},2.2,20,0.1\n1,1.9,1.8,40,0.5\n2,{},{},{},0\n"
+
+
+def test_a_run_is_shown_with_its_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fake_runs.give_recipe(fake_runs.diverged(tmp_path / "diverged"), "polish=null")
+    assert main(["report", "diagnose", str(folder)]) == DONE
+    shown = capsys.readouterr().out
+    assert ["updates", "40"] in [line.split() for line in shown.splitlines()]
+    assert "1. diverged: " in shown
+    assert main(["report", "diagnose", str(folder), "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][0]["updates"] == 40
+    assert found["causes"][0]["kind"] == "diverged"
+    assert {"figure", "remedy"} < found["causes"][0].keys()
+
+
+def test_two_logs_of_another_program_are_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large, small = tmp_path / "large.csv", tmp_path / "small.csv"
+    large.write_text(CSV.format(2.3, 1.7, 1.6, 45))
+    small.write_text(CSV.format(1.5, 0.3, 0.4, 90))
+    assert main(["report", "diagnose", str(large), str(small), "--classes", "10"]) == DONE
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["top-1", "90.00", "%", "45.00", "%"] in rows
+    assert ["peak", "learning", "rate", "0.5", "0.5"] in rows
+    assert "1. underfit: " in shown

@@ -1,13 +1,16 @@
 """One command for the first start and every restart, and workers that are started again."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from killed import kill_worker
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log, weights
 
 from largebatch import run
@@ -153,6 +156,21 @@ STARTS = {
     "torchrun": ([*TORCHRUN, "--max-restarts=1", "-m", "largebatch"], ["--resume", "auto"]),
     "--restarts": ([sys.executable, "-m", "largebatch"], ["--workers", "2", "--restarts", "1"]),
 }
+
+
+def kill_worker(rank: int, out: Path, *, at_step: int) -> None:
+    """Wait for a step of a run, then SIGKILL one of its workers, which start in order."""
+    path = out / "log.jsonl"
+    while not path.exists() or path.read_text().count('"event":"step"') < at_step:
+        time.sleep(0.05)
+    of_run = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(out).encode() in (folder / "cmdline").read_bytes():
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                of_run[int(folder.name)] = int(parent)
+    workers = sorted(process for process, parent in of_run.items() if parent in of_run)
+    os.kill(workers[rank], signal.SIGKILL)
 
 
 @pytest.mark.long

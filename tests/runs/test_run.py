@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -266,6 +267,19 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     same = load_checkpoint(checkpoint).state["model"]
     assert state["conv1.weight"].equal(same["conv1.weight"])
     assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
+
+
+def test_evaluate_measures_on_two_workers_what_one_measures(
+    finished: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for words in ([], ["--workers", "2"]):
+        assert main(["evaluate", str(finished["one"]), *words]) == 0
+        printed = capfd.readouterr().out
+        assert printed.count("top-1") == 1
+        assert "(360 images)" in printed
+        found.append(list(map(float, re.findall(r"\d+\.\d+", printed.partition("(")[0]))))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
 def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) -> None:

@@ -491,12 +491,23 @@ class Graph:
                 result.fill_(torch.nan)
 
 
+_USED: list[object] = []
+"""Pools of memory, whose first graph makes them and whose last one ends them."""
+
+_USERS: dict[object, weakref.WeakSet[Graph]] = {}
+
+
 @contextmanager
 def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterator[None]:
     """Record what is asked of the device in this block."""
     assert pool is not None
     assert capture_error_mode == "thread_local"
     assert Graph.recording is None
+    users = _USERS.setdefault(pool, weakref.WeakSet())
+    if not users and pool in _USED:
+        raise RuntimeError("use_count > 0: memory of graphs that are gone")
+    users.add(graph)
+    _USED.append(pool)
     Graph.recording, drawn = graph, GENERATOR.get_state()
     MODULE.pools.append(pool)
     try:
@@ -732,6 +743,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
     def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
         COUNTS.operations[line := _line()] += 1
         COUNTS.launches[line] += Graph.recording is None
+        synchronize()  # an optimizer's kernels read memory by its address
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)

@@ -1,10 +1,14 @@
-"""A small folder of images for tests, and what an index says as plain values."""
+"""Small folders of images, what an index says of one as plain values, and what was imported."""
 
+import io
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from largebatch.data.index.index import Index
+from largebatch.data.datasets import import_data
+from largebatch.data.index.index import Index, read_folder
+from largebatch.storage import silent
 
 
 def write_image(path: Path, *, height: int = 4, width: int = 6, mode: str = "RGB") -> None:
@@ -30,3 +34,46 @@ def fields(index: Index) -> dict[str, object]:
         "paths": list(index.paths),
         **{name: getattr(index, name).tolist() for name in columns},
     }
+
+
+def png(number: int, *, side: int = 2) -> bytes:
+    """An image that no other number gives."""
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def write_classes(root: Path, *, side: int = 2, **numbers: int) -> Path:
+    """Write some images into each class folder."""
+    for place, (name, number) in enumerate(numbers.items()):
+        (root / name).mkdir(parents=True)
+        for image in range(number):
+            (root / name / f"{image:03d}.png").write_bytes(png(100 * place + image, side=side))
+    return root
+
+
+def imported(
+    source: Path, out: Path, *, name: str = "imagefolder", size: int = 10**6, **options: object
+) -> Path:
+    """Import into shards of this size."""
+    import_data(name, source, out, shard_bytes=size, progress=silent, options=options)
+    return out
+
+
+def images_of(index: Index) -> list[bytes]:
+    """Cut every image out of the shards by hand."""
+    found = []
+    for sample in range(len(index)):
+        path, offset, num_bytes, *_ = index.locate(sample)
+        found.append(path.read_bytes()[offset : offset + num_bytes])
+    return found
+
+
+def contents(out: Path, split: str = "train") -> dict[str, list[bytes]]:
+    """Return the images of every class."""
+    index = read_folder(out, split)
+    found: dict[str, list[bytes]] = {name: [] for name in index.classes}
+    for label, content in zip(index.labels.tolist(), images_of(index), strict=True):
+        found[index.classes[label]].append(content)
+    return found

@@ -83,6 +83,7 @@ def main() -> None:
         ratio="inside",
     )
     table = Table([weight], [short], [weight.clone()], [short], [0])
+    table.norms(torch.ones(()))
     table.update([rule], torch.ones(()), torch.zeros(()))
     pixel_cache.DEVICES, pixel_cache._WORK = {"cpu"}, {torch.device("cpu"): True}
     uploaded = pixel_cache.Uploaded(np.arange(2), torch.zeros(2, 32, 32, 3).byte())

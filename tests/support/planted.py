@@ -235,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gain is judged by one standard error",
-        "report/mistakes.py",
+        "report/run.py",
         "2 * math.sqrt(fixed + broken)",
         "math.sqrt(fixed + broken)",
         "report/test_report.py::test_the_noise_is_that_of_the_images_that_changed",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from mosaics import cut
 from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
@@ -26,6 +25,13 @@ def write_subset(source: Path, folder: Path) -> Path:
     for split in ("train", "val"):
         write[source.name](source, folder / split, split)
     return folder
+
+
+def cut(path: Path) -> Pixels:
+    """Return the 5,000 images of 32 x 32 in a mosaic of 50 columns, as LARGEBATCH_DATA has them."""
+    with Image.open(path) as image:
+        mosaic = np.asarray(image.convert("RGB"))
+    return mosaic.reshape(100, 32, 50, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
 
 
 def _cifar10(source: Path, folder: Path, split: str) -> None:

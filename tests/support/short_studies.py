@@ -6,12 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from largebatch.lab.studies.namespaces import lacking
 from largebatch.lab.studies.runner import Runs, kind_of
 from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell, Machine, load_study
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
 
 Json = dict[str, Any]
+
+needs_hosts = pytest.mark.skipif(bool(lacking()), reason=f"this machine lacks {lacking()}")
+"""Namespaces, that is."""
 
 SETTINGS: Json = {
     "duration": {"steps": 12},

@@ -1,6 +1,7 @@
 """Checkpoint files: what they hold, what stays on the disk, and what is refused."""
 
 import errno
+import json
 import os
 import random
 import stat
@@ -12,7 +13,6 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_files import rewritten
 from on_forked_workers import on_forked_workers
 from short_runs import CLEAN, a_recipe
 
@@ -21,10 +21,13 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import (
+    CHECKSUM,
+    CONTENT,
     Checkpoint,
     Origin,
     Saver,
     Writer,
+    _checksum,
     copy_state,
     load_checkpoint,
     newest_checkpoint,
@@ -200,8 +203,13 @@ def test_wrong_contents_with_a_correct_checksum_are_refused(
     tmp_path: Path,
 ) -> None:
     content = write_checkpoint(tmp_path, checkpoint(5)).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][CONTENT])
+    change(header)
+    tensors, text = safetensors.torch.load(content), json.dumps(header)
+    metadata = {CONTENT: text, CHECKSUM: _checksum(text, tensors)}
     with pytest.raises(CheckpointError, match=f"^it: .*{message}"):
-        parse_checkpoint(rewritten(content, change), source="it")
+        parse_checkpoint(safetensors.torch.save(tensors, metadata), source="it")
 
 
 def test_where_none_can_be_read_the_errors_are_raised(tmp_path: Path) -> None:

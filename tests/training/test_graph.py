@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerator
 import late_group
@@ -210,6 +211,34 @@ def horovod(device: torch.device) -> Backend:
     fake = FakeHorovod()
     fake.built_for_gpu = True
     return Horovod(fake, device)
+
+
+def overflowing(network: nn.Module) -> Optimizer:
+    """Return LARS; a gradient is infinite before its weight is trained, and after."""
+    optimizer, numbers = lars(network), count()
+    optimizer.param_groups[0]["after"] = 2
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.register_hook(lambda grad: grad / (next(numbers) not in {1, 3}))
+    return optimizer
+
+
+def read_once_and_twice() -> list[Found]:
+    device, case = accelerator.simulate(), Case(steps=5, optimizer=overflowing)
+    accelerator.use_kernels(of_models=False)
+    found = []
+    for examine in (LARS.examine, lambda *_: None):
+        with mock.patch.object(LARS, "examine", examine):
+            found.append(updates(Serial(device), case, False, small(), skip_nonfinite=True))
+    return found
+
+
+def test_norms_tell_whether_all_gradients_are_finite() -> None:
+    """From the second update on of the same weights, with the bits of updates that read twice."""
+    once, twice = on_forked_workers(read_once_and_twice, workers=1)
+    assert_same_bits(once, twice)
+    assert once.yielded[3::5] == [0, 1, 0, 1, 0]  # skipped
+    saved = [many - few for few, many in zip(once.launches, twice.launches, strict=True)]
+    assert saved[1:] == [0, 0, 2, 2]
 
 
 def norm() -> Tensor:
@@ -412,6 +441,25 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
         *(False, False, True, True),
         True,
     ]
+
+
+def crowded() -> nn.Module:
+    """Return a network on a device of which graphs have taken half."""
+    accelerator.MODULE.memory_reserved = lambda _=None: accelerator.MEMORY // 2  # type: ignore[method-assign]
+    return small()
+
+
+def test_graphs_that_leave_too_little_memory_are_dropped_for_another_shape() -> None:
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 16)]
+    found = compared(Case(steps=5), crowded, sizes=sizes)
+    assert found.launches[2] < found.launches[1] == found.launches[4]
+
+
+def test_memory_of_graphs_that_are_gone_is_not_used_again() -> None:
+    """The only graphs are dropped, because five shapes are too many, before others are recorded."""
+    sizes = [(8, 16)] * 3 + [(8, 12), (8, 14), (8, 18)] + [(8, 10)] * 3
+    found = compared(Case(steps=len(sizes)), sizes=sizes)
+    assert found.launches[-1] == found.launches[2]
 
 
 def measured(device: torch.device, *, graph: bool) -> tuple[Metrics, dict[str, Tensor], list[int]]:

@@ -117,7 +117,7 @@ def test_an_update_that_is_skipped_used_no_ratio(
 
     finite, calls = Reducer.finite, iter(range(99))
 
-    def once_not(self: Reducer) -> torch.Tensor:
+    def once_not(self: Reducer, *_: object) -> torch.Tensor:
         return finite(self) & (next(calls) != 1)
 
     monkeypatch.setattr(Reducer, "finite", once_not)

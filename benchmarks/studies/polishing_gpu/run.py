@@ -36,11 +36,11 @@ INTERRUPTED = 75
 
 def main() -> None:
     args = arguments()
+    train, val = args.images
+    data = write_part(args.out.parent, "cifar10", train=train, val=val)
     stop = threading.Timer(args.seconds, os.kill, (os.getpid(), signal.SIGTERM))
     stop.daemon = True
     stop.start()
-    train, val = args.images
-    data = write_part(args.out.parent, "cifar10", train=train, val=val)
     study = parse_yaml((FOLDER / "study.yaml").read_text(encoding="utf-8"), source="study.yaml")
     changes = dict(change.split("=", 1) for change in args.set)
     changes = {key: parse_yaml(value, source=key) for key, value in changes.items()}

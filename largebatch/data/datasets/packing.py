@@ -20,11 +20,9 @@ from largebatch.data.index.headers import JPEG
 from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
-from largebatch.storage import THREADS, Progress, new_folder
+from largebatch.storage import PART, THREADS, Progress, new_folder
 
 TRAIN, VAL = SPLITS = ("train", "val")
-
-PART = 256  # number of samples prepared together, in several threads
 
 S = TypeVar("S")
 

@@ -72,13 +72,6 @@ class Location(NamedTuple):
     start of the run."""
 
 
-class Bad(NamedTuple):
-    """An image that cannot be used."""
-
-    path: str  # path from the root; in a shard, the shard's path and the member's name
-    reason: str
-
-
 class Paths:
     """Path of the file of each sample; a million strings would take too much memory."""
 
@@ -112,9 +105,9 @@ class Content(NamedTuple):
     """File that it is stored in; None if no place is writable."""
 
     @property
-    def bad(self) -> tuple[Bad, ...]:
+    def bad(self) -> tuple[Unusable, ...]:
         """Images that were left out."""
-        return tuple(Bad(*fields) for fields in self.header["bad"])
+        return tuple(Unusable(*fields) for fields in self.header["bad"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +132,9 @@ class Index:
     mtimes: IntArray | None = None
     """Modification times in nanoseconds; None for shards and synthetic images."""
 
-    bad: tuple[Bad, ...] = ()  # images that cannot be used and were left out
+    bad: tuple[Unusable, ...] = ()
+    """Images that were left out, by their path from the root, in a shard with the member's name."""
+
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Numbers of ignored files, by suffix, at the time the index was built."""
 
@@ -412,7 +407,7 @@ def _read(
 
 def _measure_folders(
     root: Path, split: str, classes: Sequence[str], progress: Progress
-) -> tuple[Arrays, list[Bad], list[int]]:
+) -> tuple[Arrays, list[Unusable], list[int]]:
     folders = {name: scan_class(root / split, name) for name in classes}
     images = [image for _, found in folders.values() for image in found]
     paths = [
@@ -450,7 +445,7 @@ def _measure_folders(
         "mtimes": facts[:, 1].copy(),
         "names": names.view(np.uint8).reshape(len(usable), names.itemsize),
     }
-    bad = [Bad(paths[row], reasons[row]) for row in sorted(reasons)]
+    bad = [Unusable(paths[row], reasons[row]) for row in sorted(reasons)]
     return arrays, bad, [mtime for mtime, _ in folders.values()]
 
 
@@ -471,8 +466,8 @@ def _measure_file(path: str, num_bytes: int) -> Size:
 
 def _measure_shards(
     folder: Path, shards: Sequence[File], num_classes: int, progress: Progress
-) -> tuple[Arrays, list[Bad]]:
-    def measure(number: int) -> tuple[IntArray, list[Bad]]:
+) -> tuple[Arrays, list[Unusable]]:
+    def measure(number: int) -> tuple[IntArray, list[Unusable]]:
         path = folder / shards[number].name
         rows, bad = [], []
         with path.open("rb", buffering=0) as file:
@@ -483,11 +478,11 @@ def _measure_shards(
                     size = measure_part(file.fileno(), member.offset, member.num_bytes)
                     rows.append((member.label, *size, member.offset, member.num_bytes, number))
                 except BadImageError as error:
-                    bad.append(Bad(f"{folder.name}/{path.name}/{member.name}", str(error)))
+                    bad.append(Unusable(f"{folder.name}/{path.name}/{member.name}", str(error)))
         return np.array(rows, dtype=np.int64).reshape(-1, 7), bad
 
     parts: list[IntArray] = []
-    bad: list[Bad] = []
+    bad: list[Unusable] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
         for rows, unusable in pool.map(measure, range(len(shards))):
             parts.append(rows)

@@ -30,6 +30,7 @@ from largebatch.recipe.writing import dump_commented
 from largebatch.report.noise import BOUNDED, LEAST, MORE_STEPS, measured, over
 from largebatch.report.run import read_run
 from largebatch.runs.options import Options
+from largebatch.storage import writing
 from largebatch.tracking.noise_scale import NoiseScale
 
 CLOSE = 1.05  # ratio of two times from which another batch is worth its epochs
@@ -320,11 +321,9 @@ def _require_fitting(question: Question) -> None:
     if question.cluster is not None:  # an installed one has the times of one network
         predict(workload(recipe, workers=question.options.workers), question.cluster)
     out = question.options.out
-    try:
+    with writing(out, error=LargebatchError):
         out.mkdir(parents=True)
         out.rmdir()
-    except OSError as error:
-        raise LargebatchError(f"--out {out}: {error.strerror}; choose another folder") from None
 
 
 def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Row, ...]:

@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -22,9 +22,9 @@ import torch
 
 from largebatch import accelerator
 from largebatch.data.pipeline import Pipeline, open_images
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
-from largebatch.distributed.network import measure_network
 from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
@@ -39,10 +39,16 @@ from largebatch.runs.fitting import random_batch
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, grouping_of, kept_exact
+from largebatch.storage import writing
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)
 """Message sizes in bytes of the timed all-reduces."""
+
+NETWORK_SIZES = (2**12, 2**20, 2**26)
+"""Bytes of a sum in `doctor --network`: latency-bound, like one layer, and like ResNet-50's."""
+
+REPEATS = 5  # timed all-reduces of each size
 
 READ_SECONDS = 1.0
 """Seconds that images are read; the first batches, which open the decoder, do not count."""
@@ -58,11 +64,9 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | str | None = None) -> N
         raise LargebatchError("optimizer.kind: muon: --calibrate measures an update of one worker")
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
-    try:  # before minutes of measurement
+    with writing(out, error=LargebatchError):  # before minutes of measurement
         out.touch(exist_ok=False)
         out.unlink()
-    except OSError as error:
-        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
     measured = measure(recipe, data=data)
     cluster = cluster_of(measured, name=out.stem)
     text = f"# Measured with largebatch plan --calibrate on {recipe.name}.\n" + dump_yaml(cluster)
@@ -227,6 +231,33 @@ def _exchanging() -> dict[int, float]:
         start_workers(["-m", "largebatch.lab.measure.calibrate", str(file)], workers=2)
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {int(size): float(seconds) for size, seconds in found.items()}
+
+
+def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -> dict[int, float]:
+    """Return the seconds of a sum over all workers by its bytes: median of REPEATS, slowest worker.
+
+    The result is the same on every worker.
+    """
+    found = {}
+    for size in sizes:
+        tensor = torch.ones(size // 4, device=backend.device)
+        durations = []
+        for number in range(REPEATS + 2):  # the first two connect
+            backend.barrier()
+            start = time.perf_counter()
+            backend.all_reduce(tensor).wait()
+            accelerator.synchronize(tensor.device)  # sync: this is a measurement
+            if number >= 2:
+                durations.append(time.perf_counter() - start)
+            tensor.fill_(1)
+        own = torch.tensor(median(durations), dtype=torch.float64).to(backend.device)
+        found[size] = float(backend.all_gather(own).max())
+    return found
+
+
+def bandwidth(size: int, *, workers: int, seconds: float) -> float:
+    """Return the bytes per second that each worker sends in a ring: 2 (n - 1) / n of the sum's."""
+    return size * 2 * (workers - 1) / workers / seconds
 
 
 def exchange(file: Path) -> None:

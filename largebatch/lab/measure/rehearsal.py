@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -131,7 +131,11 @@ def rehearse(
         # An average of the weights would copy them, which fake tensors do not allow.
         plain = recipe.model_copy(update={"polish": None})
         state = build_state(plain, short, model, backend)
-        activations = activation_bytes(model, criterion, *images(plan.device_batch))
+        inputs, labels = images(plan.device_batch)
+        with saved_bytes(model) as kept:
+            loss = criterion(model(inputs), labels)
+            activations = sum(kept.values())
+        del loss  # it keeps the activations alive until here
         # Of the monitors, only the noise scale sends more in an update.
         monitor = tuple(name for name in recipe.monitor if name == "noise_scale")
         of_log = recipe.model_copy(update={"monitor": monitor})
@@ -178,15 +182,6 @@ def rehearse(
     )
 
 
-def activation_bytes(model: nn.Module, criterion: Criterion, images: Tensor, labels: Tensor) -> int:
-    """Return the bytes of activations for a device batch."""
-    with saved_bytes(model) as kept:
-        loss = criterion(model(images), labels)
-        total = sum(kept.values())
-    del loss  # it keeps the activations alive until here
-    return total
-
-
 def _make_update(
     plan: Plan,
     state: TrainState,
@@ -208,7 +203,7 @@ def _make_update(
 
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
-    reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
+    reducer.finite = lambda *_, **__: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
     updates = train(
         state.model,
         SGD(state.model.parameters(), lr=0.0),

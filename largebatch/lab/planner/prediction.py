@@ -590,6 +590,5 @@ def describe(prediction: Prediction) -> dict[str, str]:
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
-    """Format the parts of a time as percentages, largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)

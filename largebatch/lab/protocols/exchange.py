@@ -200,7 +200,6 @@ class Service:
     def _push(
         self, learner: int, clock: int, gradient: Tensor, mini_batch: int, loss: float
     ) -> None:
-        """Add the gradient, and wait for its update if the rule requires it."""
         parts = [
             part.view_as(weight)
             for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
@@ -241,7 +240,7 @@ class Shard:
 
         It is None if none is left, and from all servers but the first.
         """
-        self._clock, number = self._answer()
+        self._clock, number = self.answer()
         self._link.receive(self._flat)
         for part, weight in zip(self._flat.split(self._sizes), self._weights, strict=True):
             weight.copy_(part.view_as(weight))
@@ -252,17 +251,14 @@ class Shard:
         self.ask(_PUSH, self._clock, mini_batch, loss, stop)
         self._link.send(torch.cat([gradient[number].flatten() for number in self._numbers]))
 
-    def finish_push(self) -> None:
-        """Wait until it was received or, if learners wait by the rule, for its update."""
-        self._answer()
-
     def ask(
         self, kind: float, clock: float = 0, mini_batch: float = 0, loss: float = 0, stop: float = 0
     ) -> None:
         """Request the weights, announce a gradient, or end the server's thread for this learner."""
         self._link.send(torch.tensor([kind, clock, mini_batch, loss, stop], dtype=torch.float64))
 
-    def _answer(self) -> list[float]:
+    def answer(self) -> list[float]:
+        """Wait until a gradient was received or, if learners wait by the rule, for its update."""
         answer = torch.empty(2, dtype=torch.float64)
         self._link.receive(answer)
         if answer[0] == _LOST:
@@ -300,7 +296,7 @@ def learn(
         for shard in shards:
             shard.push(found, mini_batch=number, loss=loss, stop=stop)
         for shard in shards:
-            shard.finish_push()
+            shard.answer()
     for shard in shards:
         shard.ask(_LEAVE)
 
@@ -354,8 +350,11 @@ class Exchange:
         if rank in self._servers:
             place = self._servers.index(rank)
             numbers = parts[place]
-            copied = _copied(weights, optimizer, numbers)
-            server = ParameterServer(*copied, schedule, rule, clock=clock)
+            memo: dict[int, Any] = {}  # of copies, by the identity of what they copy
+            copied = copy.deepcopy(optimizer, memo)
+            copied.zero_grad()
+            held = [memo[id(weights[number])] for number in numbers]
+            server = ParameterServer(held, copied, schedule, rule, clock=clock)
             own = Service(server, mini_batches if place == 0 else None)
         learner, near = QueueLink.ends(rank)
         served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
@@ -412,12 +411,3 @@ class Exchange:
         found = [each for each in gathered if each is not None]
         arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
         return Record([tuple(one) for one in found[0]["updates"]], arrivals)
-
-
-def _copied(
-    weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
-) -> tuple[list[Tensor], Optimizer]:
-    memo: dict[int, Any] = {}
-    copied = copy.deepcopy(optimizer, memo)
-    copied.zero_grad()
-    return [memo[id(weights[number])] for number in part], copied

@@ -317,7 +317,6 @@ class _Engine:
         self.env.run()
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call at a time; now if it is past."""
         delay = seconds - self.env.now
         if delay <= 0:
             call()

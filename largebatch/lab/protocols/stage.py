@@ -20,13 +20,13 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
-from largebatch.errors import CheckpointError, DivergedError, RecipeError
+from largebatch.errors import DivergedError, RecipeError
 from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, Rule
 from largebatch.models import affine_parameters
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import write_whole
+from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import Step
 from largebatch.training.loop import Criterion, step_seeds
 from largebatch.training.session import Part, Training, Updates
@@ -58,8 +58,6 @@ def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates
 
 
 class _Segment:
-    """The updates between two rests."""
-
     def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
         self._training, self._part, self._exchange = training, part, exchange
         section = recipe.protocol
@@ -179,11 +177,8 @@ class _Segment:
             for arrival in arrivals:
                 loss = arrival.loss if math.isfinite(arrival.loss) else None  # as in the log
                 lines.append(json.dumps({"server": server, **arrival._asdict(), "loss": loss}))
-        try:
-            with self._path.open("a") as file:
-                file.writelines(f"{line}\n" for line in lines)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
+        with writing(self._path, hint="make room"), self._path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def require_tensors(model: nn.Module, *, servers: int, affine: bool) -> None:

@@ -473,7 +473,6 @@ def _table(
     compared: Sequence[Column],
     details: Sequence[Column],
 ) -> Table:
-    """Return the table of all cells, with what they are compared by; details are not printed."""
     column = columns_over(cells)
     printed = [
         column(variant, lambda cell: cell.cell.variant, None),

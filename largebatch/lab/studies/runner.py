@@ -128,7 +128,7 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
                         f"{top1}{', diverged' * bool(record.get('diverged'))}; "
                         f"{timedelta(seconds=seconds)} left"
                     )
-                if pool.is_running:
+                if pool.processes:
                     continue
                 if pool.error is not None:
                     raise pool.error
@@ -141,20 +141,14 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
 
 
 class _Pool:
-    """Runs under way, and requests to stop."""
-
     def __init__(self, jobs: int, *, in_processes: bool) -> None:
         self._jobs = jobs
         self._in_processes = in_processes
-        self._processes: dict[Connection, tuple[SpawnProcess, Task, int]] = {}
+        self.processes: dict[Connection, tuple[SpawnProcess, Task, int]] = {}
         self._done: list[tuple[Task, Json | None]] = []
         self._requests = Requests()
         self._shares = device_shares(jobs) if jobs > 1 else [{}]
         self.error: Exception | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self._processes)
 
     @property
     def is_stopping(self) -> bool:
@@ -162,7 +156,7 @@ class _Pool:
 
     @property
     def is_full(self) -> bool:
-        return bool(self._done) or len(self._processes) >= self._jobs or self.is_stopping
+        return bool(self._done) or len(self.processes) >= self._jobs or self.is_stopping
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
@@ -181,7 +175,7 @@ class _Pool:
                 self._stop(signal.SIGKILL)
 
     def _stop(self, number: signal.Signals) -> None:
-        for process, _, _ in self._processes.values():
+        for process, _, _ in self.processes.values():
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
                 if number == signal.SIGKILL:
@@ -197,7 +191,7 @@ class _Pool:
                 self._requests.add()
                 self._done.append((task, None))
             return
-        taken = {place for _, _, place in self._processes.values()}
+        taken = {place for _, _, place in self.processes.values()}
         place = next(place for place in range(self._jobs) if place not in taken)
         own = {**self._shares[place], **task.cell.environment_of_process}
         context = multiprocessing.get_context("spawn")
@@ -206,16 +200,16 @@ class _Pool:
         with _environment(own):
             process.start()
         sending.close()
-        self._processes[receiving] = process, task, place
+        self.processes[receiving] = process, task, place
 
     def finished(self, seconds: float) -> list[tuple[Task, Json | None]]:
         """Return the runs that ended within some seconds, each with its record if it has one."""
-        if not (self._done or self._processes or self.is_stopping):
+        if not (self._done or self.processes or self.is_stopping):
             time.sleep(seconds)
-        under_way = list(self._processes)
+        under_way = list(self.processes)
         for connection in wait(under_way, timeout=seconds) if under_way else []:
             assert isinstance(connection, Connection)
-            process, task, _ = self._processes.pop(connection)
+            process, task, _ = self.processes.pop(connection)
             self._done.append((task, self._result(connection, process, task)))
         found, self._done = self._done, []
         return found

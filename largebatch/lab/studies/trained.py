@@ -43,7 +43,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
-from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.report.run import FloatArray, Run, first_problem, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
@@ -86,9 +86,7 @@ def read_result(record: Json, *, source: str) -> Result:
     try:
         return _RESULT.validate_python(record)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise StudyError(f"{source}: {where}: {first['msg']}; remove the file") from None
+        raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
 
 
 @dataclass(frozen=True, kw_only=True)

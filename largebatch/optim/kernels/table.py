@@ -63,9 +63,9 @@ class Table:
         self._chunks, self._tensors = self._send(chunks), self._send(rows)
         self._addresses = self._send(columns)
         self._grads_are_aligned = _are_aligned(columns[3])
-        self._squares = self._empty(firsts[-1], 2)
+        self._squares = torch.empty(firsts[-1], 2, dtype=torch.float64, device=self._device)
         self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
-        self._ratios = self._empty(self._num)
+        self._ratios = torch.empty(self._num, dtype=torch.float64, device=self._device)
 
     def move_grads(self, addresses: Sequence[int]) -> None:
         """Read the gradients from other memory from now on; in a graph, when it is replayed."""
@@ -79,40 +79,42 @@ class Table:
         # later groups have no tensors
         return self._numbers.use([_numbers(rule) for rule in rules[: self._num_groups]])
 
+    def norms(self, scale: Tensor | None = None) -> Tensor:
+        """Compute the norms for `update`, and return all sums of squares of gradients / `scale`."""
+        from largebatch.optim.kernels import triton_lars
+
+        self._run(triton_lars.norms, scale)
+        return self._squares[:, 1]
+
     def update(
         self, rules: Sequence[Rule], scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> Tensor:
         """Update weights and buffers, and return the ratio of each weight, 1 if its rule has none.
 
-        The ratios are in the same memory after every update. Gradients are divided by `scale`.
-        Nothing else changes if `found_inf` is not 0.
+        The ratios are those of the last `norms`, and in the same memory after every update.
+        Gradients are divided by `scale`. Nothing else changes if `found_inf` is not 0.
         """
         from largebatch.optim.kernels import triton_lars
 
-        ratios, numbers = self._ratios, self.use(rules)
-        scales = [numbers if it is None else it for it in (scale, found_inf)]  # unused if None
-        constants = {"SCALED": scale is not None, "CHUNK": CHUNK}
-        constants["ALIGNED"] = self._aligned and self._grads_are_aligned
-        grid = (self._num_chunks,)
-        table = self._chunks, self._tensors, self._addresses, self._squares
-        if any(rule.ratio != "none" for rule in rules[: self._num_groups]):
-            accelerator.launch(triton_lars.norms, grid, *table, scales[0], self._num, **constants)
+        numbers, ratios, skips = self.use(rules), self._ratios, found_inf is not None
+        others = [numbers, ratios, found_inf if skips else numbers]  # unused where it is None
+        self._run(triton_lars.update, scale, *others, PARTIAL=PARTIAL, SKIPS=skips)
+        return ratios
+
+    def _run(self, kernel: object, scale: Tensor | None, *more: object, **constants: int) -> None:
         accelerator.launch(
-            triton_lars.update,
-            grid,
-            *table,
-            *(numbers, ratios, *scales, self._num),
-            PARTIAL=PARTIAL,
-            SKIPS=found_inf is not None,
+            kernel,
+            (self._num_chunks,),
+            *(self._chunks, self._tensors, self._addresses, self._squares, self._num),
+            *(self._squares if scale is None else scale, *more),
+            SCALED=scale is not None,
+            ALIGNED=self._aligned and self._grads_are_aligned,
+            CHUNK=CHUNK,
             **constants,
         )
-        return ratios
 
     def _send(self, numbers: list[list[int]]) -> Tensor:
         return pinned(numbers, self._device, torch.int64).to(self._device, non_blocking=True)
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.float64, device=self._device)
 
 
 def _are_aligned(addresses: Iterable[int]) -> bool:
@@ -136,7 +138,9 @@ def trial(device: torch.device) -> float:
     )
     values = torch.linspace(-2, 3, 9000, dtype=torch.float64)
     weight, grad, buffer = (values.roll(shift).float().to(device) for shift in (0, 100, 200))
-    ratios = Table([weight], [grad], [buffer], [weight], [0]).update([rule])
+    table = Table([weight], [grad], [buffer], [weight], [0])
+    table.norms()
+    ratios = table.update([rule])
     w, g, b = values, values.roll(100), values.roll(200)
     ratio = 0.1 * w.norm() / (g.norm() + 0.1 * w.norm())
     expected = w - (0.9 * b + 0.5 * ratio * (g + 0.1 * w))

@@ -1,5 +1,6 @@
 """Optimizers whose tensors on a GPU are updated together, by `table`."""
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
 from largebatch import accelerator
 from largebatch.optim.kernels import Rule, works
@@ -40,6 +41,9 @@ class Tabled(Optimizer):
     _addresses: Sequence[int] = ()
     """Addresses of the gradients of the last step."""
 
+    _normed: Sequence[int] | None = None
+    """Versions of the tensors whose norms a table has; None to compute norms in the next step."""
+
     _others = True
     """True if there may be parameters outside the tables."""
 
@@ -55,14 +59,40 @@ class Tabled(Optimizer):
         """
         if not self._find_grads():
             self._make_tables()
-        found = []
+        normed, self._normed, found = self._normed, None, []
+        has_norms = normed is not None and scale is None and normed == self._versions()
         for tabled in self._tables:
             scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
+            if tabled.adapted and not has_norms:
+                tabled.table.norms(scales[0])
             ratios = tabled.table.update(rules, *scales)
             found.append((tabled.adapted, ratios[: len(tabled.adapted)]))
             for target, source in tabled.copies:
                 target.copy_(source)
         return found
+
+    def examine(self, weights: Iterable[Tensor]) -> Tensor | None:
+        """Compute the norms of the next step, and return True if all gradients are finite.
+
+        That is 0-d, bool, on the device. None, with nothing computed, if not all weights are in one
+        table that needs norms, or hooks may change them first. If PyTorch's operations change a
+        weight or a gradient, the step computes norms again.
+        """
+        self._normed = None
+        hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        tabled = self._tables[0] if len(self._tables) == 1 else None
+        if hooks or tabled is None or not tabled.adapted or not self._find_grads():
+            return None
+        if any(it.numel() for it in set(weights).difference(tabled.parameters)):
+            return None
+        self._normed = self._versions()
+        return tabled.table.norms().amax() < math.inf  # in float64, which has every square
+
+    def _versions(self) -> list[int]:
+        """Return how often each weight, its state and its gradient have been written to."""
+        made = self._made_for
+        tensors = [] if made is None else [*made.tensors, *(it.grad for it in made.weights)]
+        return [it._version for it in tensors if it is not None]
 
     def can_replay(self) -> object:
         """Return what a graph of the last step reads; None if no graph may repeat it."""
@@ -107,6 +137,7 @@ class Tabled(Optimizer):
         except RuntimeError:  # a sparse one has neither address nor strides
             return False
         made.grads = [NoneType if it is None else weakref.ref(it) for it in grads]
+        self._normed = self._normed if is_same else None
         if addresses != self._addresses:
             for tabled in self._tables:
                 tabled.table.move_grads(_addresses(it.grad for it in tabled.parameters))
@@ -124,7 +155,7 @@ class Tabled(Optimizer):
 
     def _make_tables(self) -> None:
         """Make the table of each GPU, for later steps too unless tensors must be copied."""
-        self._tables, self._others, self._made_for = [], True, None
+        self._tables, self._others, self._made_for, self._normed = [], True, None, None
         weights = [weight for group in self.param_groups for weight in group["params"]]
         if not any(works(device) for device in {weight.device for weight in weights}):
             return
@@ -173,7 +204,7 @@ class Tabled(Optimizer):
 class _Made:
     """What tables were made for. It keeps the state, whose memory no other tensor then gets."""
 
-    def __init__(self, weights: list[Tensor], fixed: object, tensors: object) -> None:
+    def __init__(self, weights: list[Tensor], fixed: object, tensors: list[Tensor | None]) -> None:
         self.weights, self.fixed, self.tensors = weights, fixed, tensors
         self.forms = _forms([weight.grad for weight in weights])
         self.grads: list[Callable[[], object]] = [object]  # none is the same yet

@@ -47,7 +47,7 @@ def _store_short(addresses, which, kind, at, values, inside, ALIGNED: tl.constex
 
 @triton.jit
 def norms(
-    chunks, tensors, addresses, squares, scale, num,
+    chunks, tensors, addresses, squares, num, scale,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of squares of weight and gradient of some chunks."""
@@ -80,7 +80,7 @@ def norms(
 
 @triton.jit
 def update(
-    chunks, tensors, addresses, squares, numbers, ratios, scale, found_inf, num,
+    chunks, tensors, addresses, squares, num, scale, numbers, ratios, found_inf,
     SCALED: tl.constexpr, SKIPS: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip

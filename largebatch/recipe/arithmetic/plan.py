@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Literal
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.formatting import plural
 from largebatch.recipe.data import Data
 from largebatch.recipe.keys import BatchSizes, Evaluation
 from largebatch.recipe.polish import SWA, Polish
+from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import MAX_UPDATES, Duration
 
@@ -229,12 +229,6 @@ class Plan:
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
         return self.piece_at(step).global_batch
-
-    def stage_after(self, step: int) -> Literal["train", "clean", "affine"]:
-        """Return the stage with updates that is current after this number of them."""
-        if step > self.steps:
-            return "affine"
-        return "clean" if step > self.train_steps else "train"
 
     def position(self, step: int) -> int:
         """Return the position of the first sample of this update."""
@@ -476,3 +470,50 @@ def _evaluations(section: Evaluation, plan: Plan, *, steps: int) -> tuple[int, .
     epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
     points = {at(epoch) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
+
+
+def describe_division(plan: Plan) -> str:
+    """Describe the division of the first global batch."""
+    return _division(plan, plan.global_batch, plan.accumulation)
+
+
+def describe_batch_changes(plan: Plan) -> dict[str, str]:
+    """Describe each change of the global batch, by its step."""
+    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
+    return {
+        f"from {piece.step:,}": f"{_division(plan, size, accumulation)}, epoch "
+        f"{plan.epoch(piece.step):.2f}, learning rate of the schedule x {piece.lr_factor:g}"
+        for piece, (_, size, accumulation) in later
+    }
+
+
+def _division(plan: Plan, batch: int, accumulation: int) -> str:
+    passes = plural(accumulation, "micro-batch", "micro-batches")
+    workers = plural(plan.workers, "worker") + (f" x {passes}" if accumulation > 1 else "")
+    return f"{batch:,} = {workers} x {plan.device_batch}"
+
+
+def describe_spans(plan: Plan) -> str:
+    """Describe the BatchNorm spans and which workers share them."""
+    if plan.bn_span is None:
+        return "no BatchNorm"
+    if plan.sync_workers == 1:
+        return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
+    share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
+    reason = "because of the device batch"
+    if share % plan.bn_span:
+        reason = f"a worker's {share} samples are not a multiple of the span"
+    return (
+        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, which "
+        f"exchange statistics ({reason})"
+    )
+
+
+def describe_protocol(protocol: Protocol, *, global_batch: int) -> str:
+    """Describe the gradients of an update, and the place of the weights."""
+    where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"
+    return (
+        f"{protocol.kind}: {global_batch:,} samples an update = {protocol.gradients} gradients x "
+        f"{protocol.mini_batch(global_batch):,}; {protocol.learners} learners, {where}: "
+        f"{protocol.workers} workers"
+    )

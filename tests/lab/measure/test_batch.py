@@ -221,7 +221,7 @@ BATCH = "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 2.0}
         (["--price", "2"], "--cluster"),
         (["--cluster", "dgx-z"], "--cluster dgx-z"),
         (["--cluster", "dgx-a100"], "resnet50"),
-        (["--out", "file/out"], "--out file/out"),
+        (["--out", "file/out"], "file/out"),
         (["--set", "batch.global_batch=1536"], "1,437"),
         (["--minutes", "0.001"], "--minutes 0.001"),
         (["--set", BATCH], "batch.schedule: "),

@@ -14,7 +14,8 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.order import sample_ids
 from largebatch.distributed.torch_distributed import TorchGroup
-from largebatch.lab.measure.rehearsal import Message, activation_bytes, rehearse
+from largebatch.lab.measure.estimate import saved_bytes
+from largebatch.lab.measure.rehearsal import Message, rehearse
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -43,7 +44,10 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(changes: Sequence[
     images, labels = random_batch(
         plan.device_batch, recipe.data.image_size, classes=10, device=torch.device("cpu")
     )
-    measured = activation_bytes(model, build_criterion(recipe.loss), images, labels)
+    with saved_bytes(model) as kept:
+        loss = build_criterion(recipe.loss)(model(images), labels)
+        measured = sum(kept.values())
+    del loss  # it keeps the activations alive until here
     rehearsed = rehearse(recipe, workers=1).memory["activations"]
     # PyTorch's meta device gives moments of bf16 images two bytes, where others keep four.
     assert rehearsed == pytest.approx(measured, rel=0 if recipe.precision == "fp32" else 1e-3)

@@ -14,6 +14,7 @@ import pytest
 from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
 from scipy import stats
 
+from largebatch.cli.main import USER, main
 from largebatch.errors import CheckpointError
 from largebatch.lab.mlperf.referee import check
 
@@ -239,3 +240,35 @@ def test_an_unfinished_run_does_not_pass(tmp_path: Path) -> None:
     found = check([tmp_path])["compliance"]
     assert found.passed is False
     assert any("run_stop" in line for line in found.lines)
+
+
+def test_five_good_runs_pass_without_torch(tmp_path: Path) -> None:
+    folders = run_folders(tmp_path, seeds("32768_mlperf"), [55.5, 56, 56, 57, 57])
+    words = ["report", "mlperf", *map(str, folders)]
+    program = (
+        "import sys; from largebatch.cli.main import main; "
+        f"code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:3]] == [
+        ["compliance", "passed"],
+        ["seeds", "passed"],
+        ["convergence", "passed"],
+    ]
+
+
+def test_what_cannot_be_checked_is_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        assert main(["report", "mlperf", str(path)]) == USER
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "mlperf_logging.compliance_checker.mlp_parser", None)
+    monkeypatch.delitem(sys.modules, "mlperf_logging.compliance_checker", raising=False)
+    folders = run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0])
+    assert main(["report", "mlperf", *map(str, folders)]) == USER
+    assert "mlperf-logging" in capsys.readouterr().err

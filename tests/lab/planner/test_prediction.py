@@ -7,6 +7,7 @@ import pytest
 from short_runs import a_recipe
 
 from largebatch import load_recipe, run
+from largebatch.cli.main import DONE, main
 from largebatch.data.decoders.pixel_cache import LIMIT
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.lab.planner.cluster import (
@@ -65,6 +66,25 @@ def test_fujitsus_entry_took_the_time_that_is_predicted() -> None:
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert found.images_per_second == pytest.approx(1350 * 86016 / found.seconds)
     assert not found.extrapolates
+
+
+def test_the_command_fits_a_screen_and_names_what_limits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", FUJITSU, "--cluster", "abci-v100", "--workers"]
+    assert main([*words, "2048"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    rows = {line[:15].strip(): line[17:] for line in lines}
+    assert rows["time"].startswith("69.7 s, 90% of such runs within 62.8 s to 77.4 s")
+    assert rows["limited by"] == "compute"
+    assert rows["what helps"].startswith("against launch, 18%")
+    assert main([*words, "2048", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], round(found["seconds"], 1)) == (1350, 69.7)
+    batch = ["--set", "batch.global_batch=4096", "--set", "batch.bn_span=512"]
+    assert main([*words, "8", *batch]) == DONE  # in more than a GPU's memory
+    assert "limited by  memory" in capsys.readouterr().out
 
 
 def test_every_installed_recipe_of_resnet50_is_predicted() -> None:

@@ -1,8 +1,6 @@
 """Recipes between the reference points: against NumPy, and against the points themselves."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -197,17 +195,6 @@ def test_what_does_not_transfer_to_another_optimizer_is_marked() -> None:
     lines = suggest(4096).text.splitlines()
     marked = [line.split(":")[0].strip() for line in lines if "# for LARS" in line]
     assert marked == ["momentum", "weight_decay", "peak_lr", "warmup"]
-
-
-def test_it_answers_without_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys; from largebatch.cli.main import main; "
-        "main(['lab', 'suggest', '--batch', '4096', '--out', sys.argv[1]]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)  # without databases
-    assert load_recipe(tmp_path / "mine.yaml").batch.global_batch == 4096
 
 
 def test_a_recipe_keeps_its_images_network_and_loss(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from short_studies import Policy, measured
+from short_studies import SERVERS, Policy, measured, write_study
 
 from largebatch import load_recipe
+from largebatch.cli.main import DONE, USER, main
 from largebatch.lab.studies.comparison import (
     Ranking,
     best_setting,
@@ -285,3 +286,36 @@ def test_the_page_has_costs_and_transfer() -> None:
     assert top1.columns[2].values == pytest.approx([60.2, 70.2])
     assert "on letters that of digits is −10.00 (−10.00 to −10.00)" in page.findings[0]
     assert "<svg" in page.html()
+
+
+def test_the_command_draws_a_finished_study_and_recommends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    measured(folder, {"quick": QUICK, "slow": SLOW}, recorded=True, targets=[0.9])
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", "study", "runs/tiny/study.yaml", "--jobs", "2"]) == DONE
+    text = capsys.readouterr().out
+    assert "page: runs/tiny/study.html" in text
+    assert "recommended by cost to 90.00%: quick" in text
+    assert "by accuracy: slow" in text
+
+
+def test_the_command_lists_the_runs_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "lab",
+        "study",
+        str(write_study(tmp_path, SERVERS, seeds=2)),
+        "--out",
+        f"{tmp_path}/out",
+    ]
+    assert main([*words, "--dry-run"]) == DONE
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert "lenet5/central-2 seed-1" in lines
+    assert total.startswith(f"{len(lines)} of ")
+    assert main([*words, "--page"]) == USER
+    assert "no run of the study has finished" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["study.yaml"]

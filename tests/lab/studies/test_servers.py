@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_hosts import needs_hosts
-from short_studies import SCALING, SERVERS, Json, cells_in, write_study
+from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, write_study
 
 from largebatch.lab.studies import scaling
 from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_hosts import needs_hosts
+from short_studies import needs_hosts
 from torch import Tensor, nn
 
 from largebatch.errors import StudyError, WorkerFailedError

@@ -164,7 +164,7 @@ def test_between_two_updates_of_the_first_batch_the_policy_is_the_formula(batch:
 def test_a_batch_schedule_is_read_back_as_it_was_written() -> None:
     recipe = digits(DOUBLED)
     assert parse_recipe(dump_yaml(recipe)) == recipe
-    assert recipe.batch.last == 192
+    assert recipe.batch.schedule[-1].global_batch == 192
 
 
 def change(**values: object) -> str:

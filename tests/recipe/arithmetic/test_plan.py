@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.describe import describe_spans
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import describe_spans, make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
