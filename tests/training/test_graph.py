@@ -443,6 +443,12 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
     ]
 
 
+def test_a_smaller_last_micro_batch_runs_after_the_graph_of_the_others() -> None:
+    """The next replay changes no loss that was yielded."""
+    found = compared(Case(steps=4, accumulation=2), sizes=[(8, 16), (4, 16)] * 4)
+    assert found.launches[-1] < found.launches[1]
+
+
 def crowded() -> nn.Module:
     """Return a network on a device of which graphs have taken half."""
     accelerator.MODULE.memory_reserved = lambda _=None: accelerator.MEMORY // 2  # type: ignore[method-assign]
