@@ -179,13 +179,13 @@ class Graphs:
 
     def _do(self, part: str, do: Callable[[], object]) -> None:
         """Do a part without a graph; in the second update of a shape, note what prevents one."""
-        shape, watch = self._shape, accelerator.waits(self._device)
-        if shape.updates != _WARM_UP:
+        if self._shape.updates != _WARM_UP:
             do()
             return
+        watch = accelerator.waits(self._device)
         if part == PASSES:
-            shape.changed = watch_host(self._work.model)
-            watch = accelerator.passes(self._device, shape.changed)
+            self._shape.changed = watch_host(self._work.model)
+            watch = accelerator.passes(self._device, self._shape.changed)
         elif part == OPTIMIZER and self._can_replay() is None:
             name = type(self._work.optimizer).__name__
             self._exclude(OPTIMIZER, f"{name} needs the host here, or has hooks")
