@@ -433,8 +433,10 @@ def test_every_shape_of_a_batch_has_its_own_graph() -> None:
 
 def test_a_smaller_last_micro_batch_runs_after_the_graph_of_the_others() -> None:
     """The next replay changes no loss that was yielded."""
-    found = compared(Case(steps=4, accumulation=2), sizes=[(8, 16), (4, 16)] * 4)
+    case = Case(steps=4, accumulation=2, optimizer=adamw)
+    found = compared(case, sizes=[(8, 16), (4, 16)] * 4)
     assert found.launches[-1] < found.launches[1]
+    assert not found.notes
 
 
 def crowded() -> nn.Module:
