@@ -246,7 +246,7 @@ def sweep(device: torch.device, args: argparse.Namespace) -> dict[str, dict[str,
         kernel[grid](*given, num_warps=warps, **constants)
 
     accelerator.launch = launch
-    for warps, tile in product((8, 4, 16), (8192, 4096, 16384)):
+    for warps, tile in product((8, 4, 16), (2**15, 2**14, 2**16)):
         for parts, (name, layer) in product((264, 132, 528, 1056), layers.items()):
             if time.monotonic() > end:
                 return found

@@ -284,13 +284,13 @@ def test_a_step_uses_norms_of_its_gradients_and_weights_only(path: Path, name: s
 def test_all_sums_of_a_long_tensor_are_added(
     path: Path, monkeypatch: pytest.MonkeyPatch, sums: int
 ) -> None:
-    """More than are added at once, and more chunks than sums; on a GPU, chunks of their size."""
+    """There are more chunks than sums; on a GPU, chunks of their size."""
     if not torch.cuda.is_available():
         path("table")
         assert kernels.works(accelerator.CPU)  # tried with chunks of another size
         monkeypatch.setattr(table, "CHUNK", 64)
     monkeypatch.setattr(table, "SUMS", sums)
-    elements = table.CHUNK * (table.PARTIAL + 6) + 5
+    elements = table.CHUNK * (sums + 6) + 5
     weight = nn.Parameter(torch.linspace(0, 1, elements))
     formula = Formula(weight, {})
     weight.data = weight.data.to(accelerator.current())

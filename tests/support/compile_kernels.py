@@ -4,13 +4,16 @@ python compile_kernels.py 90
 """
 
 import re
+import subprocess
 import sys
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,18 +41,34 @@ def compiled(kernel: Any, target: GPUTarget, args: tuple[object, ...], constants
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes: dict[tuple[int], object] = {}
     for number, value in enumerate(args):
+        if kernel.params[number].do_not_specialize:
+            signature[names[number]] = "i32"
+            continue
         if isinstance(value, int) and value == 1:
             values[(number,)] = 1
             continue
         if isinstance(value, Tensor):
             signature[names[number]] = _TYPES[value.dtype]
         else:
-            signature[names[number]] = "fp32" if isinstance(value, float) else "i32"
+            signature[names[number]] = "fp64" if isinstance(value, float) else "i32"  # inductor's
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    ptx: str = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    binary = triton.compile(source, target=target, options={"num_warps": 8}).asm
+    ptx: str = binary["ptx"]
+    most = 160 if constants.get("WHOLE") else 128  # 128: a multiprocessor runs two programs
+    assert registers(binary["cubin"]) <= most, f"{kernel.__name__} takes too many registers"
     return ptx
+
+
+def registers(binary: bytes) -> int:
+    """Return the registers of a thread."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", found)[0])
 
 
 def main() -> None:
@@ -62,11 +81,12 @@ def main() -> None:
 
     accelerator.launch = launch
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    x = torch.randn(4, 64, 8, 8).bfloat16().to(memory_format=torch.channels_last)
+    fused.PARTS = 1
+    x = torch.randn(4, 64, 16, 16).bfloat16().to(memory_format=torch.channels_last)
     affine = torch.rand(2, 64).requires_grad_()
     sums = torch.zeros(2, 64)
     for fused.WHOLE in (True, False):
-        for other in (x.clone(), None):
+        for other in (None, x.clone()):
             leaf = x.clone().requires_grad_()
             out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
             out.backward(x)
@@ -96,7 +116,7 @@ def main() -> None:
     }
     rows = {name for name in code if name.startswith(("normalise_rows", "gradient_rows"))}
     assert len(rows) == 4
-    for name in {"statistics", "gradient_sums", *rows}:
+    for name in {"statistics", "gradient_sums", "norms", "update", *rows}:
         assert "ld.global.v4" in code[name], f"{name} does not read 16 bytes at once"
     for name in {"update", *rows}:
         assert "cvt.rn.bf16" in code[name], f"{name} does not round to nearest"

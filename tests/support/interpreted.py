@@ -14,7 +14,7 @@ def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
     monkeypatch.setattr(kernels, "DEVICES", {"cpu", "cuda"})
     fused = kernels.batchnorm()
-    for name, number in (("PARTS", 8), ("TILE", 256), ("CHUNK", 2)) * (DEVICE.type == "cpu"):
+    for name, number in (("PARTS", 8), ("TILE", 1024), ("CHUNK", 4)) * (DEVICE.type == "cpu"):
         monkeypatch.setattr(fused, name, number)
     assert kernels.take(torch.zeros(1, 1, device=DEVICE))
 

@@ -34,10 +34,11 @@ PARTS = 264
 """Parts of all spans and blocks of channels together: two for each multiprocessor of an H100. More
 would cost time in merging, which each program of the second launch does for its span."""
 
-TILE = 8192
-"""Largest number of values per step of a program."""
+TILE = 32_768
+"""Most bytes that a program loads at a time. Two programs of a multiprocessor then wait for as many
+as an H200 delivers in its latency of 1.2 microseconds (Little's law)."""
 
-CHUNK = 16
+CHUNK = 32
 """Partial sums per step of a merge."""
 
 WHOLE: bool | None = None
@@ -57,12 +58,12 @@ def _stays(programs: int, tensors: int, bytes_of_each: int, device: torch.device
 
     There must be programs for every multiprocessor, and those that run at the same time may read
     half of the L2 cache: their results need the other half. Their number follows from registers:
-    on an H100 a thread takes 117 forward and 177 backward, so two programs run together, or one.
+    on an H100 a thread takes 128, so two programs run together, but 156 backward with a sum.
 
     Forward a whole span costs one launch more: 4 microseconds, in which an H200 reads 16 MB.
     """
     num, cache = accelerator.multiprocessors(device)
-    running = num * (2 if tensors == 1 else 1)
+    running = num * (2 if tensors < 3 else 1)
     saves = tensors > 1 or programs * bytes_of_each >= 2**24
     return saves and programs >= running > 0 and running * tensors * bytes_of_each <= cache / 2
 
@@ -90,23 +91,25 @@ class _Shape(NamedTuple):
     """True if a part is a whole span, which its program reads twice."""
 
     @classmethod
-    def of(cls, x: Tensor, span: int, *, tensors: int = 0) -> "_Shape":
+    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = True) -> "_Shape":
         """Return the numbers for N x C x ... images with spans of `span` samples.
 
-        `tensors` of this shape would be read twice for a whole span; 0 if it must be in parts.
+        `tensors` of this shape are read, twice if a part may be a whole span.
         """
         samples, channels = int(x.shape[0]), int(x.shape[1])  # numbers, in a dynamic graph too
         area, spans = int(x.numel()) // (samples * channels), -(-samples // span)
         rows, size = min(span, samples) * area, x.element_size()
         cols = min(64 // size, _power_of_2(channels))
         programs = spans * _cdiv(channels, cols)
-        whole = tensors > 0 and (
+        whole = not in_parts and (
             _stays(programs, tensors, rows * cols * size, x.device) if WHOLE is None else WHOLE
         )
         if not whole:
             cols = min(128 // size, _power_of_2(channels))
-        tile = max(1, min(TILE // cols, _power_of_2(rows)))
         parts = 1 if whole else max(1, PARTS // (spans * _cdiv(channels, cols)))
+        most = max(1, TILE // (cols * size))
+        tile = min(_power_of_2(rows), max(most // 8, _power_of_2(_cdiv(rows, parts))))
+        tile = max(1, min(tile, most // min(tensors, 2)))
         per = _cdiv(_cdiv(rows, parts), tile) * tile
         last = samples * area - (spans - 1) * rows
         return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per, whole)
@@ -222,7 +225,7 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     group: Group | None,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    shape = _Shape.of(x, span, tensors=1 if group is None else 0)
+    shape = _Shape.of(x, span, in_parts=group is not None)
     if shape.whole:
         part = x.new_empty(shape.spans, 2, shape.channels, dtype=torch.float32)
     else:
@@ -236,7 +239,7 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     launch(
         kernels.normalise_rows,
         shape.grid,
-        *(x if tensor is None else tensor for tensor in tensors),
+        *(part if tensor is None else tensor for tensor in tensors),  # see _backward
         *(*shape.sizes, parts, shape.channels, eps),
         SUM=other is not None,
         RELU=relu,
@@ -264,9 +267,9 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
     launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
-    shape = _Shape.of(x, span, tensors=0 if group is not None else 2 if y is None else 3)
+    shape = _Shape.of(x, span, tensors=2 if y is None else 3, in_parts=group is not None)
     dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
-    dz = torch.empty_like(x) if y is not None else dy
+    dz = None if y is None else torch.empty_like(x)
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
     constants = {"AFFINE": affine[0] is not None, **shape.tiles}
     grad, result = dy, y
@@ -274,13 +277,14 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         launch(
             kernels.gradient_sums,
             shape.grid,
-            *(x if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
+            # inductor may copy an argument for each place where it is passed; not a kernel's output
+            *(stat if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
             *(*shape.sizes, shape.channels, eps),
             SUM=y is not None,
             RELU=relu,
             **constants,
         )
-        grad, result, relu = dz, None, relu and y is None
+        grad, result, relu = dy if dz is None else dz, None, relu and dz is None
     dx = torch.empty_like(x)
     grads = stat.new_empty(2, shape.channels)  # of bias and weight
     parts = shape.parts
@@ -288,11 +292,11 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         grads = part.sum((0, 1))
         part, parts = grads.clone(), 1
         group.all_reduce(part).wait()
-    tensors = [grad, x, result, dz, dx, part, stat, *affine, grads]
+    tensors = [grad, x, result, dz if shape.whole else None, dx, part, stat, *affine, grads]
     launch(
         kernels.gradient_rows,
         shape.grid,
-        *(x if tensor is None else tensor for tensor in tensors),
+        *(stat if tensor is None else tensor for tensor in tensors),
         *(*shape.sizes, parts, shape.channels, eps),
         SUM=result is not None,
         RELU=relu,
@@ -301,7 +305,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         CHUNK=CHUNK,
         **constants,
     )
-    return dx, dz, part.sum((0, 1)) if shape.whole else grads
+    return dx, dy if dz is None else dz, part.sum((0, 1)) if shape.whole else grads
 
 
 def _of_affine(

@@ -16,18 +16,15 @@ from largebatch import accelerator
 from largebatch.optim.kernels import Rule, Tensors
 from largebatch.optim.kernels.numbers import Numbers, pinned
 
-CHUNK = 8192
-"""Elements of a program."""
+CHUNK = 4096
+"""Elements of a program, of which a multiprocessor of an H100 runs two at the same time or more."""
 
-PARTIAL = 64
-"""Sums of squares per step of adding them."""
-
-SUMS = 512
+SUMS = 256
 """Most sums of squares of a tensor, because each of its programs adds them all."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
-_ALIGNMENT = 16  # bytes of a load of several elements; its address must be a multiple
+_ALIGNMENT = 16  # bytes of a load of several elements; its address and length must be multiples
 
 
 class Table:
@@ -57,7 +54,7 @@ class Table:
             for tensors in (weights, buffers, rounded, grads)
         ]
         self._device, self._num, self._num_chunks = weights[0].device, len(weights), sum(counts)
-        self._aligned = _are_aligned(chain.from_iterable(columns[:3]))
+        self._aligned = _are_aligned(chain(*columns[:3], (2 * size for size in sizes)))
         chunks = [[i, j * CHUNK] for i, count in enumerate(counts) for j in range(count)]
         rows = [list(row) for row in zip(sizes, kinds, groups, steps, firsts, strict=False)]
         self._chunks, self._tensors = self._send(chunks), self._send(rows)
@@ -98,7 +95,7 @@ class Table:
 
         numbers, ratios, skips = self.use(rules), self._ratios, found_inf is not None
         others = [numbers, ratios, found_inf if skips else numbers]  # unused where it is None
-        self._run(triton_lars.update, scale, *others, PARTIAL=PARTIAL, SKIPS=skips)
+        self._run(triton_lars.update, scale, *others, SUMS=SUMS, SKIPS=skips)
         return ratios
 
     def _run(self, kernel: object, scale: Tensor | None, *more: object, **constants: int) -> None:

@@ -19,6 +19,17 @@ def _pointer(addresses, which, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _chunk(chunks, tensors, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the tensor of a program, the first element of its chunk, and the tensor's size."""
+    which = tl.load(chunks + 2 * tl.program_id(0))
+    start = tl.multiple_of(tl.load(chunks + 2 * tl.program_id(0) + 1), CHUNK)
+    size = tl.load(tensors + 5 * which)
+    if ALIGNED:
+        size = tl.multiple_of(size, 8)
+    return which, start, size
+
+
+@triton.jit
 def _load_short(addresses, which, kind, at, inside, ALIGNED: tl.constexpr):
     """Return elements of a float32 (kind 0), bfloat16 (1) or float16 (2) tensor, as float32."""
     if kind == 0:
@@ -51,10 +62,7 @@ def norms(
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of squares of weight and gradient of some chunks."""
-    program = tl.program_id(0)
-    which = tl.load(chunks + 2 * program)
-    start = tl.load(chunks + 2 * program + 1)
-    size = tl.load(tensors + 5 * which)
+    which, start, size = _chunk(chunks, tensors, ALIGNED, CHUNK)
     steps = tl.load(tensors + 5 * which + 3)
     place = start // CHUNK
     if place % steps > 0:
@@ -82,14 +90,18 @@ def norms(
 def update(
     chunks, tensors, addresses, squares, num, scale, numbers, ratios, found_inf,
     SCALED: tl.constexpr, SKIPS: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, PARTIAL: tl.constexpr,
+    CHUNK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Update weights and buffers, and write the ratio of each tensor."""
-    program = tl.program_id(0)
-    which = tl.load(chunks + 2 * program)
-    start = tl.load(chunks + 2 * program + 1)
-    size = tl.load(tensors + 5 * which)
+    which, start, size = _chunk(chunks, tensors, ALIGNED, CHUNK)
     kind = tl.load(tensors + 5 * which + 1)
+    at = start + tl.arange(0, CHUNK)
+    inside = at < size
+    weights = _pointer(addresses, which, tl.float32, ALIGNED) + at
+    buffers = _pointer(addresses + num, which, tl.float32, ALIGNED) + at
+    weight = tl.load(weights, mask=inside, other=0.0)
+    buffer = tl.load(buffers, mask=inside, other=0.0)
+    grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
     group = tl.load(tensors + 5 * which + 2)
     first = tl.load(tensors + 5 * which + 4)
     last = first + tl.cdiv(size, CHUNK * tl.load(tensors + 5 * which + 3))
@@ -97,12 +109,9 @@ def update(
     place = tl.load(rule + 7)
     ratio = tl.full((), 1.0, tl.float64)
     if place > 0.0:
-        of_weight = tl.zeros((PARTIAL,), tl.float64)
-        of_grad = tl.zeros((PARTIAL,), tl.float64)
-        for chunk in range(first, last, PARTIAL):
-            each = chunk + tl.arange(0, PARTIAL)
-            of_weight += tl.load(squares + 2 * each, mask=each < last, other=0.0)
-            of_grad += tl.load(squares + 2 * each + 1, mask=each < last, other=0.0)
+        each = first + tl.arange(0, SUMS)
+        of_weight = tl.load(squares + 2 * each, mask=each < last, other=0.0)
+        of_grad = tl.load(squares + 2 * each + 1, mask=each < last, other=0.0)
         w, g = tl.sqrt(tl.sum(of_weight, 0)), tl.sqrt(tl.sum(of_grad, 0))
         ratio = tl.load(rule + 3) * w / (g + tl.load(rule + 2) * w + tl.load(rule + 4))
         ratio = tl.where((w > 0.0) & (g > 0.0), ratio, 1.0)
@@ -110,11 +119,6 @@ def update(
         ratio = tl.where(ratio > limit, limit, ratio)
     if start == 0:
         tl.store(ratios + which, ratio)
-    at = start + tl.arange(0, CHUNK)
-    inside = at < size
-    weights = _pointer(addresses, which, tl.float32, ALIGNED) + at
-    weight = tl.load(weights, mask=inside, other=0.0)
-    grad = _load_short(addresses + 3 * num, which, kind, at, inside, ALIGNED)
     if SCALED:
         grad = grad / tl.load(scale)
         _store_short(addresses + 3 * num, which, kind, at, grad, inside, ALIGNED)
@@ -127,8 +131,7 @@ def update(
         into *= ratio
     if place == 2.0:
         out *= ratio
-    buffers = _pointer(addresses + num, which, tl.float32, ALIGNED) + at
-    buffer = tl.load(buffers, mask=inside, other=0.0) * tl.load(rule).to(tl.float32)
+    buffer *= tl.load(rule).to(tl.float32)
     buffer += into.to(tl.float32) * direction
     step = buffer
     if tl.load(rule + 10) > 0.0:
