@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
-from largebatch.accelerator import is_recording, waits
+from largebatch.accelerator import Graph, is_recording, waits
 from largebatch.data.types import Batch
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import Backend
@@ -680,6 +680,7 @@ def without_memory() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             next(made)
         assert state.updater.reducer.in_passes
+        assert not Graph._invalid, "its memory is kept"
 
 
 def test_without_memory_a_recording_leaves_no_trace() -> None:
