@@ -225,7 +225,7 @@ class Graph:
         it caches; and its generator would draw nothing.
         """
         module, number = self._module, self._device.index or 0
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError, AttributeError):  # it has ended, or torch has other names
             module.memory._cuda_endAllocateToPool(number, self.pool)
             Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
             module.memory._cuda_releasePool(number, self.pool)

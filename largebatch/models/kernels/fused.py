@@ -92,7 +92,7 @@ class _Shape(NamedTuple):
     """True if a part is a whole span, which its program reads twice."""
 
     @classmethod
-    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = True) -> "_Shape":
+    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = False) -> "_Shape":
         """Return the numbers for N x C x ... images with spans of `span` samples.
 
         `tensors` of this shape are read, twice if a part may be a whole span.
@@ -342,7 +342,7 @@ def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
 
 def moments(x: Tensor, span: int) -> Tensor:
     """Return mean, biased variance and number of values of each span: G x 3 x C, float32."""
-    shape, launch = _Shape.of(x, span), accelerator.launch
+    shape, launch = _Shape.of(x, span, in_parts=True), accelerator.launch
     return _merged(_partial_moments(x, shape, launch), shape, launch)
 
 
