@@ -225,9 +225,9 @@ class Graph:
         it caches; and its generator would draw nothing.
         """
         module, number = self._module, self._device.index or 0
-        Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError, AttributeError):  # it has ended, or torch has other names
             module.memory._cuda_endAllocateToPool(number, self.pool)
+            Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
             module.memory._cuda_releasePool(number, self.pool)
         generator = module.default_generators[number]
         generator.graphsafe_set_state(generator.clone_state())

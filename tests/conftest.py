@@ -68,6 +68,12 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder for caches, `cache` in tmp_path, where nothing is found decoded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `plan` print an estimate of this machine without the seconds that measuring takes."""
     from largebatch.lab.measure.estimate import Estimate

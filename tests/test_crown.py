@@ -126,6 +126,8 @@ def on_horovod(workers: int, path: Path, optimizers: Sequence[str]) -> None:
         pytest.param(on_torch, 2, OPTIMIZERS, id="2 torch workers", marks=pytest.mark.long),
         pytest.param(on_torch, 4, OPTIMIZERS, id="4 torch workers, all", marks=pytest.mark.long),
         pytest.param(on_torch, 4, SHARED, id="4 torch workers"),
+        # four or eight of them share each span; some have no sample to evaluate
+        pytest.param(on_torch, 32, OPTIMIZERS[:2], id="32 torch workers", marks=pytest.mark.long),
         pytest.param(on_horovod, 2, OPTIMIZERS[:2], id="2 Horovod workers", marks=has_horovod),
         pytest.param(
             on_horovod,
@@ -145,22 +147,8 @@ def test_workers_and_micro_batches_train_and_evaluate_like_plain_pytorch(
     assert len(solved) == len(crown.CASES) * len(optimizers)
     for case, optimizer in product(crown.CASES, optimizers):
         sizes = crown.SIZES if case == "batch schedule" else CONSTANT
-        check_case(solved[f"{case} {optimizer}"], crown.CASES[case], optimizer, sizes)
-
-
-@pytest.mark.long
-def test_32_workers_train_and_evaluate_like_plain_pytorch(tmp_path: Path) -> None:
-    """Four or eight of them share each span; some have no sample to evaluate."""
-    path, optimizers = tmp_path / "solved.pt", OPTIMIZERS[:2]
-    on_forked_workers(crown.solve_in_shares, "torch", path, optimizers, workers=32)
-    solved: dict[str, dict[str, Any]] = torch.load(path)
-    for accumulation, optimizer in product((1, 2), optimizers):
-        sizes = crown.SIZES if accumulation == 2 else CONSTANT
-        check_case(solved[f"{accumulation} {optimizer}"], "batchnorm", optimizer, sizes)
-
-
-def check_case(ours: dict[str, Any], net: str, optimizer: str, sizes: Sequence[int]) -> None:
-    assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes)
-    model = crown.net(net)
-    model.load_state_dict(ours["state"])
-    assert_measured(ours["evaluation"], model)
+        ours, net = solved[f"{case} {optimizer}"], crown.CASES[case]
+        assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes)
+        model = crown.net(net)
+        model.load_state_dict(ours["state"])
+        assert_measured(ours["evaluation"], model)

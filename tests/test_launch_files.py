@@ -534,47 +534,46 @@ for _ in {1..600}; do sleep 0.1; done
 """Waits to be interrupted, then takes a moment to save."""
 
 
+def interrupted(script: str, running: Path, *, sent: int = signal.SIGTERM) -> int:
+    """Start a job, send it a signal once `running` exists, and return its exit code."""
+    job = subprocess.Popen(["bash", ROOT / "launch" / script], stdout=subprocess.DEVNULL)
+    for _ in range(1200):
+        if not running.exists():
+            time.sleep(0.05)
+    job.send_signal(sent)
+    return job.wait(timeout=120)
+
+
 def interruptible(answers: str, code: int) -> str:
     return WORKER.replace("SIGNAL", answers).replace("CODE", str(code))
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "answers", "again"),
+    ("name", "program", "again"),
     [
-        pytest.param("slurm.sh", "srun", "USR1", "scontrol requeue 7", id="srun"),
-        pytest.param("pbs.sh", "mpirun", "USR1", "qrerun 7.head", id="PBS"),
+        pytest.param("slurm.sh", "srun", "scontrol requeue 7", id="srun"),
+        pytest.param("pbs.sh", "mpirun", "qrerun 7.head", id="PBS"),
     ],
 )
 @pytest.mark.parametrize("code", [75, 1])
 def test_an_interrupted_job_is_queued_again(
-    cluster: Path, name: str, program: str, answers: str, again: str, code: int
+    cluster: Path, name: str, program: str, again: str, code: int
 ) -> None:
     """The warning reaches the run, and only its exit code 75 asks for another turn."""
-    add_program(cluster / "bin", program, interruptible(answers, code))
-    job = subprocess.Popen(["bash", ROOT / "launch" / name], stdout=subprocess.DEVNULL)
-    wait_for(cluster / "running")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=120) == code
+    add_program(cluster / "bin", program, interruptible("USR1", code))
+    assert interrupted(name, cluster / "running") == code
     assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
 
 
 def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(cluster: Path) -> None:
     add_program(cluster / "bin", "srun", "exit 75")
     add_program(cluster / "bin", "scontrol", "touch queuing; sleep 1")
-    job = subprocess.Popen(["bash", ROOT / "launch" / "slurm.sh"], stdout=subprocess.DEVNULL)
-    wait_for(cluster / "queuing")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=120) == 75
+    assert interrupted("slurm.sh", cluster / "queuing") == 75
 
 
 def test_a_signal_before_horovods_first_worker_ends_nothing(cluster: Path) -> None:
     add_program(cluster / "bin", "horovodrun", "touch running; sleep 2; touch over; exit 7")
-    job = subprocess.Popen(
-        ["bash", ROOT / "launch" / "slurm_horovod.sh"], stdout=subprocess.DEVNULL
-    )
-    wait_for(cluster / "running")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=120) == 7
+    assert interrupted("slurm_horovod.sh", cluster / "running") == 7
     assert (cluster / "over").exists()
 
 
@@ -590,26 +589,13 @@ def test_horovods_job_is_queued_again_based_on_the_run_folder(cluster: Path, sav
     other = subprocess.Popen(["bash", "-c", "exec -a 'python3 -m largebatch ' sleep 600"])
     start = worker if saves else "touch running"
     add_program(cluster / "bin", "horovodrun", f"{start}; exit 1")
-    job = subprocess.Popen(
-        ["bash", ROOT / "launch" / "slurm_horovod.sh"], stdout=subprocess.DEVNULL
-    )
-    wait_for(cluster / "running")
-    if saves:
-        job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=120) == 1
+    sent = signal.SIGTERM if saves else 0
+    assert interrupted("slurm_horovod.sh", cluster / "running", sent=sent) == 1
     calls = (cluster / "calls").read_text().splitlines()
     assert ("scontrol requeue 7" in calls) == saves
     assert other.poll() is None  # a run of another job is left alone
     other.kill()
     other.wait()
-
-
-def wait_for(path: Path) -> None:
-    for _ in range(1200):
-        if path.exists():
-            return
-        time.sleep(0.05)
-    raise TimeoutError(path)
 
 
 def test_images_copy_existing_files_and_their_commands_pass_shellcheck() -> None:

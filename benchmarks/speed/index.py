@@ -42,6 +42,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.storage import silent
 
 SAMPLES, CLASSES = 1_281_167, 1000
@@ -162,17 +163,15 @@ def _start(root: Path, what: str, *, start: float) -> dict[str, float]:
     }
 
 
+def recipe_of(batch: int, *changes: str) -> Recipe:
+    """Return a recipe in batches of this size of as many images as are made here."""
+    numbers = (f"data.train_samples={SAMPLES}", f"data.val_samples={CLASSES}", "polish=null")
+    batches = (f"batch.global_batch={batch}", f"batch.bn_span={batch}")
+    return load_recipe(RECIPE, [f"data.classes={CLASSES}", *numbers, *batches, *changes])
+
+
 def _first_batch(root: Path, decoder: str) -> None:
-    changes = {
-        "data.classes": CLASSES,
-        "data.train_samples": SAMPLES,
-        "data.val_samples": CLASSES,
-        "batch.global_batch": BATCH,
-        "batch.bn_span": BATCH,
-        "execution.decoder": decoder,
-        "polish": "null",
-    }
-    recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
+    recipe = recipe_of(BATCH, f"execution.decoder={decoder}")
     plan = make_plan(recipe, workers=1)
     backend = Serial(torch.device("cpu"))
     pipeline = open_images(recipe, plan, backend, folder=root)

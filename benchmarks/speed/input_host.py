@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.speed.index import CLASSES, RECIPE, SAMPLES
+from benchmarks.speed.index import CLASSES, SAMPLES, recipe_of
 from benchmarks.speed.measuring import paired_ratio, spread, write
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
@@ -42,7 +42,6 @@ from largebatch.data.types import (
     View,
 )
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe
 
 TARGET = 3e-6
 """Target in seconds per image."""
@@ -107,18 +106,8 @@ def _leave(pixels: Bytes | Floats) -> None:
 
 def open_pipeline(index: Index, args: argparse.Namespace) -> Pipeline:
     """Return the pipeline of one worker that trains on these images."""
-    changes = {
-        "data.classes": CLASSES,
-        "data.train_samples": SAMPLES,
-        "data.val_samples": CLASSES,
-        "data.image_size": 1,
-        "data.eval_resize": 1,
-        "batch.global_batch": args.batch,
-        "batch.bn_span": args.batch,
-        "execution.device_batch": args.batch,
-        "polish": "null",
-    }
-    recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
+    one_pixel = ("data.image_size=1", "data.eval_resize=1")
+    recipe = recipe_of(args.batch, *one_pixel, f"execution.device_batch={args.batch}")
     resources = Resources(torch.device("cpu"), args.threads, args.batch, reads=args.batch // 4)
     return Pipeline(
         seed=recipe.seed,

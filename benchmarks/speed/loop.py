@@ -61,9 +61,8 @@ def main() -> None:
         "large": compare(*large, rounds=args.rounds, **limits),
         "small": compare("lenet5", 1, 28, rounds=10 * args.rounds, **limits),
     }
-    path = write("loop", result)
     print(json.dumps(result, indent=1))
-    print(path)
+    print(write("loop", result))
 
 
 def compare(

@@ -249,3 +249,11 @@ def newest(name: str, folder: Path, *, machine: str | None = None) -> Path | Non
     """
     found = folder.glob(f"{name}_{machine or hardware()}_*.json")
     return max((path for path in found if path.stem.rsplit("_", 2)[0] == name), default=None)
+
+
+def frozen(name: str) -> Any:  # noqa: ANN401 -- JSON
+    """Return the newest results of a study, which are of any machine."""
+    path = newest(name, RESULTS, machine="*")
+    if path is None:
+        raise SystemExit(f"no results of {name}")
+    return json.loads(path.read_text(encoding="utf-8"))

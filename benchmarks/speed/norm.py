@@ -71,8 +71,7 @@ def launches(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             "milliseconds": {name: 1000 * spread(times[name])["median"] for name in times},
             "one launch / two launches": paired_ratio(*times.values()),
             "chosen": [
-                fused._Shape.of(layer.images, span, tensors=tensors, in_parts=False).whole
-                for tensors in (1, 2)
+                fused._Shape.of(layer.images, span, tensors=tensors).whole for tensors in (1, 2)
             ],
         }
         print(f"{words}, span {span}: {case}", flush=True)

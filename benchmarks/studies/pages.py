@@ -7,7 +7,6 @@ docs/reading-a-report.md are drawn from the folder of a run of the quickstart, w
 `--set 'monitor=[noise_scale]'`.
 """
 
-import json
 import re
 import statistics
 import sys
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.speed.measuring import RESULTS, ROOT, newest
+from benchmarks.speed.measuring import RESULTS, ROOT, frozen
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise
@@ -75,32 +74,25 @@ def main() -> None:
 
 def figures() -> "dict[str, tuple[Callable[[Figure], None], tuple[int, int]]]":
     """Return what draws each figure, and its size in points."""
-    staleness = _read("staleness")["cells"]["products"]
+    staleness = frozen("staleness")["cells"]["products"]
     return {
         "staleness-trade-off": (partial(draw_trade_off, cells=staleness), (480, 460)),
         "staleness-tau": (partial(draw_tau, cells=staleness), (480, 400)),
         "staleness-speed-up": (
-            partial(draw_speed_up, found=_read("speed_up")["studies"]["rudra"]["speed-up"]),
+            partial(draw_speed_up, found=frozen("speed_up")["studies"]["rudra"]["speed-up"]),
             (480, 520),
         ),
         "learning-rate-scales": (
-            partial(draw_scales, found=_read("learning_rates_shapes")),
+            partial(draw_scales, found=frozen("learning_rates_shapes")),
             (480, 640),
         ),
-        "learning-rate-range": (partial(draw_range, found=_read("range_digits")), (480, 320)),
-        "rate_drops": (partial(draw_drops, cells=_read("rate_drops")["cells"]), (480, 520)),
+        "learning-rate-range": (partial(draw_range, found=frozen("range_digits")), (480, 320)),
+        "rate_drops": (partial(draw_drops, cells=frozen("rate_drops")["cells"]), (480, 520)),
         "servers_simulated": (
-            partial(draw_servers, rows=_read("servers_simulated")["simulated"]["workers"]),
+            partial(draw_servers, rows=frozen("servers_simulated")["simulated"]["workers"]),
             (480, 600),
         ),
     }
-
-
-def _read(name: str) -> Found:
-    path = newest(name, RESULTS, machine="*")
-    assert path is not None, "the results are in the repository"
-    content: Found = json.loads(path.read_text(encoding="utf-8"))
-    return content
 
 
 def _titles(figure: "Figure", title: str, note: str) -> None:

@@ -9,24 +9,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from largebatch import optional
-from largebatch.cli.printing import print_rows
+from largebatch.cli.printing import print_json, print_rows
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError
 from largebatch.formatting import aligned
-from largebatch.runs.options import Given, Workers
+from largebatch.runs.options import AsJson, Given, Workers
 
 
-def doctor(*, network: bool = False, options: Annotated[Workers, Given] = Workers()) -> None:
+def doctor(
+    *,
+    network: bool = False,
+    json: AsJson = False,
+    options: Annotated[Workers, Given] = Workers(),
+) -> None:
     """Check the installation, or measure the network between hosts.
 
     Args:
         network: Measure the network between the workers.
     """
-    if network:
+    if json and network:
+        raise LargebatchError("--json is of the installation: leave out --network")
+    if json:
+        print_json({name: _as_json(finding) for name, finding in examine()})
+    elif network:
         _show_network(options)
-        return
-    for name, finding in examine():
-        print_rows({name: finding}, width=12)
+    else:
+        for name, finding in examine():
+            print_rows({name: finding}, width=12)
 
 
 def _show_network(options: Workers) -> None:
@@ -86,6 +95,12 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "cores", f"{cores}; more --workers than these slow each other down"
     missing = lacking()
     yield "hosts", f"absent  those of studies need {missing}" if missing else "works  in namespaces"
+
+
+def _as_json(finding: str) -> dict[str, str | None]:
+    """Return the status, which is works, absent, broken or null, and the text of a finding."""
+    status, _, text = finding.rpartition("  ")
+    return {"status": status.lower() or None, "finding": text}
 
 
 def _outcome(package: str, use: Callable[[], object]) -> str:

@@ -216,6 +216,6 @@ def _supports_gpus(hvd: ModuleType) -> bool:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a contiguous copy not in bfloat16, as Horovod requires."""
-    accepted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    return accepted.contiguous()
+    """Return `tensor`, or a contiguous copy of a type that Horovod knows."""
+    accepted = {torch.bfloat16: torch.float32, torch.bool: torch.int32}
+    return tensor.to(accepted.get(tensor.dtype, tensor.dtype)).contiguous()

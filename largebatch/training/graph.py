@@ -80,8 +80,7 @@ class _Shape:
     """Names what the model has changed on the host since the second update."""
 
     graphs: dict[object, _Graph] = field(default_factory=dict)
-    """By whether the micro-batch is the first and the last one of an update; the optimizer's own
-    graph by OPTIMIZER."""
+    """By whether the micro-batch is the first one of an update, and parts; or by OPTIMIZER."""
 
 
 class Graphs:
@@ -114,8 +113,9 @@ class Graphs:
         if first:
             self._computed = set()
             self._begin(batch)
-        shape, key = self._shape, (first, last)
+        shape = self._shape
         parts = [*takewhile(lambda it: it not in self._excluded, _PARTS if last else _PARTS[:1])]
+        key = first, *parts
         if parts and shape.batch is not None and shape.form == _form(batch):
             passes = partial(work.accumulate, shape.batch, first=first, last=SUMS in parts)
             graph = shape.graphs.get(key) or self._record(key, parts, passes)
@@ -176,21 +176,20 @@ class Graphs:
         if now != self._read[: len(now)] or (has_own and read is None):
             warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
             self._drops += len(warm_up) < len(self._shapes)
-            self._shapes, self._read = warm_up, now
-            self._shape = _Shape(None)
+            self._shapes, self._read, self._shape = warm_up, now, _Shape(None)
         if self._drops > _SHAPES:
             self._drops, part = 0, OPTIMIZER if has_own else PASSES
             self._exclude(part, "tensors or settings change between updates")
 
     def _do(self, part: str, do: Callable[[], object]) -> None:
         """Do a part without a graph; in the second update of a shape, note what prevents one."""
-        shape, watch = self._shape, accelerator.waits(self._device)
-        if shape.updates != _WARM_UP:
+        if self._shape.updates != _WARM_UP:
             do()
             return
+        watch = accelerator.waits(self._device)
         if part == PASSES:
-            shape.changed = watch_host(self._work.model)
-            watch = accelerator.passes(self._device, shape.changed)
+            self._shape.changed = watch_host(self._work.model)
+            watch = accelerator.passes(self._device, self._shape.changed)
         elif part == OPTIMIZER and self._can_replay() is None:
             name = type(self._work.optimizer).__name__
             self._exclude(OPTIMIZER, f"{name} needs the host here, or has hooks")
@@ -308,8 +307,6 @@ class Graphs:
             if self._use is True:
                 raise refused(reason)
             self._exclude(SUMS, "they follow the passes")
-        for shape in self._shapes.values():
-            shape.graphs.clear()
 
     def _say(self) -> None:
         """Note which parts of an update are not recorded, and why."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -146,28 +147,26 @@ def test_polishing_a_model_without_batchnorm_or_too_many_samples_is_refused(
     assert not (tmp_path / "polished").exists()
 
 
-@pytest.mark.parametrize("error", [WorkerFailedError("worker 1 failed:"), PeerLostError("gone")])
-def test_a_failure_that_is_not_the_users_exits_with_1(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "rank", "code", "said"),
+    [
+        (WorkerFailedError("worker 1 failed:"), "", FAILED, "worker 1 failed:"),
+        (PeerLostError("gone"), "", FAILED, "gone"),
+        (DataError("the disk is gone"), "1", USER, "worker 1: the disk is gone"),
+    ],
+)
+def test_an_error_of_a_run_has_its_exit_code_and_the_one_worker_that_found_it(
+    error: Exception,
+    rank: str,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("largebatch.runs.run.start", fail)
-    assert main(["train", DIGITS]) == FAILED
-    assert capsys.readouterr().err == f"largebatch: {error}\n"
-
-
-def test_what_only_one_worker_found_is_said_by_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise DataError("the disk is gone")
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("largebatch.runs.run.start", fail)
-    assert main(["train", DIGITS]) == USER
-    assert capsys.readouterr().err == "largebatch: worker 1: the disk is gone\n"
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("largebatch.runs.run.start", mock.Mock(side_effect=error))
+    assert main(["train", DIGITS]) == code
+    assert capsys.readouterr().err == f"largebatch: {said}\n"
 
 
 def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

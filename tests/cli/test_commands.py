@@ -139,6 +139,19 @@ def test_json_is_all_that_a_command_prints(
         assert "nowhere" in rows[1]["problems"][0]
 
 
+def test_doctor_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"torch": "works  2.1, no GPU", "DALI": "absent  pip install x", "cores": "2; more"}
+    monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: iter(found.items()))
+    assert main(["doctor", "--json"]) == DONE
+    shown = json.loads(capsys.readouterr().out)
+    assert {name: each["status"] for name, each in shown.items()} == {
+        "torch": "works", "DALI": "absent", "cores": None,
+    }  # fmt: skip
+    assert shown["torch"]["finding"] == "2.1, no GPU"
+
+
 def test_the_clusters_that_the_planner_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "clusters"]) == DONE
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

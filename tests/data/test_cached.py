@@ -33,11 +33,8 @@ any_form = pytest.mark.parametrize("form", [*FORMS, ("many sizes", "memory")], i
 
 
 @pytest.fixture
-def form(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, Index]:
+def form(request: pytest.FixtureRequest, tmp_path: Path, own_cache: None) -> tuple[str, Index]:
     """Return the way of caching and the images."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name, way = request.param
     size = (30, 38) if name == "small" else (70, 90)
     return way, png_folder(tmp_path, one_size=name != "many sizes", size=size)
@@ -123,9 +120,8 @@ def test_a_batch_is_resized_like_torchvision_resizes_single_images(
 
 
 def test_a_device_resizes_a_few_images_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = png_folder(tmp_path / "images", one_size=True)
     requests = augmented(folder, 11, 2)
     whole = [batch.images for batch in kept_batches("device", folder, requests)]
@@ -135,8 +131,7 @@ def test_a_device_resizes_a_few_images_at_a_time(
 
 
 def test_images_that_differ_in_size_are_refused_on_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_cache: None
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"execution\.cache"):
         pixel_cache.upload(open_cache(png_folder(tmp_path, one_size=False)), CPU)

@@ -63,9 +63,8 @@ def batches(recipe: Recipe, folder: Path, device: torch.device | None) -> list[B
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Path]:
+def folder(tmp_path: Path, own_cache: None) -> Callable[[int, int], Path]:
     """Return a function that writes images of this size and returns their folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def write(height: int, width: int) -> Path:
         png_folder(tmp_path, one_size=True, size=(height, width))

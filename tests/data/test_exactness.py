@@ -5,23 +5,22 @@ asked for alone. Samples are followed through real decoders by their colour.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from decoding import has_dali, with_decoder
+from decoding import has_dali, noting, worker
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, prefetch
-from largebatch.data.index.index import Index
-from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.data.types import Batches, Request
+from largebatch.data.pipeline import open_images
+from largebatch.data.types import Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -45,24 +44,14 @@ def a_recipe(**changes: object) -> Recipe:
     return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
 
 
-def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
-    plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
-    return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
-
-
 def seen(
     recipe: Recipe, steps: range, *, workers: int = 1, device_batch: int | None = None
 ) -> Seen:
     """Collect the requests of all workers in these steps, micro-batch by micro-batch."""
-
-    def note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
-        asked.extend(wanted)
-        yield from ()
-
     by_worker: list[list[Request]] = [[] for _ in range(workers)]
     for rank, asked in enumerate(by_worker):
         pipeline = worker(recipe, workers=workers, rank=rank, device_batch=device_batch)
-        list(with_decoder(pipeline, functools.partial(note, asked)).training(steps, clean=False))
+        list(noting(pipeline, asked).training(steps, clean=False))
     return [
         (sample, tuple(box), flip)
         for together in zip(*by_worker, strict=True)
@@ -148,10 +137,9 @@ def test_decoders_keep_that_order_at_any_prefetch_depth(
     ahead: int,
     workers: int,
     colours: Path,
-    tmp_path: Path,
+    own_cache: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(prefetch, "AHEAD", ahead)
     monkeypatch.setattr(dali, "AHEAD", ahead)
     key, value = way.split("=")

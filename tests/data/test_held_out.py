@@ -4,25 +4,19 @@ The choice is written out here: the numbers of the samples sorted by Philox word
 own, of which the first are held out.
 """
 
-import functools
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import with_decoder
+from decoding import noting, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from largebatch.data.index.index import Index
 from largebatch.data.order import divide
-from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.data.types import Batches, Request
+from largebatch.data.types import Request
 from largebatch.distributed.serial import Serial
-from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 
@@ -53,17 +47,12 @@ def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int 
     )
 
 
-def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
-    plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
-    return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
-
-
 class Asked:
     """Requests of all workers to their decoders, in the order of the run."""
 
     def __init__(self, recipe: Recipe, *, workers: int = 1, device_batch: int = 2) -> None:
         self.workers = [
-            worker(recipe, rank, workers=workers, device_batch=device_batch)
+            worker(recipe, rank=rank, workers=workers, device_batch=device_batch)
             for rank in range(workers)
         ]
 
@@ -72,17 +61,11 @@ class Asked:
         parts: list[list[Request]] = []
         for pipeline in self.workers:
             asked: list[Request] = []
-            note = functools.partial(_note, asked)
-            list(getattr(with_decoder(pipeline, note), stage)(*given, **options))
+            list(getattr(noting(pipeline, asked), stage)(*given, **options))
             parts.append(asked)
         longest = max(map(len, parts))
         rounds = [[p[i] for p in parts if i < len(p)] for i in range(longest)]
         return [s for together in rounds for one in together for s in one.samples.tolist()]
-
-
-def _note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
-    asked.extend(wanted)
-    yield from ()
 
 
 @given(

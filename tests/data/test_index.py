@@ -38,12 +38,6 @@ def root(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "data")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_classes_and_images_are_in_bytewise_order(root: Path) -> None:
     index = read_folder(root, "train")
     assert index.root == root
@@ -283,7 +277,7 @@ def _share_in_a_process(root: Path) -> None:
     assert fields(index) == fields(read_folder(root, "train"))
 
 
-def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
+def test_two_processes_share_an_index_over_gloo(root: Path, own_cache: None) -> None:
     on_forked_workers(_share_in_a_process, root, workers=2)
 
 

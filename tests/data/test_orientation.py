@@ -1,7 +1,6 @@
 """EXIF orientation: every decoder shows what Pillow's exif_transpose shows."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,10 +67,7 @@ def test_boxes_are_those_of_the_displayed_image(decode: Decode, folder: Index) -
             assert np.abs(found - expected).max() <= 1, folder.paths[sample]
 
 
-def test_cached_pixels_are_the_displayed_ones(
-    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_cached_pixels_are_the_displayed_ones(folder: Index, own_cache: None) -> None:
     request = clean_request(folder, np.arange(len(folder)), image_size=90, resize=90)
     (batch,) = run_cached(folder, [request], image_size=90)
     for sample, box in enumerate(request.boxes.tolist()):

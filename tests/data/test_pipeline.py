@@ -1,16 +1,14 @@
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from decoding import with_decoder
+from decoding import noting, worker
 
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Decode, Request, View
+from largebatch.data.types import Batch, Decode, Request, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -29,16 +27,9 @@ def requests(
 ) -> list[Request]:
     """Return one worker's requests to a decoder, for training or statistics."""
     recipe = load_recipe(DIGITS, ["data.source=synthetic"])
-    plan = make_plan(recipe, workers=workers)
     asked: list[Request] = []
-
-    def note(_: Index, wanted: Iterable[Request]) -> Batches:
-        asked.extend(wanted)
-        yield from ()
-
-    opened = open_images(recipe, plan, CPU, folder=None)
-    noting = replace(with_decoder(opened, note), rank=rank)
-    list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
+    opened = noting(worker(recipe, workers=workers, rank=rank, device_batch=None), asked)
+    list(opened.statistics(statistics) if statistics else opened.training(steps, clean=clean))
     return asked
 
 
@@ -65,11 +56,7 @@ def test_statistics_are_measured_over_whole_spans_even_if_workers_share_them() -
     np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
 
 
-def test_cached_images_are_used_in_every_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
+def test_cached_images_are_used_in_every_stage(own_cache: None) -> None:
     def stages(*overrides: str) -> list[Batch]:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)

@@ -24,8 +24,7 @@ from largebatch.storage import Progress
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path: Path, own_cache: None) -> Index:
     return png_folder(tmp_path, one_size=False)
 
 
@@ -117,12 +116,8 @@ def test_without_a_writable_place_there_is_an_error_and_no_leftover(
     assert cache_files(tmp_path) == []
 
 
-def test_cached_pixels_are_mapped_and_never_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     """They are in memory once for any number of workers."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = png_folder(tmp_path, one_size=False)
     kept = open_cache(folder)
     opened = pixel_cache.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))
     list(decode_all(opened, augmented(folder, 4, 3)))

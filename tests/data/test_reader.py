@@ -26,8 +26,7 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path: Path, own_cache: None) -> Index:
     for number in range(24):
         place = tmp_path / "train" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)

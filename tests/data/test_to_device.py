@@ -30,8 +30,7 @@ IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224,
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path: Path, own_cache: None) -> Index:
     return png_folder(tmp_path, one_size=False)
 
 

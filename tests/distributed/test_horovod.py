@@ -79,6 +79,10 @@ def test_a_gathered_tensor_has_one_more_dimension(backend: Backend, tensor: Tens
     torch.testing.assert_close(gathered, torch.stack([tensor.detach(), tensor.detach()]))
 
 
+def test_booleans_are_gathered(backend: Backend) -> None:
+    assert backend.all_gather(torch.tensor([True, False])).tolist() == [[True, False]] * 2
+
+
 def test_a_part_of_the_workers_is_a_group(hvd: FakeHorovod, backend: Backend) -> None:
     alone, both = backend.split([[0], [1]]), backend.split([[0, 1]])
     assert (alone.rank, alone.world_size, both.rank, both.world_size) == (0, 1, 1, 2)

@@ -71,6 +71,7 @@ def test_two_real_workers_agree(tmp_path: Path) -> None:
             backend.broadcast(scalar)
             assert scalar.item() == 0
             assert backend.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+            assert backend.all_gather(torch.tensor(rank > 0)).tolist() == [False, True]
 
             tensors = [torch.full((1000,), float(number + rank)) for number in range(8)]
             works = [backend.all_reduce(tensor) for tensor in tensors]

@@ -257,9 +257,9 @@ def test_spans_that_stay_in_the_cache_of_an_h100_are_read_once(
     monkeypatch.setattr(accelerator, "multiprocessors", lambda _: (132, 50 * 2**20))
     images = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     of = kernels.batchnorm()._Shape.of
-    shapes = [of(images, span, tensors=num, in_parts=False) for num in (1, 2, 3)]
+    shapes = [of(images, span, tensors=num) for num in (1, 2, 3)]
     assert [shape.whole for shape in shapes] == chosen
-    assert not any(of(images, span, tensors=num).whole for num in (1, 2, 3))
+    assert not of(images, span, tensors=3, in_parts=True).whole
     assert all(shape.parts == 1 for shape in shapes if shape.whole)
 
 

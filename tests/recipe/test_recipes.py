@@ -1,13 +1,12 @@
 """Every recipe that comes with the package: it loads, plans, and starts on its real data."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
 from schedules_of import schedule_of
+from short_runs import log
 
 from largebatch import load_recipe, run
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -88,24 +87,18 @@ def folders(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {name: write_subset(real_data / name, root / name) for name in PAIRS}
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == "step"]
-
-
 @pytest.mark.parametrize(("data", "name"), BY_RECIPE)
 def test_it_starts_on_real_images(
     data: str,
     name: str,
     folders: dict[str, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own_cache: None,
 ) -> None:
     """Three updates in batches of at most 64, Imagenette's at half the size.
 
     The loss begins near that of guessing, ln 10.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     recipe = load(name)
     changes = [*SAMPLES, f"batch.global_batch={min(recipe.batch.global_batch, 64)}"]
     if recipe.polish is not None:
@@ -114,7 +107,7 @@ def test_it_starts_on_real_images(
         changes += ["data.image_size=64", "data.eval_resize=73"]
     changed = load(name, *changes)
     summary = run(changed, data=folders[data], out=tmp_path / "run", max_steps=3)
-    records = steps_of(tmp_path / "run")
+    records = log(tmp_path / "run", "step")
     assert summary.steps == len(records) == 3
     rate = schedule_of(changed)
     assert [record["lr"] for record in records] == pytest.approx([rate(step) for step in range(3)])

@@ -1,14 +1,13 @@
 """Several runs side by side: what is compared with what, by the records of their folders."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import fake_runs
 import numpy as np
 import pytest
 from fake_runs import RECIPE, FakeRun, give_recipe, trained
 from html_pages import Parsed
+from short_runs import log
 
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
@@ -30,21 +29,16 @@ def ended_at(folder: Path, *top1: float) -> Path:
     return run.write()
 
 
-def records(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
-
-
 def test_times_are_the_sums_of_the_log_by_hand(tmp_path: Path) -> None:
     folder = fake_runs.full_run(tmp_path / "run")
     (compared,) = compare_runs([folder]).runs
-    steps = [record["step_seconds"] for record in records(folder, "step")]
+    steps = [record["step_seconds"] for record in log(folder, "step")]
     spent, by_hand = 0.0, []
-    for found in records(folder, "evaluation"):
+    for found in log(folder, "evaluation"):
         spent += 3.2 if found["stage"] == "statistics" else found["seconds"]
         by_hand.append(sum(steps[: int(found["step"])]) + spent)
     np.testing.assert_allclose(compared.evaluated.seconds, by_hand)
-    reached = [found["top1"] >= 0.9 for found in records(folder, "evaluation")].index(True)
+    reached = [found["top1"] >= 0.9 for found in log(folder, "evaluation")].index(True)
     assert compared.seconds_to(90) == pytest.approx(by_hand[reached])
     assert np.isnan(compared.seconds_to(98.7))
     assert updates_of(compared.run).seconds[0] == pytest.approx(0.12)

@@ -128,11 +128,8 @@ def test_a_sheet_that_cannot_be_written_is_refused(out: str) -> None:
         write_sheet(Path(out), load_recipe("digits_96"), folder=None)
 
 
-def test_cifar10_is_shown_as_it_is(
-    tmp_path: Path, real_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar10_is_shown_as_it_is(tmp_path: Path, real_data: Path, own_cache: None) -> None:
     """Real images through the recipe's cache: clean and evaluation are the files' pixels."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
     chosen = load_recipe(RECIPES / "cifar10" / "cifar10_resnet8_128.yaml", SAMPLES)
     plan = make_plan(chosen, workers=1)

@@ -1,6 +1,5 @@
 """What is polished of a run that has not ended, and under which name the record has it."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from short_runs import (
     CLEAN,
     STATISTICS,
     a_recipe,
+    summary,
     timms,
     weights,
 )
@@ -37,11 +37,6 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unfinished") / "run"
     run(a_recipe(*ALL), out=folder, max_steps=BEFORE - 1)
     return folder
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
 
 
 def test_the_recipe_of_a_checkpoint_is_not_changed(

@@ -1,7 +1,6 @@
 """Disks that fill, folders that vanish, two owners, other data, bad numbers: nothing is lost."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import a_recipe, content, log, weights
+from short_runs import a_recipe, content, log, summary, weights
 from torch import Tensor, nn
 
 from largebatch import run
@@ -51,7 +50,7 @@ def assert_same_end(folder: Path, whole: Path) -> None:
     ours, other = weights(folder), weights(whole)
     assert all(torch.equal(ours[name], other[name]) for name in other)
     assert steps(folder) == steps(whole)
-    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, whole)]
+    summaries = [summary(each) for each in (folder, whole)]
     for key in ("status", "steps", "samples", "top1", "loss"):
         assert summaries[0][key] == summaries[1][key], key
 
@@ -187,7 +186,7 @@ def test_the_summary_of_a_part_goes_when_the_next_part_begins(
     monkeypatch.setattr("largebatch.runs.run.run_stages", killed)
     with pytest.raises(SystemExit):
         run(recipe(), out=out, resume=True)
-    assert json.loads((out / "summary.json").read_text())["status"] == "failed"
+    assert summary(out)["status"] == "failed"
 
 
 def test_a_changed_index_or_recipe_is_refused_until_each_is_allowed(
@@ -291,8 +290,8 @@ def test_a_nonfinite_update_is_skipped_a_few_times_if_configured(
 ) -> None:
     bad_numbers(4)
     skip = "nonfinite={action: skip, most: 1}"
-    summary = run(recipe(skip), out=tmp_path / "once")
-    assert (summary.status, summary.skipped_steps, summary.steps) == ("finished", 1, STEPS)
+    once = run(recipe(skip), out=tmp_path / "once")
+    assert (once.status, once.skipped_steps, once.steps) == ("finished", 1, STEPS)
     assert (
         "update skipped: the training loss became nan" in log(tmp_path / "once", "note")[0]["text"]
     )

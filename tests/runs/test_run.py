@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import io
-import json
 import re
 import shutil
 import signal
@@ -19,7 +18,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from PIL import Image
-from short_runs import SMALL, STATISTICS, a_recipe, log
+from short_runs import SMALL, STATISTICS, a_recipe, content, log, summary, weights
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import main
@@ -38,16 +37,6 @@ CHANGES = [
     *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL),
 ]
 SHORT = [word for change in CHANGES for word in ("--set", change)]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return content
-
-
-def last_state(folder: Path) -> dict[str, Any]:
-    """Return the newest checkpoint."""
-    return load_checkpoint(max((folder / "checkpoints").iterdir())).state
 
 
 def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
@@ -116,14 +105,14 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
     assert {path.name for path in folder.iterdir()} >= {
         *("recipe.yaml", "log.jsonl", "summary.json", "report.html", "report.png", "checkpoints"),
     }
-    content = summary(folder)
-    assert content["status"] == "finished"
-    sizes = [content[name] for name in ("global_batch", "device_batch", "accumulation")]
+    found = summary(folder)
+    assert found["status"] == "finished"
+    sizes = [found[name] for name in ("global_batch", "device_batch", "accumulation")]
     assert sizes == [96, 96, 1]
-    assert (content["steps"], content["samples"]) == (60, 60 * 96)
-    assert content["top1"] > 0.85
-    assert content["versions"]["torch"] == importlib.metadata.version("torch")
-    assert 0 < content["images_per_second"] < 1e6
+    assert (found["steps"], found["samples"]) == (60, 60 * 96)
+    assert found["top1"] > 0.85
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
+    assert 0 < found["images_per_second"] < 1e6
     assert load_recipe(folder / "recipe.yaml").duration.epochs == 4
     with Image.open(folder / "report.png") as image:
         assert image.width >= 400
@@ -180,7 +169,7 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path) -> None:
     resumed = run_on(2, recipe, parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
     assert [stage.name for stage in resumed.stages] == ["train", "clean", "statistics"]
-    ours, other = last_state(parts), last_state(whole)
+    ours, other = content(parts), content(whole)
     assert_identical(ours, other)
     assert ours["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
     assert [record["resume_step"] for record in log(parts, "start")] == [0, 7, 16]
@@ -232,9 +221,9 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=600)
     assert process.returncode == INTERRUPTED
     assert said.count("stopping; once more stops at once\n") == 1
-    content = summary(tmp_path / "run")
-    assert content["status"] == "interrupted"
-    assert 5 < content["steps"] < 599
+    found = summary(tmp_path / "run")
+    assert found["status"] == "interrupted"
+    assert 5 < found["steps"] < 599
     state = newest_checkpoint(tmp_path / "run/checkpoints")
     assert state is not None
     assert not (tmp_path / "run/report.html").exists()  # whoever stops a run has little time
@@ -263,7 +252,7 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")
     assert drift["samples"] == 1437
-    state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir())).state["model"]
+    state = weights(tmp_path / "polished")
     same = load_checkpoint(checkpoint).state["model"]
     assert state["conv1.weight"].equal(same["conv1.weight"])
     assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
@@ -288,7 +277,7 @@ def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) ->
         out = tmp_path / size
         words = ["polish", str(finished["one"]), "--out", str(out), "--device-batch", size]
         assert main(words) == 0
-        states.append(last_state(out)["model"])
+        states.append(weights(out))
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 

@@ -484,6 +484,7 @@ class Graph:
             raise RuntimeError(f"a graph uses the memory of {len(dead - self._own)} freed tensors")
         if any(ref() is None for ref in self.pinned):
             raise RuntimeError("a graph copies pinned memory that was freed")
+        synchronize()  # a replay waits for what was asked before
         for step in self._steps:
             step()
         for result in self._results:
@@ -491,10 +492,8 @@ class Graph:
                 result.fill_(torch.nan)
 
 
-_USED: list[object] = []
-"""Pools of memory, whose first graph makes them and whose last one ends them."""
-
 _USERS: dict[object, weakref.WeakSet[Graph]] = {}
+"""Graphs by their memory, which ends with the last one."""
 
 
 @contextmanager
@@ -503,16 +502,18 @@ def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterato
     assert pool is not None
     assert capture_error_mode == "thread_local"
     assert Graph.recording is None
-    users = _USERS.setdefault(pool, weakref.WeakSet())
-    if not users and pool in _USED:
+    if pool in _USERS and not _USERS[pool]:
         raise RuntimeError("use_count > 0: memory of graphs that are gone")
-    users.add(graph)
-    _USED.append(pool)
+    _USERS.setdefault(pool, weakref.WeakSet()).add(graph)
     Graph.recording, drawn = graph, GENERATOR.get_state()
     MODULE.pools.append(pool)
     try:
         yield
-        MODULE.pools.remove(pool)  # not after an error that makes the graph invalid
+        MODULE.pools.remove(pool)
+    except Exception as error:
+        if "capturing" not in str(error):  # else the recording is invalid, and does not end
+            MODULE.pools.remove(pool)
+        raise
     finally:
         Graph.recording = None
         GENERATOR.set_state(drawn)
@@ -743,7 +744,7 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
     def launch_on_raw(kernel: Value, grid: Value, *args: Value, **constants: Value) -> None:
         COUNTS.operations[line := _line()] += 1
         COUNTS.launches[line] += Graph.recording is None
-        synchronize()  # an optimizer's kernels read memory by its address
+        synchronize()  # optimizers' kernels read memory by its address
         for tensor in args:
             if isinstance(tensor, SimTensor):
                 require_idle(tensor, kernel.__name__)

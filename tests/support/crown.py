@@ -186,29 +186,14 @@ def solve_all(backend_name: BackendName, path: Path, optimizers: Sequence[str]) 
     results = {}
     for case, kind in product(CASES, optimizers):
         halves = case in {"shared spans", "batch schedule"}
-        device_batch = SPAN // 2 if halves else GLOBAL_BATCH // 4
-        accumulation = GLOBAL_BATCH // backend.world_size // device_batch
         changes = LARGER if case == "batch schedule" else ()
+        share = GLOBAL_BATCH // backend.world_size
+        most = share // 2 if changes else share
+        device_batch = min(SPAN // 2 if halves else GLOBAL_BATCH // 4, most)
+        accumulation = share // device_batch
         model = solve(backend, CASES[case], kind, accumulation=accumulation, changes=changes)
         metrics = evaluate_each(model, backend)
         results[f"{case} {kind}"] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
-    if backend.rank == 0:
-        torch.save(results, path)
-    backend.close()
-
-
-def solve_in_shares(backend_name: BackendName, path: Path, optimizers: Sequence[str]) -> None:
-    """Solve on so many workers that each holds less than a span; worker 0 writes the results."""
-    backend = connect(backend_name)
-    results = {}
-    for accumulation, kind in product((1, 2), optimizers):
-        changes = LARGER if accumulation == 2 else ()
-        model = solve(backend, "batchnorm", kind, accumulation=accumulation, changes=changes)
-        metrics = evaluate_each(model, backend)
-        results[f"{accumulation} {kind}"] = {
-            "state": model.state_dict(),
-            "evaluation": asdict(metrics),
-        }
     if backend.rank == 0:
         torch.save(results, path)
     backend.close()

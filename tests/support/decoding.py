@@ -18,9 +18,11 @@ from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.pipeline import Pipeline
+from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request, Resources, View
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
 
@@ -108,6 +110,22 @@ def with_decoder(
         open_decoder=lambda index, _: nullcontext(partial(decode, index)),
         idle={},
     )
+
+
+def noting(pipeline: Pipeline, asked: list[Request]) -> Pipeline:
+    """Return a pipeline that decodes nothing and adds its requests to a list."""
+
+    def note(_: Index, wanted: Iterable[Request]) -> Batches:
+        asked.extend(wanted)
+        yield from ()
+
+    return with_decoder(pipeline, note)
+
+
+def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
+    """Return the pipeline of one of several workers, of data that need no folder."""
+    plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
+    return replace(open_images(recipe, plan, Serial(CPU), folder=None), rank=rank)
 
 
 def open_cache(index: Index) -> PixelCache:

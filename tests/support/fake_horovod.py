@@ -103,7 +103,7 @@ class FakeHorovod(ModuleType):
         assert process_set in self.process_sets
         assert self.rank() in process_set
         self.names.append(name)
-        if tensor.dtype == torch.bfloat16:
+        if tensor.dtype in {torch.bfloat16, torch.bool}:
             raise ValueError(f"Tensor type {tensor.type()} is not supported.")
         if not tensor.is_contiguous():
             raise ValueError("Tensor is required to be contiguous.")

@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "the reducer sends during the first micro-batch",
         "training/loop.py",
-        "micro == 0, micro == accumulation - 1",
-        "micro == 0, micro == 0",
+        "last=micro == accumulation - 1",
+        "last=micro == 0",
         "test_crown.py::test_two_threads_as_workers_match_plain_pytorch",
     ),
     Mutant(

@@ -77,6 +77,12 @@ def log(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
+def summary(folder: Path) -> dict[str, Any]:
+    """Return the summary of a run."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
 TIMES = re.compile("second|gpu|cpu|bytes|time|capturable")
 """What is measured of the machine, or depends on it."""
 

@@ -30,6 +30,8 @@ class Server(ThreadingHTTPServer):
         where = {"name": "p", "entity": {"name": "me"}}
         if name == "NotifyScriptableRunAlert":
             self.alerts.append((given["severity"], given["title"], given["text"]))
+        if name == "CreateArtifact":
+            self.run["artifact"] = given["input"]["artifactTypeName"]
         if name == "UpsertBucket":
             self.run |= {key: value for key, value in given.items() if value is not None}
             bucket = {"id": "run", "name": given["name"], "displayName": "", "project": where}

@@ -1,5 +1,6 @@
 """TensorBoard, MLflow and W&B, each the real library without a network, read back by its own."""
 
+import json
 import math
 import os
 import subprocess
@@ -29,7 +30,7 @@ from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import SYSTEM, Event, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
-from largebatch.tracking.scalars import Scalars
+from largebatch.tracking.scalars import Scalars, read_id
 from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
 
@@ -204,7 +205,8 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
         [replace(BEGUN, resume_step=1), replace(second, lr=9.0), LAST,
          replace(FINISH, summary=PAUSED)],
         [replace(BEGUN, resume_step=3), replace(LAST, step=3), replace(EVALUATION, step=4),
-         replace(EVALUATION, stage="ema", step=4), replace(FINISH, summary=diverged)],
+         replace(EVALUATION, stage="ema", step=4), replace(DECISION, step=4),
+         replace(DRIFT, step=4), replace(FINISH, summary=diverged)],
     ]  # fmt: skip
     config, notes = {**CONFIG, "commit": "f00d+"}, list[str]()
     follow(folder, parts, lambda: Wandb(folder, config, given, note=notes.append))
@@ -215,14 +217,21 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row.get("train/loss") for row in rows] == [2.5, 1.5, 1.5, 1.5, None, None]
     assert [row.get("val/top1") for row in rows] == [None, 0.99, None, None, 0.975, 0.975]
+    assert [row.get("train/lr") for row in rows] == 4 * [0.125] + [None, None]
+    waits = [(row["train/data_seconds"], row["train/reduction_seconds"]) for row in rows[:4]]
+    assert waits == 4 * [(0.25, 0.125)]
     assert rows[0]["system/cpu_percent/worker0"] == 1.0
+    assert (rows[5]["held_out/top1"], rows[5]["drift/bn1/mean_shift"]) == (0.94, 0.5)
     assert server.summary["val/top1"] == {"max": 0.99, "last": 0.975}
     assert server.summary["stages"]["train"]["top1"] == 0.975
     assert server.alerts == [("ERROR", "Run failed", f"{folder}: loss nan")]
+    assert server.summary["status"] == "failed"
     assert not {"top1", "global_batch", "commit"} & server.summary.keys()
     shown = {key: server.run[key] for key in ("displayName", "groupName", "notes", "commit")}
     assert list(shown.values()) == ["mine", "seeds", "of three parts", "f00d"]
     assert (server.run["tags"], server.run["jobType"]) == (["x", "y"], "train")
+    assert (server.run["name"], server.run["artifact"]) == (read_id(folder, "wandb"), "report")
+    assert json.loads(server.run["config"])["seed"]["value"] == 1
     assert server.files["report.html"] == (folder / "report.html").read_bytes()
 
 

@@ -4,21 +4,16 @@ import math
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.keys import Tracking
 from largebatch.runs.folder import check_folder
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -35,7 +30,6 @@ from largebatch.tracking.events import (
     Summary,
 )
 from largebatch.tracking.log import JsonLines
-from largebatch.tracking.wandb import Wandb
 
 PLAN = Plan(
     workers=2,
@@ -96,7 +90,6 @@ SUMMARY = Summary(
     status="finished",
 )
 FINISH = Finish(time=NOW, summary=SUMMARY)
-EVENTS_OF_A_RUN: list[Event] = [*STEPS, EVALUATION, DECISION, DRIFT]
 
 
 def read(path: Path) -> list[Event]:
@@ -254,90 +247,3 @@ def test_a_run_continues_if_nothing_reads_its_output() -> None:
         console = Console(stream)
         console.record(START)
         console.record(STEPS[0])
-
-
-def test_wandb_records_offline_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real library; what it wrote is read back with its own reader."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    folder = tmp_path / "digits-1"
-    folder.mkdir()
-    (folder / "report.html").write_text("<p>98 %</p>")
-    tracker = Wandb(folder, CONFIG, Tracking(), note=print)
-    tracker.record(START)
-    for event in EVENTS_OF_A_RUN:
-        tracker.record(event)
-    tracker.record(FINISH)
-
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    assert (folder / "wandb-id").read_text() in file.name
-    history, summary, config = read_wandb(file)
-    assert config["seed"] == 1
-    assert [row["train/loss"] for row in history if "train/loss" in row] == [2.5, 1.5]
-    assert [row["train/lr"] for row in history if "train/lr" in row] == [0.125, 0.125]
-    waits = [(row["train/data_seconds"], row["train/reduction_seconds"]) for row in history[:2]]
-    assert waits == [(0.25, 0.125)] * 2
-    assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
-    assert [row["step"] for row in history if "step" in row] == [0, 1, 2]
-    assert [row["held_out/top1"] for row in history if "held_out/top1" in row] == [0.94]
-    assert any(row.get("drift/bn1/mean_shift") == 0.5 for row in history)
-    assert summary["status"] == "finished"
-    kept = [each.artifact for each in read_records(file) if each.HasField("artifact")]
-    assert [each.type for each in kept] == ["report"]
-    assert [(each.path, each.size) for each in kept[0].manifest.contents] == [("report.html", 11)]
-
-
-def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], dict[str, object]]:
-    """Return history, summary and configuration of an offline run."""
-    history, summary, config = [], {}, {}
-    for record in read_records(path):
-        history.append(
-            {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in record.history.item
-            }
-        )
-        for item in record.summary.update:
-            summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
-        for item in record.run.config.update:
-            config[item.key] = json.loads(item.value_json)
-    return [row for row in history if row], summary, config
-
-
-def read_records(path: Path) -> list[Any]:
-    """Return what W&B wrote, which it may still do when a run is finished."""
-    from wandb.proto import wandb_internal_pb2
-
-    records: list[Any] = []
-    deadline = time.monotonic() + 300
-    while not any(record.HasField("exit") for record in records):
-        assert time.monotonic() < deadline, f"{path}: no end in {len(records)} records"
-        time.sleep(0.05)
-        records = []
-        for data in read_leveldb_log(path.read_bytes()):
-            records.append(wandb_internal_pb2.Record())  # type: ignore[attr-defined]  # generated
-            records[-1].ParseFromString(data)
-    return records
-
-
-def read_leveldb_log(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log, which W&B's offline files are after 7 bytes of their own.
-
-    Blocks of 32 KiB hold chunks: checksum (4), length (2), type (1: whole, 2 to 4: first, middle,
-    last part); a block's last 6 bytes or fewer are padding.
-    """
-    block, offset, parts = 32768, 7, b""
-    while offset + 7 <= len(content):
-        if block - offset % block < 7:
-            offset += block - offset % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, offset)
-        parts += content[offset + 7 : offset + 7 + length]
-        offset += 7 + length
-        if kind in {1, 4}:
-            yield parts
-            parts = b""

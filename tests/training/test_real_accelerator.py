@@ -228,6 +228,11 @@ def test_evaluation_and_polishing_in_graphs_have_the_same_bits(
     torch.testing.assert_close(state, plain, rtol=0, atol=0)
 
 
+@needs_graphs
+def test_only_waits_of_this_thread_and_of_autograd_count() -> None:
+    test_graph.watch_threads(DEVICE)
+
+
 @needs_accelerator
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(

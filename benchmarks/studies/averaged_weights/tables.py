@@ -6,14 +6,12 @@ Reads the newest averaged_weights_<machine>_<date>.json, writes averaged_weights
 prints the tables of docs/final-polishing.md, which leaves out `update_bn` on one worker.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import RESULTS, frozen
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE
@@ -201,12 +199,9 @@ def _on_workers(name: str, workers: int, found: list[Any]) -> str:
 
 
 def main() -> None:
-    path = newest(NAME, RESULTS, machine="*")
-    if path is None:
-        raise SystemExit("no results of averaged_weights")
-    study = json.loads(path.read_text(encoding="utf-8"))
+    study = frozen(NAME)
     drawn = partial(draw, study=study)
-    save_svg(Path(path).parent / f"{NAME}.svg", drawn, size=(480, 640))
+    save_svg(RESULTS / f"{NAME}.svg", drawn, size=(480, 640))
     print("\n".join(tables(study)))
 
 

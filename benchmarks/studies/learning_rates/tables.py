@@ -8,12 +8,11 @@ The runs are of the commits in learning_rates_cpu2_2026-11-23.json; `largebatch 
 repeats them.
 """
 
-import json
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import frozen
 from largebatch.lab.studies.metrics import interval
 
 Policy = dict[str, Any]
@@ -21,9 +20,7 @@ Policy = dict[str, Any]
 
 def read() -> dict[str, dict[str, Any]]:
     """Return the configurations of the study: data set, batch and optimizer."""
-    path = newest("learning_rates", RESULTS, machine="*")
-    assert path is not None, "the results are in the repository"
-    content: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, dict[str, Any]] = frozen("learning_rates")
     return content
 
 

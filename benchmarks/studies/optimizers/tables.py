@@ -17,7 +17,6 @@ seeds do not reach the target at a batch, they count as reaching it at the end o
 critical batch is at most what comes of it.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import RESULTS, frozen
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED
@@ -359,11 +358,9 @@ def _at_end(value: float, tried: set[float]) -> str:
 
 def main() -> None:
     """Draw the figure and print the tables."""
-    path = newest(NAME, RESULTS, machine="*")
-    assert path is not None, "the results are in the repository"
-    study = Study(json.loads(path.read_text(encoding="utf-8")))
+    study = Study(frozen(NAME))
     drawn = partial(draw, study=study)
-    save_svg(path.parent / f"{NAME}.svg", drawn, size=(560, 900))
+    save_svg(RESULTS / f"{NAME}.svg", drawn, size=(560, 900))
     print("\n".join(tables(study)))
 
 

@@ -9,14 +9,13 @@ Two rows are the test: clean, then statistics, at the large batch of each set, c
 the dozens of others, some intervals exclude zero by chance.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import RESULTS, frozen
 from benchmarks.studies.figures import save_svg
 from largebatch.lab.studies.metrics import interval
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, RULE
@@ -292,11 +291,8 @@ def _batch(study: Study, batch: str) -> str:
 
 def main() -> None:
     """Draw the figures and print the tables."""
-    path = newest("polishing_study", RESULTS, machine="*")
-    if path is None:
-        raise SystemExit("no results of polishing_study")
-    study = json.loads(path.read_text(encoding="utf-8"))
-    draw_all(study, path.parent)
+    study = frozen("polishing_study")
+    draw_all(study, RESULTS)
     print("| cell | arm | top-1, % | against the control, points |\n|---|---|---|---|")
     for row in tables(study["cells"])["polishing"]:
         top1, points = (

@@ -15,11 +15,10 @@ Student's t, paired by seed. + marks those that exclude 0 where all of a column 
 7828ec27 (`git show 7828ec27:benchmarks/measure.py`).
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import frozen
 from benchmarks.studies.polishing.tables import TITLES, Groups, by_group, student
 from largebatch.lab.studies.metrics import interval
 
@@ -85,9 +84,7 @@ QUESTIONS: dict[str, tuple[tuple[Ended, ...], ...]] = {
 
 def read() -> Groups:
     """Return top-1 in per cent by arm of a data set, end and seed."""
-    path = newest("recipes", RESULTS, machine="*")
-    assert path is not None, "the results are in the repository"
-    runs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    runs: dict[str, Any] = frozen("recipes")["runs"]
     named = {key: {**run, "group": f"{run['data']}, {run['arm']}"} for key, run in runs.items()}
     return by_group(named)
 

@@ -9,12 +9,11 @@ of commit a1dc821f (`git show a1dc821f:benchmarks/staleness.py`); `largebatch la
 is the same question at the size of the paper.
 """
 
-import json
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.speed.measuring import RESULTS, newest
+from benchmarks.speed.measuring import frozen
 from largebatch.lab.studies.metrics import Interval
 
 RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}  # the best without staleness
@@ -25,9 +24,7 @@ Found = dict[str, Any]
 
 def main() -> None:
     """Print every table."""
-    path = newest("staleness", RESULTS, machine="*")
-    assert path is not None, "the results are in the repository"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = frozen("staleness")
     for table in (_rates, _cells, _questions, _seconds, _products):
         print(*table(found), "", sep="\n")
 

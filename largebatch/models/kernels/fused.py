@@ -15,6 +15,7 @@ PyTorch's kernels for bf16 in this memory format load two bytes per thread, and 
 batch again for the sum and for the ReLU.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class _Shape(NamedTuple):
     """True if a part is a whole span, which its program reads twice."""
 
     @classmethod
-    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = True) -> "_Shape":
+    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = False) -> "_Shape":
         """Return the numbers for N x C x ... images with spans of `span` samples.
 
         `tensors` of this shape are read, twice if a part may be a whole span.
@@ -123,8 +124,13 @@ class _Shape(NamedTuple):
         return self.rows, self.last, self.per
 
     @property
+    def unit(self) -> int:
+        """Largest divisor of the number of channels that Triton can use."""
+        return math.gcd(self.channels, 16)
+
+    @property
     def tiles(self) -> dict[str, int]:
-        return {"ROWS": self.tile, "COLS": self.cols}
+        return {"ROWS": self.tile, "COLS": self.cols, "UNIT": self.unit}
 
 
 def _launch_in_graph(
@@ -240,7 +246,7 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
         kernels.normalise_rows,
         shape.grid,
         *(part if tensor is None else tensor for tensor in tensors),  # see _backward
-        *(*shape.sizes, parts, shape.channels, eps),
+        *(*shape.sizes, parts, shape.channels // shape.unit, eps),
         SUM=other is not None,
         RELU=relu,
         AFFINE=affine[0] is not None,
@@ -279,7 +285,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
             shape.grid,
             # inductor may copy an argument for each place where it is passed; not a kernel's output
             *(stat if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
-            *(*shape.sizes, shape.channels, eps),
+            *(*shape.sizes, shape.channels // shape.unit, eps),
             SUM=y is not None,
             RELU=relu,
             **constants,
@@ -297,7 +303,7 @@ def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
         kernels.gradient_rows,
         shape.grid,
         *(stat if tensor is None else tensor for tensor in tensors),
-        *(*shape.sizes, parts, shape.channels, eps),
+        *(*shape.sizes, parts, shape.channels // shape.unit, eps),
         SUM=result is not None,
         RELU=relu,
         COUNT=group is None and not shape.whole,
@@ -320,21 +326,23 @@ def _of_affine(
 def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
     size = shape.spans * shape.parts * (2 * shape.channels + 1)
     part = torch.empty(size, dtype=torch.float32, device=x.device)
-    launch(kernels.statistics, shape.grid, x, part, *shape.sizes, shape.channels, **shape.tiles)
+    sizes = *shape.sizes, shape.channels // shape.unit
+    launch(kernels.statistics, shape.grid, x, part, *sizes, **shape.tiles)
     return part
 
 
 def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
     stat = part.new_empty(shape.spans, 3, shape.channels)
     grid = shape.grid[1:]
-    constants = {"COLS": shape.cols, "CHUNK": CHUNK}
-    launch(kernels.merge_spans, grid, part, stat, shape.parts, shape.channels, **constants)
+    constants = {"COLS": shape.cols, "UNIT": shape.unit, "CHUNK": CHUNK}
+    sizes = shape.parts, shape.channels // shape.unit
+    launch(kernels.merge_spans, grid, part, stat, *sizes, **constants)
     return stat
 
 
 def moments(x: Tensor, span: int) -> Tensor:
     """Return mean, biased variance and number of values of each span: G x 3 x C, float32."""
-    shape, launch = _Shape.of(x, span), accelerator.launch
+    shape, launch = _Shape.of(x, span, in_parts=True), accelerator.launch
     return _merged(_partial_moments(x, shape, launch), shape, launch)
 
 

@@ -8,8 +8,9 @@ zero costs no digits. Sums are in float32.
 import triton
 import triton.language as tl
 
-_kernel = triton.jit(do_not_specialize=["rows", "last", "per", "splits"])
-"""Compiles a kernel once for all numbers of rows: half as often for a ResNet-50."""
+_kernel = triton.jit(do_not_specialize=["rows", "last", "per", "splits", "C"])
+"""Compiles a kernel once for all sizes. A launch has C * UNIT channels, so that Triton knows which
+rows can be read by 16 bytes: of itself it sees only multiples of 16 channels."""
 
 
 @triton.jit
@@ -73,8 +74,12 @@ def _moments(x, start, end, C, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @_kernel
-def statistics(x, part, rows, last, per, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+def statistics(
+    x, part, rows, last, per, C,
+    ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
+    C *= UNIT
     split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     start = split * per
@@ -135,8 +140,9 @@ def _store_moments(stat, span, count, mean, variance, C, cols):
 
 
 @_kernel
-def merge_spans(part, stat, splits, C, COLS: tl.constexpr, CHUNK: tl.constexpr):
+def merge_spans(part, stat, splits, C, COLS: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr):
     """Write the mean, biased variance and count of each span: G x 3 x C."""
+    C *= UNIT
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     span, spans = _wide(tl.program_id(1)), tl.num_programs(1)
     count, mean, variance = _merge_one(part, span, spans, splits, C, cols, CHUNK)
@@ -158,7 +164,8 @@ def normalise_rows(
     x, other, y, part, stat, sums, weight, bias,
     rows, last, per, splits, C, eps,
     SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write y, and the mean, biased variance and count of each span: G x 3 x C.
 
@@ -166,6 +173,7 @@ def normalise_rows(
     program has all rows of its span and reads them twice, the second time backwards: the last ones
     are in the cache; COUNT then writes to `part`, G x 2 x C. Otherwise moments come from `part`.
     """
+    C *= UNIT
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known, spans = cols < C, tl.num_programs(2)
@@ -266,13 +274,14 @@ def gradient_sums(
     dy, x, y, dz, part, stat, weight, bias,
     rows, last, per, C, eps,
     SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of dz and of dz times the normalised x, over `per` rows: G x P x 2 x C.
 
     dz is the gradient before the ReLU, which is zero where the result is. With SUM it is the
     gradient of the shortcut too, and is written.
     """
+    C *= UNIT
     split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
@@ -308,13 +317,15 @@ def gradient_rows(
     dy, x, y, dz, dx, part, stat, weight, bias, affine,
     rows, last, per, splits, C, eps,
     SUM: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x, and with COUNT those of bias and weight over all spans: 2 x C.
 
     With WHOLE a program has all rows of its span, writes its sums to `part`, G x 2 x C, and reads
     the rows again, backwards. Otherwise it adds the sums in `part`. With SUM dz is written too.
     """
+    C *= UNIT
     program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C

@@ -1,17 +1,25 @@
 """The referee's verdicts are those of MLPerf's checkers, and its numbers those of the rules."""
 
-import json
 import logging
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds, start, write
+from mlperf_logs import (
+    POINTS,
+    evaluation,
+    finish,
+    recipe,
+    rewrite,
+    run_folders,
+    seeds,
+    start,
+    write,
+)
 from scipy import stats
 
 from largebatch.cli.main import USER, main
@@ -22,13 +30,6 @@ BOUNDS = (1632, 3264, 32768, 49152, 67840)
 """Batches of the points that are left when those slower than the line between others are pruned."""
 
 
-def table() -> dict[int, list[float]]:
-    """Return the reference's epochs by batch, from the package's table."""
-    path = files("mlperf_logging.rcp_checker") / "training_4.0.0" / "rcps_resnet.json"
-    points = json.loads(path.read_text()).values()
-    return {point["BS"]: sorted(point["Epochs to converge"]) for point in points}
-
-
 def fewest(batch: int) -> tuple[float, float]:
     """Return the reference's mean and the fewest epochs that a mean may have, by the written rules.
 
@@ -36,7 +37,7 @@ def fewest(batch: int) -> tuple[float, float]:
     fastest and slowest. Between two points mean and deviation are interpolated, as of twice five
     runs.
     """
-    runs = table()
+    runs = {point["BS"]: sorted(point["Epochs to converge"]) for point in POINTS.values()}
     olympic = {at: float(np.mean(runs[at][1:-1])) for at in BOUNDS}
     std = {at: float(np.std(runs[at])) for at in BOUNDS}
     number = len(runs[batch]) - 2 if batch in BOUNDS else 10

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 from mlperf_logging.compliance_checker import mlp_compliance
-from mlperf_logs import IMAGENET, finish, lines, recipe, start, write
+from mlperf_logs import IMAGENET, POINTS, finish, lines, recipe, start, write
 from ruamel.yaml import YAML
 
 from largebatch.cli.main import DONE, FAILED, USER, main
 from largebatch.lab.mlperf.rules import TARGET, broken_rules
 
 BY_THE_RULES = "32768_mlperf"
-POINTS = (1632, 3264, 4096, 8192, 13056, 32768, 49152, 58880, 65536, 67840)
-"""Batches of the reference convergence points of the package."""
-
 OF_THE_PACKAGE = {
     "lars_opt_end_learning_rate": "schedule.decay.end_lr",
     "lars_opt_learning_rate_decay_poly_power": "schedule.decay.power",
@@ -73,7 +70,7 @@ def test_the_package_finds_the_same_of_what_a_log_shows(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("batch", POINTS)
+@pytest.mark.parametrize("batch", [point["BS"] for point in POINTS.values()])
 def test_the_points_of_the_reference_break_no_rule(batch: int) -> None:
     assert settings(f"{batch}_mlperf") == []
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from short_runs import a_recipe
+from short_runs import a_recipe, log
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, main
@@ -251,8 +251,6 @@ def test_as_many_evaluations_are_counted_as_a_run_makes(stages: list[str], tmp_p
     """Against the log; the ends of stages are points on the way as well."""
     recipe = a_recipe(*stages, changes=("evaluation={every_epochs: 0.1}",))
     run(recipe, out=tmp_path / "run")
-    lines = (tmp_path / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    made = sum(event["event"] == "evaluation" for event in events)
+    made = len(log(tmp_path / "run", "evaluation"))
     assert made > 3
     assert workload(recipe, workers=1).forward[0][1] == made

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from short_runs import DIGITS, content, log, weights
+from short_runs import DIGITS, content, log, summary, weights
 
 from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, RecipeError
@@ -63,31 +63,21 @@ def arrivals(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "arrivals.jsonl").read_text().splitlines()]
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
-
-
 def test_hardsync_over_a_server_is_the_synchronous_core(runs: Path, tmp_path: Path) -> None:
     run(recipe(), out=tmp_path / "core")
-    ours, core = content(runs / "hardsync"), content(tmp_path / "core")
+    folders = runs / "hardsync", tmp_path / "core"
+    ours, core = map(content, folders)
     torch.testing.assert_close(ours["model"], core["model"], rtol=1e-3, atol=1e-5)
     momentum = [state["optimizer"]["state"] for state in (ours, core)]
     torch.testing.assert_close(*momentum, rtol=1e-2, atol=1e-5)
-    logs = [log(folder, "step") for folder in (runs / "hardsync", tmp_path / "core")]
+    logs = [log(folder, "step") for folder in folders]
     for one, other in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         for key in ("stage", "step", "epoch", "lr"):
             assert one[key] == other[key]
-    stages = [
-        [each["name"] for each in summary(folder)["stages"]]
-        for folder in (runs / "hardsync", tmp_path / "core")
-    ]
+    stages = [[each["name"] for each in summary(folder)["stages"]] for folder in folders]
     assert stages == [["train", "clean", "statistics"]] * 2
-    at = [
-        [each["step"] for each in log(folder, "evaluation")]
-        for folder in (runs / "hardsync", tmp_path / "core")
-    ]
+    at = [[each["step"] for each in log(folder, "evaluation")] for folder in folders]
     assert at[0] == at[1]
     assert {one["staleness"] for one in arrivals(runs / "hardsync")} == {0}
 
