@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,7 +108,13 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
     def measured(recipe: Recipe, plan: Plan) -> SimpleNamespace:
         return SimpleNamespace(run_seconds=(recipe.data.image_size / 128) ** 2 * plan.updates)
 
+    def as_quick(found: initial.Survey, *, minutes: float, fixed: bool) -> object:
+        """Choose as on a machine that is not busy."""
+        return fitted(replace(found, seconds=0.001), minutes=minutes, fixed=fixed)
+
+    fitted = initial.fitted
     monkeypatch.setattr(initial, "estimate", measured)
+    monkeypatch.setattr(initial, "fitted", as_quick)
     chosen = {}
     for minutes in ("3", "1", "0.4"):
         name = f"minutes-{minutes.replace('.', '-')}"
