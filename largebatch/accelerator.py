@@ -141,18 +141,21 @@ def seed(number: int, device: torch.device) -> None:
 
 def free_memory_bytes(device: torch.device) -> int:
     """Return the bytes of an accelerator that this process can still allocate."""
-    module = torch.get_device_module(device)
-    module.empty_cache()
-    cached = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0] + cached)
+    return sum(_free_and_held(device))
 
 
 def is_crowded(device: torch.device) -> bool:
     """Return True if graphs hold more than a quarter of the memory that is free besides."""
+    free, held = _free_and_held(device)
+    return 4 * held > free
+
+
+def _free_and_held(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of an accelerator, and those that the allocator keeps for tensors."""
     module = torch.get_device_module(device)
     module.empty_cache()
     held = module.memory_reserved(device) - module.memory_allocated(device)
-    return bool(4 * held > module.mem_get_info(device)[0])
+    return int(module.mem_get_info(device)[0]), int(held)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -227,9 +227,12 @@ def needs_host(model: nn.Module) -> str | None:
             hooked.append(name)  # besides the hook of a Reducer
     if hooked:
         return f"{hooked[0]} has hooks, which may decide on the host"
-    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
-        return "the model is on several devices"
-    return None
+    return "the model is on several devices" if is_on_several_devices(model) else None
+
+
+def is_on_several_devices(model: nn.Module) -> bool:
+    """Return True if the tensors of a model are on several devices."""
+    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
 
 
 def _kinds(value: nn.Module | Tensor) -> set[str]:

@@ -35,7 +35,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
-from largebatch.models.wrappers import needs_host, watch_host
+from largebatch.models.wrappers import is_on_several_devices, needs_host, watch_host
 from largebatch.optim.rates import hidden_gradients
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class Graphs:
         self._read: list[object] = []
         self._noted, self._drops = "", 0
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
-        tensors = chain(work.model.parameters(), work.model.buffers())
-        if len({it.device for it in tensors}) > 1:
+        if is_on_several_devices(work.model):
             self._exclude(OPTIMIZER, "the model is on several devices")
         if problem := needs_host(work.model):
             self._exclude(PASSES, problem)
