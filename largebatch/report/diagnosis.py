@@ -141,7 +141,9 @@ def _place(run: Record, row: int) -> str:
     rate = f" (learning rate {run.lr[row]:.3g})" if math.isfinite(run.lr[row]) else ""
     if math.isfinite(run.step[row]):
         return f"at step {run.step[row]:,.0f}{rate}"
-    return f"{_epoch(run.epoch[row])}{rate}"
+    if math.isfinite(run.epoch[row]):
+        return f"{_epoch(run.epoch[row])}{rate}"
+    return f"in row {row + 1:,}{rate}"
 
 
 def _begin(run: Record) -> str:
@@ -351,7 +353,7 @@ def _fewer_updates(it: Judged) -> Numbers | None:
     run, small, found = it.run, it.small, _ends_worse(it)
     if not (found and small and run.updates and small.updates and run.updates < small.updates):
         return None
-    row = int(np.searchsorted(small.step - small.step[0], run.updates)) - 1
+    row = int(np.searchsorted(small.step - small.first_step, run.updates)) - 1
     then = float(small.trend[max(0, row)])
     factor = epochs_factor(run, small)
     change = f"train for {factor:.2g} times the epochs, by the epoch law" if factor else _LONGER
@@ -381,7 +383,7 @@ def epochs_factor(run: Record, small: Record) -> float | None:
     reached = np.flatnonzero(small.trend <= run.end)
     if not reached.size or not run.updates or not small.updates:
         return None
-    made = float(small.step[reached[0]] - small.step[0]) + 1
+    made = float(small.step[reached[0]] - small.first_step) + 1
     factor = small.updates / max(made, run.updates)
     return factor if factor > 1 else None
 

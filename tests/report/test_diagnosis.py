@@ -15,7 +15,7 @@ from fake_runs import FakeRun, trained
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.cli.main import DONE, main
-from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.errors import LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
@@ -25,11 +25,11 @@ from largebatch.report.diagnosis import (
     find_causes,
     require_comparable,
 )
+from largebatch.report.logs import read_record
 from largebatch.report.page import verdict
 from largebatch.report.record import (
     RISE,
     Record,
-    read_record,
     record_of,
     running_median,
     smoothing_floor,
@@ -390,28 +390,7 @@ def test_a_running_median_is_that_of_scipy(size: int) -> None:
     np.testing.assert_array_equal(running_median(values, size), expected)
 
 
-LOGS = Path(__file__).parent / "logs"
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers", "val_loss", "cause"),
-    [
-        pytest.param("timm.csv", (5, NAN, 5, 0.3, 0.183596, 0.92), 0.326424, None),
-        pytest.param("lightning.csv", (15, 59, 6, 0.5, 0.0581404, 0.935), 0.195135, None),
-        pytest.param("keras.csv", (9, NAN, 9, NAN, 0.42938, 0.9125), 0.418264, None),
-        pytest.param("keras_diverged.csv", (5, NAN, 5, NAN, NAN, 0.1025), INF, "diverged"),
-    ],
-)
-def test_a_csv_of_another_tool_is_read_as_it_means_it(
-    name: str, numbers: tuple[float, ...], val_loss: float, cause: str | None
-) -> None:
-    """Rows, updates, epochs, the highest rate, the last training loss and the best top-1."""
-    record = read_record(LOGS / name, classes=10)
-    found = len(record.loss), record.updates or NAN, record.epochs, record.peak, record.loss[-1]
-    assert (*found, record.top1.max()) == pytest.approx(numbers, rel=1e-5, nan_ok=True)
-    assert record.val_loss[-1] == pytest.approx(val_loss, rel=1e-5)
-    assert [found.kind for found in find_causes(record)] == [cause] * bool(cause)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -428,25 +407,6 @@ def test_a_cell_without_a_number_was_not_measured_and_nan_was(first: int, tmp_pa
     assert record.updates == 4
     (cause,) = find_causes(record)
     assert cause.figure.endswith(f"not finite at step {3 + first}")
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("epoch,loss\n0,2\n1,1,0.5\n", "more cells"),
-        ("epoch,loss\n0,2\n1,1\n0,1.5\n", "go back"),
-        ("epoch,test_loss\n0,2\n", "epoch, test_loss"),
-        ("epoch;loss\n0;2\n", "epoch;loss"),
-        (b"\xff\xfe\x00binary", "log.csv"),
-    ],
-)
-def test_what_would_be_misread_is_refused(content: str | bytes, named: str, tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(CheckpointError, match=named):
-        read_record(path)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        read_record(tmp_path / "nowhere")
 
 
 def test_what_a_csv_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> None:
