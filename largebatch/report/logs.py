@@ -71,8 +71,10 @@ METRIC_NAMES = {"key", "metric", "metric_name", "tag"}
 
 RUN_NAMES = {"run", "run_id", "run_uuid", "run_name"}
 
-FILES = ("trainer_state.json", "metrics.csv", "summary.csv", "results.csv", "history.csv")
-FILES = (*FILES, "metrics.json", "scalars.json", "log.txt")
+FILES = tuple(
+    "trainer_state.json metrics.csv summary.csv results.csv history.csv metrics.json "
+    "scalars.json log.txt".split()
+)
 """Logs that are looked for in a folder, Trainer's first."""
 
 FITTED = 0.01
@@ -444,13 +446,13 @@ class Columns:
         means = [name for name in chosen if other and other in _plain(name).split("_")]
         if preferred:
             chosen = [name for name in chosen if name not in means]
-        first, *others = chosen or [None]
-        if first is None:
+        if not chosen:
             return None
-        for name in others:
+        first = chosen[0]
+        for name in chosen[1:]:
             both = [row for row in self.rows if _measured(row, first) and _measured(row, name)]
             pair = [np.array([row[column] for row in both]) for column in (first, name)]
-            if name is None or not both or not is_same(*pair):
+            if not both or not is_same(*pair):
                 raise UnclearError(
                     f"{first} and {name} may both be the {kind} column",
                     f"{kind}={first}", f"{kind}={name}",

@@ -79,7 +79,7 @@ def describe_noise(run: Run) -> str:
     found, batch = part.found, run.plan.batch_at(part.last)
     begin = f"Over the last {found.updates:,} updates the gradient noise scale is "
     if not math.isfinite(found.high):
-        return f"{begin}at least {three_digits(found.low)} and has no upper bound: train longer."
+        return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."
     if not found.value > 0:
         return f"{begin}too small to be measured: at most {three_digits(found.high)}."
     return (

@@ -114,9 +114,9 @@ def test_a_log_that_another_program_wrote_again_as_one_table_is_read_alike(
         np.testing.assert_allclose(getattr(found, column), getattr(was, column), rtol=1e-12)
 
 
-def read(path: Path, content: str, **known: int) -> Record:
+def read(path: Path, content: str, *, classes: int | None = None) -> Record:
     path.write_text(content)
-    return read_record(path, **known)
+    return read_record(path, classes=classes)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,8 @@ def test_an_evaluation_without_a_loss_is_not_one_whose_loss_was_not_finite(tmp_p
 def noisy(updates: int) -> list[float]:
     """Return losses of single updates that fall from 2.3 to 0.4, as a healthy run has them."""
     noise = np.random.default_rng(3).normal(0, 0.25, updates)
-    return (2.3 - 1.9 * np.linspace(0, 1, updates) ** 0.5 + noise).clip(0.05).tolist()
+    falling = 2.3 - 1.9 * np.linspace(0, 1, updates) ** 0.5
+    return [max(0.05, float(loss)) for loss in falling + noise]
 
 
 def as_trainer_state(rows: list[dict[str, float]]) -> str:
@@ -331,7 +332,8 @@ def test_rows_of_an_epoch_that_leaves_out_its_last_batch_are_its_means(tmp_path:
     ]
     record = read(tmp_path / "log.json", as_trainer_state(rows))
     assert not record.by_update
-    assert (record.updates, record.epochs) == (234, pytest.approx(2.97))
+    assert record.updates == 234
+    assert record.epochs == pytest.approx(2.97)
 
 
 @pytest.mark.parametrize(
