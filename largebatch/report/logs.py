@@ -71,10 +71,10 @@ METRIC_NAMES = {"key", "metric", "metric_name", "tag"}
 
 RUN_NAMES = {"run", "run_id", "run_uuid", "run_name"}
 
-FILES = tuple(
-    "trainer_state.json metrics.csv summary.csv results.csv history.csv metrics.json "
-    "scalars.json log.txt".split()
-)
+FILES = (
+    "trainer_state.json", "metrics.csv", "summary.csv", "results.csv", "history.csv",
+    "metrics.json", "scalars.json", "log.txt",
+)  # fmt: skip
 """Logs that are looked for in a folder, Trainer's first."""
 
 FITTED = 0.01

@@ -328,9 +328,9 @@ def photographs(folder: Path, top1: float, *overrides: str) -> list[Cause]:
             record["loss"] = 1.6 - 0.4 * record["step"] / 600
     run.end("train", 600, top1, wrong=range(round(360 * (1 - top1))))
     run.write()
-    data = ("data.classes=5", "data.train_samples=242", "data.source=folder", "data.image_size=64")
-    fake_runs.give_recipe(folder, *data, "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]",
-                          "batch.global_batch=16", "batch.bn_span=16", "polish=null", *overrides)  # fmt: skip
+    data = "classes=5 train_samples=242 source=folder image_size=64 mean=[.5,.5,.5] std=[.5,.5,.5]"
+    batch = ("batch.global_batch=16", "batch.bn_span=16", "polish=null")
+    fake_runs.give_recipe(folder, *(f"data.{it}" for it in data.split()), *batch, *overrides)
     return list(verdict(read_run(folder)).causes)
 
 
