@@ -84,23 +84,24 @@ def _train(loaded: Recipe, options: Options) -> int:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
-        _print_end(summary, options.out, max_steps=options.max_steps)
+        _print_end(summary, options.out)
     return INTERRUPTED if summary.status == "interrupted" else 0
 
 
-def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None:
+def _print_end(summary: Summary, folder: Path) -> None:
     status = summary.status
+    quoted = shlex.quote(str(folder))
     if status in {"interrupted", "paused"}:
-        resume = f"to resume: largebatch resume {shlex.quote(str(folder))}"
+        resume = f"to resume: largebatch resume {quoted}"
         if worker_rank() is not None:  # a launcher started this process
             resume = f"to resume: the same command with --resume --out {folder}"
-        if status == "paused":
-            resume = f"at or beyond --max-steps {max_steps}; {resume}"
         print(printable(resume))
     page = folder / REPORT
     is_drawn = status != "interrupted" and page.exists()  # else it is of an earlier part
-    command = f"to draw the report: largebatch report {folder}"
+    command = f"to draw the report: largebatch report {quoted}"
     print(printable(f"report: {page}" if is_drawn else command))
+    if status == "finished":
+        print(printable(f"next: largebatch predict {quoted} IMAGES"))
 
 
 def evaluate(

@@ -114,6 +114,8 @@ def _unfinished(run: Run) -> str:
     else:
         words = f"The run was {run.summary.status} after {done}. Resume it with --resume."
     last = run.steps[-1] if run.steps else None
+    if run.summary is not None and run.summary.reason:
+        words += f" Reason: {run.summary.reason}."
     if last is not None and not last.skipped and not math.isfinite(last.loss):
         words += f" Its training loss was not finite at step {last.step:,}."
     return words + (" Accuracy was not measured." * (not run.evaluations))

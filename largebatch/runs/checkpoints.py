@@ -81,7 +81,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             polish_statistics(session.judge, session.polish.statistics)
             return True
 
-        return record(session, options.out, polish)
+        return record(session, options, polish)
 
 
 def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:

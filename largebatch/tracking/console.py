@@ -12,7 +12,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import TextIO
 
-from largebatch.formatting import three_digits
+from largebatch.formatting import duration, three_digits
 from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
@@ -73,7 +73,9 @@ class Console:
                 if summary.skipped_steps:
                     words += "; updates skipped because gradients were not finite: "
                     words += f"{summary.skipped_steps}"
-                self._show(f"{summary.status} after {summary.seconds:.1f} s{words}")
+                if summary.reason:
+                    words += f": {summary.reason}"
+                self._show(f"{summary.status} after {duration(summary.seconds)} of training{words}")
 
     def _show(self, line: str, *, bar: str = "") -> None:
         """Write a line; one with a bar replaces the one before, and stays open."""

@@ -27,6 +27,9 @@ REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
 """The stages of a run, in their order."""
 
+StopCause = Literal["time limit", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
+"""What requests a run to stop: --time-limit, Ctrl-C, a scheduler's signals, a closed terminal."""
+
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
 """paused: saved at --max-steps, or when memory ran out; interrupted: saved after a signal
 or near a time limit; stopped: at once, by a second signal. In older folders, interrupted also
@@ -292,12 +295,20 @@ class Summary(Tabular):
     diverged: Printable | None = None
     """Reason of the failure, if a loss or gradient was not finite."""
 
+    reason: Printable | None = None
+    """Why the run ended before its last update; null if it did not, and in older folders."""
+
+    is_requeued: bool = False
+    """True if a scheduler stopped the run, and the command that it starts again resumes it."""
+
     folder: Annotated[Path | None, Field(exclude=True)] = field(default=None, compare=False)
     """Run folder, of the Summary that `run` returns; not in the file."""
 
     def _caption(self) -> str:
         updates = plural(self.steps, "update")
         text = f"{self.recipe}: {self.status} after {updates} in {duration(self.seconds)}"
+        if self.reason:
+            text += f" ({self.reason})"
         if self.folder is None:
             return text
         page = self.folder / REPORT
