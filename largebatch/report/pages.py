@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
-from largebatch.report.style import COLOURS, PALETTE, make_svg, name_axes
+from largebatch.report.style import COLOURS, MORE_COLOURS, PALETTE, make_svg, name_axes
 from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 _WIDTH = 960  # of a chart, in points
-_COLOURS = tuple(COLOURS.values())
+_COLOURS = (*COLOURS.values(), *MORE_COLOURS)
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
-"""In widths of the line; with 6 colours, 30 series look different."""
+"""In widths of the line. Each six series have another dash, so that colours which some readers
+cannot tell apart differ by it; 60 series look different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Series:
 
 def series(place: int, label: str, *, title: str = "") -> Series:
     """Return a series in the colours of the pages, the first ones solid, the next ones dashed."""
-    dash = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
     return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
 
 
