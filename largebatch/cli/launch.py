@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.formatting import duration
+from largebatch.formatting import duration, plural
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
@@ -195,7 +195,7 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
     try:
         make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
-        raise PlanError(f"--nodes {job.nodes} with {gpus} GPUs each: {error}") from None
+        raise PlanError(f"--nodes {job.nodes} with {plural(gpus, 'GPU')} each: {error}") from None
     render = _manifest if kind in KUBERNETES else _script
     sys.stdout.write(render(kind, recipe, loaded, replace(job, name=name)))
 

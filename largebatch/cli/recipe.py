@@ -212,7 +212,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     machine = (
         f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
         f"{found.precision}, {duration(found.run_seconds)} for all; "
-        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {plural(found.samples, 'sample')}"
     )
     print_rows({"this machine": machine, "included": "forward, backward and update of every step"})
 

@@ -128,7 +128,7 @@ def evaluate(
         every = {"training": found.training and asdict(found.training), **asdict(metrics)}
         print_json({"checkpoint": found.path, "step": found.step, **every})
         return
-    print(f"{_scores(metrics)}  {found.path}, after {found.step:,} updates")
+    print(f"{_scores(metrics)}  {found.path}, after {plural(found.step, 'update')}")
     if found.training is not None:
         print(f"training images: {_scores(found.training)}")
         print(f"validation loss - training loss: {metrics.loss - found.training.loss:+.4f}")
@@ -136,7 +136,7 @@ def evaluate(
 
 def _scores(metrics: "Metrics") -> str:
     scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
-    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
+    return f"{scores}  loss {metrics.loss:.4f}  ({plural(metrics.samples, 'image')})"
 
 
 def polish(  # noqa: PLR0913 -- its options

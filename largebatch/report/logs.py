@@ -253,7 +253,7 @@ def _exported(header: list[str], path: Path) -> list[str]:
         return [tag[1] if tag and name.lower() == "value" else name for name in header]
     runs = sorted({name.rpartition(" - ")[0] for name in header if " - " in name})
     if len(runs) > 1:
-        raise ValueError(f"holds {len(runs)} runs ({shorten(runs)}); export each alone")
+        raise ValueError(f"holds {plural(len(runs), 'run')} ({shorten(runs)}); export each alone")
     bounds = re.compile(r"__(MIN|MAX)$")  # W&B's, of the updates that a point stands for
     return ["" if bounds.search(name) else name.rpartition(" - ")[2] for name in header]
 
@@ -265,7 +265,7 @@ def _by_step(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     run_names = [columns[name] for name in columns if name in RUN_NAMES]
     runs = sorted({str(row.get(name, "")) for name in run_names[:1] for row in table})
     if len(runs) > 1:
-        raise ValueError(f"holds {len(runs)} runs ({shorten(runs)}); export each alone")
+        raise ValueError(f"holds {plural(len(runs), 'run')} ({shorten(runs)}); export each alone")
     by_step: dict[str, dict[str, Any]] = {}
     for row in table:
         step = str(row.get(columns["step"], ""))

@@ -80,7 +80,7 @@ def verdict(run: Run) -> Verdict:
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         bad = f"; always predicting the most frequent class gives {percent(one)} %"
     elif change_from(best_stage, last).beyond_noise:
-        bad = f", below the {percent(best.top1)} % after {best.step:,} steps ({best.stage})"
+        bad = f", below the {percent(best.top1)} % after {plural(best.step, 'step')} ({best.stage})"
     if bad:
         likely = f" Likely cause: {causes[0].figure}." if causes else ""
         words = f"The run finished, but the final top-1 is {percent(end.top1)} %{bad}.{likely}"
@@ -160,7 +160,7 @@ def headlines(run: Run) -> Iterator[Headline]:
     if last is None:
         yield Headline("Top-1 accuracy", MISSING, "", "never measured")
     else:
-        when = "after polishing" if polished else f"after {last.step:,} steps"
+        when = "after polishing" if polished else f"after {plural(last.step, 'step')}"
         yield Headline("Top-1 accuracy", percent(last.top1), "%", when)
     yield _gain(run)
     if rate is None:

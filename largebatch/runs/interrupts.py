@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.distributed.environment import LAUNCHER
-from largebatch.formatting import duration
+from largebatch.formatting import duration, plural
 
 if TYPE_CHECKING:
     from largebatch.tracking.events import StopCause
@@ -179,4 +179,4 @@ def describe_saved(folder: Path) -> str:
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)
     if newest is None:
         return "nothing is saved"
-    return f"saved is {newest}, after {int(newest.stem.removeprefix('step-')):,} steps"
+    return f"saved is {newest}, after {plural(int(newest.stem.removeprefix('step-')), 'step')}"

@@ -12,7 +12,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import TextIO
 
-from largebatch.formatting import duration, three_digits
+from largebatch.formatting import duration, plural, three_digits
 from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
@@ -96,11 +96,12 @@ class Console:
     def _show_start(self, event: Start) -> None:
         plan, step = event.plan, event.resume_step
         self._steps = plan.updates
-        more = f"and {plan.affine_steps} more " if plan.affine_steps else ""
+        more = f" and {plan.affine_steps:,} more" if plan.affine_steps else ""
         per_epoch = f"{plan.steps_per_epoch:.2f} steps an epoch"
-        work = f"{plan.steps} {more}steps of {describe_division(plan)} samples, {per_epoch}"
+        steps = plural(plan.steps, "step")
+        work = f"{steps}{more} of {describe_division(plan)} samples, {per_epoch}"
         for change in plan.batch_changes:
-            work += f"; {change.global_batch} samples from step {change.step}"
+            work += f"; {plural(change.global_batch, 'sample')} from step {change.step}"
         samples = plan.workers * plan.accumulation * plan.device_batch
         trains = step < plan.updates and samples == plan.global_batch
         self._resumed = step > 0 and trains

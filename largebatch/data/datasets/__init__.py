@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from largebatch.formatting import plural
 from largebatch.storage import Progress
 
 if TYPE_CHECKING:
@@ -48,5 +49,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         bad = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )
-    left_out = [f"{len(bad)} images left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    left_out = (
+        [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    )
     return [*data_set.remarks, *left_out]

@@ -20,6 +20,7 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError, RecipeError, shorten
+from largebatch.formatting import plural
 from largebatch.lab.measure.estimate import estimate
 from largebatch.models.of_recipe import require_accepted
 from largebatch.polish.moments import Moments
@@ -199,8 +200,8 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
         )
     epochs = min(epochs, most)
     text = (
-        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: {epochs} epochs of "
-        f"{seconds / most:.1f} s at {found.image_size} pixels"
+        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: "
+        f"{plural(epochs, 'epoch')} of {seconds / most:.1f} s at {found.image_size} pixels"
     )
     return found, epochs, text + f"; {least} would be better" * (epochs < least)
 
@@ -214,7 +215,11 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
         "are what it followed. Measured: not yet.",
     )
     least, most = _epochs(found)
-    rule = f"{SEEN:,} images, {least} to {most} epochs" if epochs is None else "as --minutes allows"
+    rule = (
+        f"{SEEN:,} images, {least} to {plural(most, 'epoch')}"
+        if epochs is None
+        else "as --minutes allows"
+    )
     seen = min(most, max(least, round(SEEN / number)))
     recipe = _recipe(found, name, epochs or seen)
     require_accepted(
