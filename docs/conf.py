@@ -37,7 +37,7 @@ html_theme = "furo"
 html_title = "largebatch"
 html_additional_pages = {"index": "index.html"}
 html_static_path = ["static"]
-html_css_files = ["narrow.css"]
+html_css_files = ["widths.css"]
 html_copy_source = False
 html_show_sphinx = html_show_copyright = False
 templates_path = ["templates"]
