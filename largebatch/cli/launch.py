@@ -54,6 +54,16 @@ SHORTEST, SAVING = 300, 600
 """Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
 
 
+def describe_kubernetes(word: str) -> str:
+    """Return the kinds that a word such as k8s stands for, in a message; empty for other words."""
+    if word.lower() not in {"k8s", "kubernetes", "kubectl", "kubeflow"}:
+        return ""
+    return (
+        f"launch: on Kubernetes {word!r} is one of: trainjob (TrainJob of Kubeflow Trainer 2), "
+        "pytorchjob (PyTorchJob of Kubeflow's Training Operator), mpijob (MPIJob), jobset (JobSet)"
+    )
+
+
 def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
     found = re.fullmatch(r"([1-9]\d*)([GT])", tokens[0].value)
     if found is None:

@@ -6,13 +6,14 @@ page without a sortable table has no script. Text is escaped by the template, pa
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
@@ -52,6 +53,16 @@ def series(place: int, label: str, *, title: str = "") -> Series:
     """Return a series in the colours of the pages, the first ones solid, the next ones dashed."""
     dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
     return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
+
+
+def _with_code(text: object) -> Markup:
+    """Return a text as HTML; what is in backticks, such as a command, is code.
+
+    >>> str(_with_code("run `lab range` & wait"))
+    'run <code>lab range</code> &amp; wait'
+    """
+    escaped = str(escape(text))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped))  # noqa: S704 -- escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +356,7 @@ class Page:
             lstrip_blocks=True,
         )  # fmt: skip
         sortable = any(isinstance(part, Table) and part.sortable for part in self._parts())
+        templates.filters["marked"] = _with_code
         return templates.get_template("pages.html").render(
             page=self, palette=PALETTE, has_script=sortable
         )

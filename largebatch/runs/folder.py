@@ -83,7 +83,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         "plan": {key: getattr(session.plan, key) for key in _PLANNED},
         "commit": source_commit() if tracking.trackers else None,
     }
-    trackers: list[Tracker] = [Console()]
+    trackers: list[Tracker] = [Console(classes=recipe.data.classes)]
     for name in dict.fromkeys(tracking.trackers):
         match name:
             case "wandb":

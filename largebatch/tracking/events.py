@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAd
 from pydantic_core import to_json
 
 from largebatch.errors import printable
-from largebatch.formatting import Tabular, duration, percent, plural
+from largebatch.formatting import Tabular, duration, four_decimals, percent, plural
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
@@ -316,14 +316,18 @@ class Summary(Tabular):
 
     def _rows(self) -> list[list[str]]:
         head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
-        return [head] + [
+        rows = [
             [
                 *(it.name, f"{it.steps:,}", f"{it.seconds:.1f}"),
-                *(percent(it.top1), percent(it.top5), f"{it.loss:.4f}"),
+                *(percent(it.top1), percent(it.top5), four_decimals(it.loss)),
                 "yes" if it.kept else "no",
             ]
             for it in self.stages
         ]
+        if self.stages and all(it.top5 == 1 for it in self.stages):
+            # So it is with five classes or fewer, and shows nothing.
+            return [[cell for place, cell in enumerate(row) if place != 4] for row in (head, *rows)]
+        return [head, *rows]
 
 
 Summary.__init__.__annotations__ |= get_type_hints(Summary)  # without pydantic's types

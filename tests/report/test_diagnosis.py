@@ -26,7 +26,7 @@ from largebatch.report.diagnosis import (
     require_comparable,
 )
 from largebatch.report.logs import read_record
-from largebatch.report.page import verdict
+from largebatch.report.page import make_page, verdict
 from largebatch.report.record import (
     RISE,
     Record,
@@ -250,6 +250,19 @@ def finished(
     run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
     next(found for found in reversed(run.records) if found["event"] == "evaluation")["loss"] = end
     return list(verdict(read_run(run.write())).causes)
+
+
+def test_commands_in_a_remedy_are_code_and_top5_of_five_classes_is_left_out(
+    tmp_path: Path,
+) -> None:
+    (cause,) = photographs(tmp_path / "run", 0.393)
+    assert "`largebatch init" in cause.remedy
+    page = make_page(read_run(tmp_path / "run"))
+    assert "<code>largebatch init" in page
+    assert "`" not in page.partition("<h1>")[2].partition("<details>")[0]
+    assert "Top-5" not in page
+    finished(tmp_path / "ten", wrong=evenly(20))
+    assert "Top-5" in make_page(read_run(tmp_path / "ten"))
 
 
 def evenly(number: int) -> list[int]:
