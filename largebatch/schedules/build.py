@@ -82,9 +82,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: PLR0911 -- one case for each kind
-    decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
-) -> Policy:
+def _build(decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment) -> Policy:
     last = segment.steps - 1
     match decay:
         case schedule.Constant():
