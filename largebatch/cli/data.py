@@ -81,7 +81,7 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
     for split, found in zip(SPLITS, (train, val), strict=True):
-        if ignored := describe(found.ignored, where=split):
+        if ignored := describe(found.ignored, where=split, folder=folder / split):
             print(printable(ignored))
     check_classes(train.root, train.classes, val.classes)
     bad = len(train.bad) + len(val.bad)

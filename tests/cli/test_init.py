@@ -135,10 +135,10 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
 def test_what_is_wrong_with_the_photographs_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "train/cat/new.HEIC").write_bytes(b"x")
+    (folder / "train/cat/new.BMP").write_bytes(b"x")
     assert main(["init", str(folder), "--name", "first"]) == DONE
     printed = capsys.readouterr().out
-    for words in ("1 .heic", "cat 16, dog 4, yak 4", "4 training images", "6 validation images"):
+    for words in ("1 .bmp", "cat 16, dog 4, yak 4", "4 training images", "6 validation images"):
         assert words in printed
     for split in ("train", "val"):
         (folder / split / "empty").mkdir()

@@ -113,7 +113,7 @@ def test_images_that_cannot_be_read_are_named_and_the_others_predicted(
     content[45:60] = bytes(15)
     broken.write_bytes(content)
     (tmp_path / "folder/text.jpg").write_text("no image")
-    (tmp_path / "folder/new.heic").write_bytes(b"x")
+    (tmp_path / "folder/new.bmp").write_bytes(b"x")
     run, places = str(photos / "run"), [tmp_path / "folder", tmp_path / "nowhere.jpg"]
     assert main(["predict", run, *map(str, places), str(good)]) == USER
     printed = capsys.readouterr()
@@ -123,7 +123,7 @@ def test_images_that_cannot_be_read_are_named_and_the_others_predicted(
     assert float(row["probability_1"]) == pytest.approx(
         float(expected.probabilities.max()), abs=5e-5
     )
-    for name in ("broken.png", "text.jpg", "nowhere.jpg", "3 images of 4", ".heic"):
+    for name in ("broken.png", "text.jpg", "nowhere.jpg", "3 images of 4", ".bmp"):
         assert name in printed.err
     with pytest.raises(DataError, match=r"broken\.png"):
         predict(photos / "run", places)

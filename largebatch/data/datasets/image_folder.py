@@ -65,7 +65,8 @@ def open_archives(
     with ExitStack() as stack:
         splits: dict[str, Classes] = {name: {} for name in names}
         unread: list[str] = []
-        for archive, split in _archives(source, names).items():
+        archives = _archives(source, names)
+        for archive, split in archives.items():
             try:
                 paths, read = _open_files(archive, stack)
             except DataError:
@@ -81,7 +82,9 @@ def open_archives(
                 image = _Image(archive, path, rest, read)
                 splits[name].setdefault(class_name, []).append(image)
             unread += set(shown) - placed.keys()
-        remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
+        unpacked = source if source.is_dir() and source in archives else None
+        ignored = describe(by_suffix(unread), where=str(source), folder=unpacked)
+        remarks = [ignored] if ignored else []
         for split in names:
             if not splits[split]:
                 found = "".join(f" ({remark})" for remark in remarks)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
-from largebatch.data.index.headers import JPEG
+from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
@@ -119,8 +119,12 @@ def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
 
 
 def extension_of(content: bytes) -> str:
-    """Return the file extension of an encoded JPEG or PNG."""
-    return "jpg" if content.startswith(JPEG) else "png"
+    """Return the file extension of an encoded image."""
+    if content.startswith(JPEG):
+        return "jpg"
+    if is_webp(content):
+        return "webp"
+    return "heic" if is_heic(content) else "png"
 
 
 @contextmanager
