@@ -14,7 +14,6 @@ from on_forked_workers import on_forked_workers
 
 from largebatch import storage
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.index import folder
 from largebatch.data.index import index as module
 from largebatch.data.index.folder import MISPLACED
 from largebatch.data.index.index import (
@@ -158,7 +157,7 @@ def test_an_index_of_files_that_were_ignored_and_are_read_now_is_not_used(
     """As WebP by an earlier version, and HEIC before pillow-heif was installed."""
     write_image(root / "train/cat/new.webp")
     with monkeypatch.context() as earlier:
-        earlier.setattr(folder, "EXTENSIONS", (".jpeg", ".jpg", ".png"))
+        earlier.setattr("largebatch.data.index.folder.EXTENSIONS", (".jpeg", ".jpg", ".png"))
         make(root, "train")
     with pytest.raises(DataError, match=r"\.webp"):
         load_or_read(root, "train")
