@@ -62,7 +62,16 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
         others = sorted(set(source.rglob("*.parquet")) - opened.keys())
         names = shorten([path.relative_to(source).as_posix() for path in others])
         remarks = [f"{source}: {len(others)} other files ignored: {names}"] if others else []
-        yield DataSet(columns[2], sizes, samples, remarks)
+
+        def name(split: str, row: int) -> str:
+            for path in files[split]:
+                number = opened[path].metadata.num_rows
+                if row < number:
+                    return f"{path.relative_to(source).as_posix()}, row {row}"
+                row -= number
+            raise IndexError(row)
+
+        yield DataSet(columns[2], sizes, samples, remarks, name)
 
 
 class _File(NamedTuple):
