@@ -133,7 +133,7 @@ def _list_images(
         for path, (name, class_name, rest) in placed.items():
             image = _Image(archive, path, rest, files)
             splits[name].setdefault(class_name, []).append(image)
-        unread += set(shown) - placed.keys()
+        unread += [path for path in shown if path not in placed]
     unpacked = source if source.is_dir() and source in archives else None
     ignored = describe(by_suffix(unread), where=str(source), folder=unpacked)
     return splits, [ignored] if ignored else []

@@ -153,6 +153,8 @@ def describe(ignored: Mapping[str, int], *, where: str, folder: Path | None = No
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
     text = f"{where}: ignored files: {kinds}; read are {' '.join(EXTENSIONS)}"
+    if not set(HEIC).isdisjoint(ignored):
+        text += f". To read {' and '.join(HEIC)}: {INSTALL_HEIF}"
     convertible = [kind for kind in ignored if kind in CONVERTIBLE]
     if convertible:
         place = "DIR" if folder is None else shlex.quote(str(folder))
@@ -163,6 +165,4 @@ def describe(ignored: Mapping[str, int], *, where: str, folder: Path | None = No
         command = rf"find {place} {names} -exec convert {{}} {{}}.jpg \;"
         unpack = "unpack it into DIR, and " if folder is None else ""
         text += f". To convert them, with ImageMagick: {unpack}{command}"
-    if not set(HEIC).isdisjoint(ignored):
-        text += f"; or, to read {' and '.join(HEIC)} as they are: {INSTALL_HEIF}"
     return text
