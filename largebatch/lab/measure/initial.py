@@ -189,8 +189,8 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
     if typical <= MOST_TUNED and not pretrained:
         yield (
             f"{typical} training images in a typical class, at most {MOST_TUNED}: from random "
-            f"weights a model learns little of so few: begin with others: --weights {WEIGHTS}, a "
-            "file of timm or torchvision, or a run of largebatch on more images"
+            "weights a model learns little of so few; begin with --weights timm:NAME, a file of "
+            "timm or torchvision with its --model, or a run on more images"
         )
     if len(val) < FEW_VALIDATING:
         yield (
