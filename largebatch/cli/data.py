@@ -75,10 +75,11 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
 
 
 def open_indexes(folder: Path) -> "tuple[Index, Index]":
-    """Return the indexes of a folder, built if there are none, and print what they hold.
+    """Return the indexes of a folder, built if there are none; print what they hold, and copies.
 
     Raises DataError if the splits have other classes, or a class has no image.
     """
+    from largebatch.data.datasets.copies import copies_in_folder
     from largebatch.data.index.folder import describe
     from largebatch.data.index.index import check_classes, load_or_read
 
@@ -92,6 +93,8 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
         f"{len(val)} validation images{f', {bad} bad ones left out' * bool(bad)}"
     )
+    for line in copies_in_folder(train, val):
+        print(printable(line), flush=True)
     return train, val
 
 

@@ -14,6 +14,8 @@ from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import import_data
+from largebatch.data.datasets.copies import copies_in_folder
+from largebatch.data.index.index import read_folder
 from largebatch.storage import silent
 
 
@@ -58,6 +60,8 @@ def test_copies_are_named_by_their_kind(tmp_path: Path, form: Callable[[Path], P
     shutil.copy(root / "train/cat/1.png", root / "train/cat/same.png")
     shutil.copy(root / "val/dog/2.png", root / "val/cat/other.png")
     across, classes, within = remarks(form(root), tmp_path / "out")
+    indexes = (read_folder(root, split) for split in ("train", "val"))
+    assert copies_in_folder(*indexes) == [across, classes, within]
     assert "val/cat/both.png = train/cat/0.png" in across
     assert "val/dog/2.png = val/cat/other.png" in classes
     assert "train/cat/same.png = train/cat/1.png" in within

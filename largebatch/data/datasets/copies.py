@@ -10,17 +10,21 @@ time, and only of images that are large enough to be photographs.
 import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from largebatch.data.decoders.reader import read
 from largebatch.data.index.headers import is_heic
+from largebatch.data.index.index import Index
 from largebatch.data.types import Bytes, IntArray
 from largebatch.errors import shorten
 from largebatch.formatting import plural
 from largebatch.optional import require_heif
+from largebatch.storage import THREADS
 
 SIDE = 16  # height and width of the grey images that are compared, in pixels
 DIGEST_BYTES = 16
@@ -71,6 +75,25 @@ def _look(content: bytes) -> Bytes | None:
         # A filter with weights: a box of whole pixels would differ with the size of the image.
         small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
         return np.asarray(ImageOps.exif_transpose(small), np.uint8)
+
+
+def copies_in_folder(train: Index, val: Index) -> list[str]:
+    """Return lines about copies in class folders that are used without an import.
+
+    None for shards, whose import named them, and for more images than are compared by their looks.
+    """
+    indexes = {"train": train, "val": val}
+    is_imported = train.offsets is not None or val.offsets is not None
+    if is_imported or len(train) + len(val) > MOST:
+        return []
+    copies = Copies(lambda split, row: indexes[split].paths[row])
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="copies") as pool:
+        for split, index in indexes.items():
+            locations = map(index.locate, range(len(index)))
+            found = pool.map(lambda location: fingerprint(read(location)), locations)
+            for row, (label, of_row) in enumerate(zip(index.labels, found, strict=True)):
+                copies.add(split, row, int(label), of_row)
+    return list(copies.remarks())
 
 
 class Copies:
