@@ -114,6 +114,7 @@ def test_few_photographs_begin_with_pretrained_weights_or_it_is_said_what_to_do(
     write_classes(Path("few/val"), side=80, cat=2, dog=2)
     monkeypatch.setattr(initial, "WEIGHTS", f"timm:{name}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder.parent / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server has this port
     monkeypatch.setattr(pretrained, "PAUSE", 0)
     attempts: list[str] = []

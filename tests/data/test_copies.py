@@ -113,11 +113,11 @@ def test_shards_name_copies_too(tmp_path: Path) -> None:
 def photograph(number: int) -> Image.Image:
     """Coarse colours with finer ones over them, 160 x 120."""
     random = np.random.default_rng(number)
-    layers = [
+    coarse, fine = (
         Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).resize((160, 120))
         for size in ((3, 4), (15, 20))
-    ]
-    return Image.blend(*layers, 0.4)
+    )
+    return Image.blend(coarse, fine, 0.4)
 
 
 def test_photographs_that_were_saved_again_or_resized_are_noted(tmp_path: Path) -> None:
