@@ -151,17 +151,19 @@ class Copies:
         splits = self._splits()[images]
         labels = np.array(self._labels)[images]
         for start in range(0, len(images), AT_ONCE):
-            rows, columns = slice(start, start + AT_ONCE), slice(0, start + AT_ONCE)
-            alike = unit[rows] @ unit[columns].T >= CORRELATION
-            alike &= np.abs(np.subtract.outer(means[rows], means[columns])) <= DIFFERENCE
-            alike &= np.abs(np.subtract.outer(contrasts[rows], contrasts[columns])) <= DIFFERENCE
-            alike = np.tril(alike, k=start - 1)  # earlier images only
-            is_across = np.not_equal.outer(splits[rows], splits[columns])
-            is_relabelled = np.not_equal.outer(labels[rows], labels[columns])
+            block, before = slice(start, start + AT_ONCE), slice(0, start + AT_ONCE)
+            alike = unit[block] @ unit[before].T >= CORRELATION
+            alike = np.tril(alike, k=start - 1)  # of each image the earlier ones
+            rows = np.flatnonzero(alike.any(1))
+            alike, places = alike[rows], rows + start
+            alike &= np.abs(means[places, None] - means[before]) <= DIFFERENCE
+            alike &= np.abs(contrasts[places, None] - contrasts[before]) <= DIFFERENCE
+            is_across = splits[places, None] != splits[before]
+            is_relabelled = labels[places, None] != labels[before]
             for kind in (is_across, is_relabelled, ~(is_across | is_relabelled)):
                 chosen = alike & kind
                 for row in np.flatnonzero(chosen.any(1)):
-                    yield int(images[chosen[row].argmax()]), int(images[start + row])
+                    yield int(images[chosen[row].argmax()]), int(images[places[row]])
 
     def _splits(self) -> IntArray:
         """Return a number for the split of each image."""
@@ -183,7 +185,7 @@ class Copies:
                 within[copy] = original
         for copies, text in (
             (across, "of validation also in training, where it is not new"),
-            (relabelled, "in two classes, of which one is wrong"),
+            (relabelled, "in two classes"),
             (within, "twice in a class"),
         ):
             if copies:
