@@ -132,6 +132,8 @@ def test_photographs_that_were_saved_again_or_resized_are_noted(tmp_path: Path) 
     turned, exif = photograph(4).transpose(Image.Transpose.ROTATE_90), Image.Exif()
     exif[0x0112] = 6
     turned.save(tmp_path / "in/train/a/turned.jpg", exif=exif)
+    palette = photograph(99).convert("P")
+    palette.save(tmp_path / "in/val/b/palette.png", transparency=bytes(8))  # Pillow warns
     across, classes, within = remarks(tmp_path / "in", tmp_path / "out")
     assert "val/a/saved.jpg = train/a/0.jpg" in across
     assert "val/a/small.png = train/a/6.jpg" in across

@@ -3,6 +3,7 @@
 The archives must be on disk: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -43,7 +44,8 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         "webdataset": open_packed,
     }
     require_new(out)
-    with openers[name](source, **(options or {})) as data_set:
+    with warnings.catch_warnings(), openers[name](source, **(options or {})) as data_set:
+        warnings.simplefilter("ignore")  # of Pillow, about images that are checked here
         remarks = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )

@@ -9,6 +9,7 @@ time, and only of images that are large enough to be photographs.
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -87,7 +88,11 @@ def copies_in_folder(train: Index, val: Index) -> list[str]:
     if is_imported or len(train) + len(val) > MOST:
         return []
     copies = Copies(lambda split, row: indexes[split].paths[row])
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="copies") as pool:
+    with (
+        warnings.catch_warnings(),
+        ThreadPoolExecutor(THREADS, thread_name_prefix="copies") as pool,
+    ):
+        warnings.simplefilter("ignore")  # of Pillow, about images that were checked
         for split, index in indexes.items():
             locations = map(index.locate, range(len(index)))
             found = pool.map(lambda location: fingerprint(read(location)), locations)
