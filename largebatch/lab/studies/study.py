@@ -73,9 +73,16 @@ class OnHosts(Section):
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
 
+    megabits: Megabits | None = None
+    """Megabits per second of the links of this recipe; null: those of the study."""
+
+    paper: Literal["faster", "no difference"] | None = None
+    """In studies of servers, what Jaeger et al. found of servers beside the workers against central
+    ones for this model; null: they do not have it."""
+
     warm_up: Updates = 2
     updates: Updates = 10
-    """Number of timed updates in each start, after the warm-up updates."""
+    """Number of timed updates in each start, after the warm-up updates. Two more are not timed."""
 
 
 class StudyRecipe(Section):
@@ -188,22 +195,46 @@ class Staleness(Section):
     """A variant that several have is one."""
 
 
-Layout = Literal["decentralised", "torch"] | Centralised
+Layout = Literal["decentralised", "torch", "horovod"] | Centralised
+
+
+class Simulated(Section):
+    """What is simulated besides the starts, for every recipe and layout.
+
+    Links and mini-batches are swept at the largest number of workers that is started. Needs
+    `compute` in every recipe.
+    """
+
+    workers: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
+    """Numbers of workers."""
+
+    megabits: tuple[Megabits, ...] = ()
+    """Megabits per second of the links."""
+
+    mini_batches: tuple[Factor, ...] = ()
+    """Multiples of the recipe's mini-batch."""
 
 
 class Servers(Section):
     """Where the weights are: layouts with real starts on hosts (Jaeger et al., DIDL 2018)."""
 
     layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
-    """Short names, and where the weights are: as protocol.servers has it, or `torch`, whose workers
-    sum gradients by all-reduce."""
+    """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
+    whose workers sum gradients by all-reduce. Layouts on Horovod are left out where it is not
+    installed."""
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
 
-    simulated: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
-    """Numbers of workers whose speed is simulated besides the starts, for every recipe and layout.
-    Needs `compute` in every recipe."""
+    simulated: Simulated | None = None
+
+
+class Inside(Section):
+    """The all-reduce of workers in one host, as `largebatch plan --calibrate` measures it."""
+
+    gigabytes_per_second: Positive
+    seconds: NonNegative
+    """Seconds of an update's all-reduces besides their bytes, for each doubling of the workers."""
 
 
 class Scaling(Section):
@@ -214,6 +245,9 @@ class Scaling(Section):
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
+
+    inside: Inside | None = None
+    """Gives the planner's time of an update, for recipes with `compute`; null: it is not shown."""
 
     @model_validator(mode="after")
     def _require_equal_parts(self) -> Self:

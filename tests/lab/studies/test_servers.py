@@ -1,16 +1,23 @@
 """Studies of servers and of scaling: cells, rows, simulations by hand, and real starts."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, write_study
 
 from largebatch.lab.studies import scaling
-from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start
+from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start, start_of, starts_of
 from largebatch.lab.studies.runner import study
-from largebatch.lab.studies.servers import draw, findings, rows_of, simulations
+from largebatch.lab.studies.servers import (
+    Links,
+    draw,
+    findings,
+    rows_of,
+    simulations,
+    verdict,
+)
 from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Machine, load_study
 from largebatch.recipe.protocols import Hardsync
@@ -25,8 +32,10 @@ GRADIENT = 0.01 + 16 * 0.001
 
 
 def simulated(folder: Path, measured: list[HostsRow] | None = None) -> list[HostsRow]:
-    path = write_study(folder, SERVERS, servers__megabits=100, servers__simulated=[2, 4])
-    return simulations(load_study(path), folder, measured or [])
+    """Return the simulations of two and four workers."""
+    swept = {"workers": [2, 4]}
+    path = write_study(folder, SERVERS, servers__megabits=100, servers__simulated=swept)
+    return simulations(load_study(path), folder, measured or [])["workers"]
 
 
 def seconds(rows: list[HostsRow]) -> dict[str, float]:
@@ -56,7 +65,7 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
 
 
 def test_the_page_has_simulations_without_starts(tmp_path: Path) -> None:
-    path, lines = write_study(tmp_path, SERVERS, servers__simulated=[2]), list[str]()
+    path, lines = write_study(tmp_path, SERVERS, servers__simulated={"workers": [2]}), list[str]()
     assert study(path, out=tmp_path / "out", page=True, machine=Machine(), report=lines.append)
     assert "lenet5/beside-2" in lines[0]
     assert (tmp_path / "out" / "study.html").stat().st_size > 10_000
@@ -115,20 +124,99 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
     assert ring.efficiency.mean == pytest.approx(100 * mean)
     assert list(ring.throughputs.values()) == pytest.approx(32 / np.array(SECONDS["ring"]))
     mean, low, high = ratio("beside", "central")
-    (compared,) = findings(rows, "measured")
+    compared = next(findings(rows))
     assert f"{mean:.2f} times ({low:.2f} to {high:.2f}) as fast" in compared
-    table = draw("tiny", rows, []).sections[0].parts[0]
+    nothing = simulations(load_study(tmp_path / "study.yaml"), tmp_path, rows)
+    table = draw("tiny", rows, nothing).sections[0].parts[0]
     assert isinstance(table, Table)
     assert list(table.columns[0].values) == [cell.name for cell in cells.values()]
+
+
+def test_links_and_mini_batches_are_swept_at_the_most_workers(tmp_path: Path) -> None:
+    swept = {"megabits": [50, 100], "mini_batches": [0.5]}
+    path = write_study(tmp_path, SERVERS, servers__megabits=100, servers__simulated=swept)
+    rows = simulations(load_study(path), tmp_path, [])
+    slow = {row.cell.look: row for row in rows["megabits"] if row.cell.megabits == 50}
+    half = {row.cell.look: row for row in rows["samples"]}
+    assert slow["ring"].seconds.mean == pytest.approx(GRADIENT + 2 * MODEL / SECOND, rel=1e-3)
+    assert half["ring"].seconds.mean == pytest.approx(0.018 + MODEL / SECOND, rel=1e-3)
+    speed_up = half["ring"].speed_up  # over one worker with the same mini-batch
+    assert speed_up is not None
+    assert speed_up.mean == pytest.approx(2 * 0.018 / (0.018 + MODEL / SECOND), rel=1e-3)
+    assert not rows["workers"]
+    assert len(draw("tiny", [], rows).sections[0].parts) == 2  # a chart for each sweep
+
+
+@pytest.mark.parametrize(
+    ("paper", "low", "high", "word"),
+    [
+        pytest.param("faster", 1.01, 1.5, "confirms", id="faster"),
+        pytest.param("faster", 0.5, 0.9, "refutes", id="slower"),
+        pytest.param("faster", 0.9, 1.2, "does not decide", id="within noise"),
+        pytest.param("no difference", 0.95, 1.05, "confirms", id="equal"),
+        pytest.param("no difference", 1.02, 1.4, "refutes", id="different"),
+        pytest.param("no difference", 0.8, 1.2, "does not decide", id="wide"),
+        pytest.param(None, 1.0, 2.0, "does not have", id="not in the paper"),
+    ],
+)
+def test_the_paper_is_judged_by_the_ends_of_the_interval(
+    paper: Literal["faster", "no difference"] | None, low: float, high: float, word: str
+) -> None:
+    assert word in verdict(paper, low, high)
+
+
+ON_LINKS = {
+    "central": [12, 12, 24],  # two workers and one server that has everything
+    "beside": [12 - 10 + 10, 12 - 2 + 2],
+    "ring": [12, 12],
+}
+
+
+@pytest.mark.parametrize("layout", ON_LINKS)
+def test_links_carry_the_bytes_of_the_formulas(layout: str, tmp_path: Path) -> None:
+    cell, formula = cells_here(tmp_path)[layout], ON_LINKS[layout]
+    shares = {"central": [12], "beside": [10, 2], "ring": [12]}[layout]
+    counted = [float(one) for one in formula]
+    sent = [*counted[:-1], 1.1 * counted[-1]]
+    start = Start(seconds=[1.0], shares=shares, received=counted, sent=sent)
+    row = HostsRow(cell=cell, starts={1: start})
+    assert Links(row).formula == formula
+    assert Links(row).deviation == pytest.approx(0.1)
+    busiest = max(formula)
+    assert Links(row).busiest[1] == 2 * busiest
+    assert any("NOT within 5%" in text for text in findings([row]))
+
+
+def test_the_traffic_of_idle_workers_is_taken_off() -> None:
+    """Counters are read after the warm-up, after one update, and after one and two timed ones."""
+    idle, update = 7, 100
+    marks = [[0, 0], [idle + update, 0], [2 * idle + 4 * update, 5 * 2]]
+    worker = {
+        "seconds": [1.0, 1.0], "counters": marks, "rates": ["0x1p+0"], "shares": [4],
+        "gradients": 5, "late": 1,
+    }  # fmt: skip
+    start = start_of([worker, worker], ["host1", "host1"], updates=2)
+    assert start.received == [update]
+    assert start.sent == [5]
+    assert start.late == pytest.approx(0.2)
+    assert start.rates == [["0x1p+0"]] * 2
+
+
+ON_HOROVOD: Json = {**SERVERS, "servers": {"megabits": 1000, "layouts": {"ring": "horovod"}}}
 
 
 @pytest.mark.long
 @needs_hosts
 @pytest.mark.parametrize(
     ("kind", "least"),
-    [pytest.param(SERVERS, GRADIENT, id="servers"), pytest.param(SCALING, 0.0, id="scaling")],
+    [
+        pytest.param(SERVERS, GRADIENT, id="servers"),
+        pytest.param(ON_HOROVOD, GRADIENT, id="ring over Horovod"),
+        pytest.param(SCALING, 0.0, id="scaling"),
+    ],
 )
 def test_a_real_start_of_each_cell(kind: Json, least: float, tmp_path: Path) -> None:
+    """The counters of all links are near the bytes of the formulas."""
     path, lines = write_study(tmp_path, kind), list[str]()
     out = tmp_path / "out"
     assert study(path, out=out, machine=Machine(), report=lines.append)
@@ -137,6 +225,12 @@ def test_a_real_start_of_each_cell(kind: Json, least: float, tmp_path: Path) -> 
         assert record is not None
         assert len(record["seconds"]) == 4
         assert min(record["seconds"]) > least
+        assert sum(record["shares"]) == MODEL
+        if len(cell.workers_per_host) > 1:
+            row = HostsRow(cell=cell, starts=starts_of(cell, {cell.name: {"seed-1": record}}))
+            deviation = Links(row).deviation
+            assert deviation is not None
+            assert deviation < 0.05
 
 
 def test_weak_and_strong_scaling_meet_at_the_most_workers(tmp_path: Path) -> None:
