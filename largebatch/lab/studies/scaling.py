@@ -4,24 +4,33 @@ Dell EMC compare GPUs in one server with servers (C4140, 2019): images a second 
 as many times one GPU. Here workers are in one host, or each on its own host behind a link. In weak
 scaling each has the same mini-batch, in strong scaling all share the batch that the most workers
 have together; so the two meet there, in one cell.
+
+Dell EMC saw that a change of the learning rate "is not reflected immediately" in every processor of
+several servers (section 7.4.2). So the rate that every worker applies in every update is recorded
+and compared, bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from largebatch.lab.planner.prediction import Load, step_seconds
+from largebatch.lab.planner.prediction import Machine as Planned
+from largebatch.lab.protocols.simulator import expectation
 from largebatch.lab.studies.hosts import (
     IDEAL,
     HostsCell,
     HostsRow,
+    Start,
     chart_of,
     hosts_cell,
     starts_of,
     table_of,
 )
+from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Study
-from largebatch.report.pages import Page, Section, series
+from largebatch.lab.studies.study import Inside, Study
+from largebatch.report.pages import Page, Section, columns_over, series
 
 INSIDE, HOSTS = "one-host", "hosts"
 
@@ -32,7 +41,8 @@ _NOTE = (
 _TABLE = (
     "The ideal, an efficiency of 100 %, is one worker times the number of workers; in weak scaling "
     "each has the same mini-batch, in strong scaling all share one batch. Late gradients took "
-    "longer than their set time."
+    "longer than their set time. Learning rates are those that each worker's optimizer applied, "
+    "compared bit for bit. The planner's time is that of workers with a core each."
 )
 
 
@@ -77,34 +87,130 @@ def rows_of(study: Study, folder: Path, records: Records) -> list[HostsRow]:
     return [row for row in rows if row.starts]
 
 
-def findings(rows: Sequence[HostsRow]) -> Iterator[str]:
-    """Yield how hosts compare with one host."""
+def planned_seconds(row: HostsRow, inside: Inside | None) -> float | None:
+    """Return the planner's seconds of an update; None for one worker, and without its figures.
+
+    What the update of one worker alone takes besides its gradient is added. Gradients are set times
+    that are slept before backward, so backward hides no exchange.
+    """
+    cell, compute = row.cell, row.cell.on_hosts.compute
+    if inside is None or compute is None or row.alone is None or cell.workers == 1:
+        return None
+    factor = expectation(compute.factor)
+    alone = row.alone
+    gradient = factor * (compute.overhead + compute.sample * alone.cell.samples)
+    machine = Planned(
+        seconds_per_image=compute.sample * factor,
+        launch=compute.overhead * factor,
+        update=max(0.0, alone.seconds.mean - gradient),
+        link=inside.gigabytes_per_second * 1e9,
+        network=payload_bandwidth(cell.megabits),
+        workers_per_node=max(cell.workers_per_host),
+        latency=inside.seconds,
+    )
+    load = Load(
+        workers=cell.workers,
+        device_batch=cell.samples,
+        gradient_bytes=float(sum(next(iter(row.starts.values())).shares)),
+        overlap=False,
+    )
+    return sum(step_seconds(machine, load).values())
+
+
+def unequal_rates(start: Start) -> str:
+    """Return where the learning rates of workers first differ; empty if they are equal.
+
+    Updates are counted from 0. A rate that arrives late on one worker is one that differs.
+    """
+    if not start.rates:
+        return ""
+    first, *others = start.rates
+    for worker, rates in enumerate(others, start=1):
+        if len(rates) != len(first):
+            return f"worker {worker} made {len(rates)} updates, and worker 0 {len(first)}"
+        for update, (own, other) in enumerate(zip(first, rates, strict=True)):
+            if own != other:
+                shown = [", ".join(map(_shown_rate, bits.split())) for bits in (own, other)]
+                return f"in update {update} worker 0 has {shown[0]} and worker {worker} {shown[1]}"
+    return ""
+
+
+def _shown_rate(bits: str) -> str:
+    return f"{float.fromhex(bits)!r} ({bits})"
+
+
+def rate_findings(rows: Sequence[HostsRow]) -> Iterator[str]:
+    """Yield where learning rates differ between workers, or in how many updates they are equal."""
+    starts = {
+        f"{row.cell.name} seed {seed}": start
+        for row in rows
+        for seed, start in row.starts.items()
+        if len(start.rates) > 1
+    }
+    differences = {name: found for name, one in starts.items() if (found := unequal_rates(one))}
+    for name, found in differences.items():
+        yield f"Learning rates differ between workers: {name}: {found}."
+    changes = sum(len(set(start.rates[0])) > 1 for start in starts.values())
+    if starts and not differences:
+        updates = sum(len(start.rates[0]) for start in starts.values())
+        yield (
+            f"Every worker applied the same learning rate, bit for bit, in each of {updates:,} "
+            f"updates of {len(starts)} starts of several workers; the rate changes in {changes} of "
+            "them."
+        )
+
+
+def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator[str]:
+    """Yield how hosts compare with one host, the workers' rates, and how far the planner is off."""
     places = {
         (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row.efficiency
         for row in rows
     }
     for (kind, recipe, workers, place), efficiency in places.items():
-        inside = places.get((kind, recipe, workers, INSIDE))
-        if place == HOSTS and inside and efficiency:
+        in_one_host = places.get((kind, recipe, workers, INSIDE))
+        if place == HOSTS and in_one_host and efficiency:
             yield (
-                f"{recipe}, {kind}, {workers} workers: {inside.mean:.0f}% of the ideal in one "
+                f"{recipe}, {kind}, {workers} workers: {in_one_host.mean:.0f}% of the ideal in one "
                 f"host, {efficiency.mean:.0f}% on hosts."
             )
+    yield from rate_findings(rows)
+    ratios = [
+        planned / row.seconds.mean for row in rows if (planned := planned_seconds(row, inside))
+    ]
+    if ratios:
+        yield (
+            f"The planner's time of an update is {min(ratios):.2f} to {max(ratios):.2f} times the "
+            f"measured one over {len(ratios)} cells of several workers."
+        )
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = rows_of(study, folder, records)
+    assert study.scaling is not None
+    inside, rows = study.scaling.inside, rows_of(study, folder, records)
     looks = {place: series(number, place) for number, place in enumerate((INSIDE, HOSTS, IDEAL))}
     groups: dict[tuple[str | None, str], list[HostsRow]] = {}
     for row in rows:
         groups.setdefault((row.scaling, row.cell.configuration), []).append(row)
     charts = [chart_of(f"{kind}, {recipe}", own, looks) for (kind, recipe), own in groups.items()]
-    table = table_of("cells", rows, looks)
+    column = columns_over(rows)
+
+    def rates(row: HostsRow) -> str | None:
+        starts = [start for start in row.starts.values() if len(start.rates) > 1]
+        if not starts:
+            return None
+        return "differ" if any(map(unequal_rates, starts)) else "equal"
+
+    columns = [
+        column("The planner, s", lambda row: planned_seconds(row, inside), ",.4f"),
+        column("Learning rates", rates, None),
+    ]
+    table = table_of("cells", rows, looks, columns)
     return Page(
         title=study.name,
         subtitle=", ".join(study.recipes),
-        findings=list(findings(rows)),
+        findings=list(findings(rows, inside)),
+        is_sound=not any(unequal_rates(start) for row in rows for start in row.starts.values()),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],

@@ -63,12 +63,12 @@ LEVEL = 1.1
 Sweep = Literal["workers", "megabits", "samples"]
 """What differs between the points of a simulation."""
 
-SWEEPS: Mapping[Sweep, str] = {
-    "workers": "Workers",
-    "megabits": "Link, Mbit/s",
-    "samples": "Samples each",
+SWEEPS: Mapping[Sweep, tuple[str, str]] = {
+    "workers": ("Workers", "workers"),
+    "megabits": ("Link, Mbit/s", "Mbit/s"),
+    "samples": ("Samples each", "samples each"),
 }
-"""Titles of the sweeps' axes."""
+"""Titles of the sweeps' axes, and units of their values."""
 
 Paper = Literal["faster", "no difference"]
 
@@ -173,7 +173,9 @@ class Links:
         """In each direction, by host."""
 
         counted = [start for start in starts if start.sent]
-        self.received = [fmean(of_host) for of_host in zip(*(one.received for one in counted), strict=True)]
+        self.received = [
+            fmean(of_host) for of_host in zip(*(one.received for one in counted), strict=True)
+        ]
         self.sent = [fmean(of_host) for of_host in zip(*(one.sent for one in counted), strict=True)]
 
     @property
@@ -364,19 +366,21 @@ def simulated_findings(
     """Yield how simulated layouts compare over each sweep, and how far simulations are off."""
     recipes = dict.fromkeys(row.cell.configuration for rows in simulated.values() for row in rows)
     for recipe in recipes:
-        for sweep, axis in SWEEPS.items():
+        for sweep, (_, unit) in SWEEPS.items():
             rows = [row for row in simulated[sweep] if row.cell.configuration == recipe]
-            times = {getattr(row.cell, sweep): found for _, row, found in pairs_of(rows)}
+            times = {getattr(row.cell, sweep): found.mean for _, row, found in pairs_of(rows)}
             if not times:
                 continue
-            means = [found.mean for found in times.values()]
-            low, high = min(means), max(means)
+            low, high = min(times.values()), max(times.values())
+            judged = verdict(rows[0].cell.on_hosts.paper, low, high)
+            equal = [f"{at:,g}" for at, mean in times.items() if 1 / LEVEL <= mean <= LEVEL]
             text = (
-                f"{recipe}, simulated, beside over one central server: {low:.2f} to {high:.2f} "
-                f"times as fast at {axis} from {min(times):,g} to {max(times):,g}"
+                f"{recipe}, simulated: servers beside the workers are {low:.2f} to {high:.2f} "
+                f"times as fast as one central server at {min(times):,g} to {max(times):,g} "
+                f"{unit}, which {judged}"
             )
-            if sweep == "workers":
-                text += f", which {verdict(rows[0].cell.on_hosts.paper, low, high)}"
+            if equal:
+                text += f"; equally fast at {', '.join(equal)}"
             yield f"{text}."
         rows = [row for row in simulated["megabits"] if row.cell.configuration == recipe]
         pays = pays_from(rows)
@@ -444,7 +448,7 @@ def draw(
         sections.append(Section(title="Layouts", parts=[table], notes=[_TABLE]))
     for recipe in recipes:
         charts = []
-        for sweep, axis in SWEEPS.items():
+        for sweep, (axis, _) in SWEEPS.items():
             own = rows if sweep == "workers" else []
             own = [row for row in own if row.cell.configuration == recipe]
             swept = [row for row in simulated[sweep] if row.cell.configuration == recipe]

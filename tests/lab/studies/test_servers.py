@@ -5,10 +5,19 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, write_study
 
+from largebatch.errors import StudyError
 from largebatch.lab.studies import scaling
-from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start, start_of, starts_of
+from largebatch.lab.studies.hosts import (
+    HostsCell,
+    HostsRow,
+    Start,
+    applied_rates,
+    start_of,
+    starts_of,
+)
 from largebatch.lab.studies.runner import study
 from largebatch.lab.studies.servers import (
     Links,
@@ -19,7 +28,7 @@ from largebatch.lab.studies.servers import (
     verdict,
 )
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Machine, load_study
+from largebatch.lab.studies.study import Inside, Machine, load_study
 from largebatch.recipe.protocols import Hardsync
 from largebatch.report.pages import Table
 
@@ -231,6 +240,8 @@ def test_a_real_start_of_each_cell(kind: Json, least: float, tmp_path: Path) -> 
             deviation = Links(row).deviation
             assert deviation is not None
             assert deviation < 0.05
+            if cell.recipe.protocol is None:
+                assert [len(rates) for rates in record["rates"]] == [1 + 1 + 1 + 4] * cell.workers
 
 
 def test_weak_and_strong_scaling_meet_at_the_most_workers(tmp_path: Path) -> None:
@@ -266,6 +277,7 @@ def scaled(folder: Path) -> dict[str, Any]:
                 "seed": seed,
                 "late": 0.0,
                 "seconds": [SCALED[cell.name] * (1 + seed / 100)],
+                "shares": [MODEL],
             }
             for seed in (1, 2, 3)
         }
@@ -284,6 +296,73 @@ def test_efficiency_is_against_as_many_times_one_worker(tmp_path: Path) -> None:
     assert strong.efficiency is not None
     assert weak.efficiency.mean == pytest.approx(100 * 0.030 / 0.040)
     assert strong.efficiency.mean == pytest.approx(100 * 0.050 / (2 * 0.040))
+
+
+INSIDE = {"gigabytes_per_second": 0.5, "seconds": 0.001}
+
+
+def test_the_planner_adds_what_one_worker_takes_and_the_bytes_of_a_ring(tmp_path: Path) -> None:
+    records = scaled(tmp_path)
+    study = load_study(write_study(tmp_path, SCALING, scaling__inside=INSIDE, seeds=3))
+    rows = {
+        (row.scaling, row.cell.name): scaling.planned_seconds(row, Inside(**INSIDE))
+        for row in scaling.rows_of(study, tmp_path, records)
+    }
+    link, inside = 2 * MODEL / 2 / (10 * SECOND), 2 * MODEL / 2 / 0.5e9 + 0.001
+    weak, strong = 1.02 * 0.030, 1.02 * 0.050 - 0.016  # means of starts; half of 32 samples
+    assert rows["weak", "lenet5/1x16-one-host"] is None
+    assert rows["weak", "lenet5/2x16-hosts"] == pytest.approx(weak + link)
+    assert rows["weak", "lenet5/2x16-one-host"] == pytest.approx(weak + inside)
+    assert rows["strong", "lenet5/2x16-hosts"] == pytest.approx(strong + link)
+    page = scaling.make_page(study, tmp_path, records)
+    assert any("planner" in text for text in page.findings)
+
+
+def test_the_rate_that_an_optimizer_applies_is_recorded_in_each_update() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with applied_rates(optimizer) as rates:
+        for lr in (0.1, 0.1 + 2**-56, 0.3):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+    optimizer.step()
+    assert list(map(float.fromhex, rates)) == [0.1, 0.1 + 2**-56, 0.3]
+
+
+LATE = [[0.4, 0.4, 0.04], [0.4, 0.4, 0.4]]
+"""Learning rates of two workers, the second of which changes one update late."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        pytest.param(LATE, ["in update 2", "0.04", "worker 1 0.4"], id="late"),
+        pytest.param([[0.1], [0.1 + 2**-56]], ["in update 0"], id="last bit"),
+        pytest.param([[0.1, 0.1], [0.1]], ["made 1 updates"], id="fewer updates"),
+        pytest.param([[0.1, 0.2], [0.1, 0.2]], [], id="equal"),
+    ],
+)
+def test_rates_of_workers_are_compared_bit_for_bit(
+    workers: list[list[float]], words: list[str], tmp_path: Path
+) -> None:
+    records, rates = scaled(tmp_path), [[lr.hex() for lr in one] for one in workers]
+    records["lenet5/2x16-hosts"]["seed-2"]["rates"] = rates
+    page = scaling.make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    found = [text for text in page.findings if "rate" in text]
+    assert len(found) == 1 or not words
+    assert all(word in found[0] for word in words)
+    assert page.is_sound == (not words)
+    table = page.sections[0].parts[0]
+    assert isinstance(table, Table)
+    column = next(one for one in table.columns if one.title == "Learning rates")
+    assert set(column.values) == {None, "differ" if words else "equal"}
+
+
+@pytest.mark.parametrize("key", ["seconds", "seed"])
+def test_a_damaged_record_of_a_start_is_named(key: str, tmp_path: Path) -> None:
+    records = scaled(tmp_path)
+    records["lenet5/2x16-hosts"]["seed-2"][key] = "soon"
+    with pytest.raises(StudyError, match=r"2x16-hosts/seed-2\.json"):
+        scaling.rows_of(load_study(tmp_path / "study.yaml"), tmp_path, records)
 
 
 def test_the_page_of_scaling_has_every_row(tmp_path: Path) -> None:
