@@ -184,6 +184,25 @@ class Grid(Section):
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
+class SpeedUp(Section):
+    """Speed-up over one learner at all `times`, simulated without gradients for the page."""
+
+    recipe: Name
+    """The recipe whose weights are sent."""
+
+    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)] = (0, 1, "lambda")
+    """As in `grids`."""
+
+    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
+    """Samples of a gradient."""
+
+    learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
+    """lambda; one learner is simulated in any case."""
+
+    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 3_000
+    """Number of gradients of each simulation; every seed of the study has one."""
+
+
 class Staleness(Section):
     """Protocols of simulated learners with real gradients (Rudra, arXiv:1509.04210)."""
 
@@ -192,7 +211,9 @@ class Staleness(Section):
     """Distributions of the factor on the seconds of each gradient, with a mean or a median of 1."""
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
-    """A variant that several have is one."""
+    """Equal variants are merged."""
+
+    speed_up: SpeedUp | None = None
 
 
 Layout = Literal["decentralised", "torch", "horovod"] | Centralised
@@ -293,6 +314,13 @@ class Study(Section):
         (kind,) = (each for each in get_args(Kind) if getattr(self, each) is not None)
         return kind  # type: ignore[no-any-return]
 
+    @property
+    def simulates(self) -> bool:
+        """True if its page has simulations, which need no run."""
+        if self.servers is not None:
+            return self.servers.simulated is not None
+        return self.staleness is not None and self.staleness.speed_up is not None
+
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) is not None]
@@ -323,8 +351,15 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _require_known_names(self) -> Self:
-        for place, grid in enumerate(self.staleness.grids if self.staleness else ()):
-            assert self.staleness is not None
+        if self.staleness is None:
+            return self
+        speed_up = self.staleness.speed_up
+        if speed_up is not None and speed_up.recipe not in self.recipes:
+            raise ValueError(
+                f"staleness.speed_up.recipe: {speed_up.recipe} is not in recipes, which has "
+                f"{', '.join(self.recipes)}"
+            )
+        for place, grid in enumerate(self.staleness.grids):
             for key, known in (("recipes", self.recipes), ("times", self.staleness.times)):
                 unknown = [name for name in getattr(grid, key) if name not in known]
                 if unknown:
