@@ -315,7 +315,8 @@ def usage_of(read: Run) -> dict[str, float]:
     Seconds are those of the updates. The rest needs monitor: system, and is measured from the
     set-up of a worker to the last update, with evaluations: `cpu_seconds`, core-seconds of all
     workers; `cores`, the mean number of busy ones; `peak_memory_bytes`, resident, summed over the
-    workers; `gpu_percent`, the mean over the workers; `gpu_memory_bytes`, the peak of any worker.
+    workers; `read_bytes`, those read from disks (NaN in logs without them); `gpu_percent`, the mean
+    over the workers; `gpu_memory_bytes`, the peak of any worker.
     """
     used = {"train_seconds": math.fsum(step.step_seconds for step in read.steps)}
     if not read.system or not all(one.seconds for one in read.system):
@@ -324,7 +325,7 @@ def usage_of(read: Run) -> dict[str, float]:
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
-    seconds = table("seconds")
+    seconds, reads = table("seconds"), table("read_bytes")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
     return {
         **used,
@@ -333,6 +334,7 @@ def usage_of(read: Run) -> dict[str, float]:
         "peak_memory_bytes": float(table("peak_memory_bytes").max(axis=0).sum()),
         "gpu_percent": float((table("gpu_percent") * seconds).sum() / seconds.sum()),
         "gpu_memory_bytes": float(table("gpu_memory_bytes").max()),
+        "read_bytes": float(reads.sum()) if reads.size else math.nan,
     }
 
 
