@@ -518,7 +518,7 @@ def chart_of(
     log: Literal["", "x"] = "" if by == "workers" else "x"
     panel = Panel(lines=lines, x=axis, y="Speed-up", log=log, from_zero=True)
     name = f"speed-up-{title.replace(', ', '-')}-{by}"
-    caption = "Points are measured, lines simulated." if simulated and rows else ""
+    caption = f"{title}: points are measured, lines simulated." if simulated and rows else title
     return line_chart(name, panel, title=f"Speed-up: {title}", caption=caption)
 
 
