@@ -482,7 +482,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
         seconds = {
             cell.name: {
                 seed: _seconds_of_sample(cell, size, gradients=section.gradients, seed=seed)
-                for seed in range(1, study.seeds + 1)
+                for seed in range(1, section.seeds + 1)
             }
             for cell in cells
         }

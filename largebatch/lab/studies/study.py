@@ -199,8 +199,11 @@ class SpeedUp(Section):
     learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
     """lambda; one learner is simulated in any case."""
 
-    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 3_000
-    """Number of gradients of each simulation; every seed of the study has one."""
+    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 6_000
+    """Number of gradients of each simulation."""
+
+    seeds: Annotated[int, Field(ge=1, le=100)] = 5
+    """Number of simulations of each point, with seeds 1, 2, 3 ... of the times."""
 
 
 class Staleness(Section):

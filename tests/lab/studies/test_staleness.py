@@ -198,7 +198,6 @@ def test_speed_up_over_learners_is_that_of_the_simulated_cluster(tmp_path: Path)
         staleness__machines={"overhead": 0.01, "sample": 0.001},
         staleness__times={"usual": {"kind": "constant", "seconds": 1.0}},
         staleness__speed_up={"recipe": "plain", "mu": [8], "learners": [4], "gradients": 40},
-        seeds=3,
     )
     lines = list[str]()
     assert study(path, out=tmp_path / "out", page=True, machine=Machine(), report=lines.append)
