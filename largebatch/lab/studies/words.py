@@ -15,19 +15,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from largebatch.data.decoders.synthetic import synthetic_index
 from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.agreement import share_weights
-from largebatch.errors import DataError, RecipeError
+from largebatch.errors import DataError
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.section import Section
 from largebatch.runs.build import join, plugged_in
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
@@ -47,17 +51,28 @@ INITIAL = 0.1
 """All initial weights are drawn between -INITIAL and INITIAL (Zaremba et al., section 4.1)."""
 
 
+Count = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class Arguments(Section):
+    """The arguments of the model in a recipe."""
+
+    units: Count = 200
+    """Units of each layer, and length of a word's embedding."""
+
+    layers: Count = 2
+    words: Count = 35
+    """Number of words in a window."""
+
+
 class LSTM(nn.Module):
     """Embedding, LSTM layers and a layer over the vocabulary, without dropout.
 
     Maps word numbers, N x T, to the logits of the next word, N x T x num_words.
     """
 
-    def __init__(
-        self, num_words: int, *, units: int = 200, layers: int = 2, words: int = 35
-    ) -> None:
+    def __init__(self, num_words: int, *, units: int, layers: int) -> None:
         super().__init__()
-        self.words = words  # in a window (T); no weight depends on it
         self.embedding = nn.Embedding(num_words, units)
         self.lstm = nn.LSTM(units, units, layers, batch_first=True)
         self.head = nn.Linear(units, num_words)
@@ -72,12 +87,15 @@ class LSTM(nn.Module):
 
 
 def build_lstm(recipe: Recipe) -> LSTM:
-    """Build the model from the recipe's seed; raise RecipeError for arguments that it lacks."""
+    """Build the model from the recipe's seed; raise RecipeError for wrong arguments."""
     torch.manual_seed(recipe.seed)
-    try:
-        return LSTM(recipe.data.classes, **recipe.model.arguments)
-    except TypeError as error:
-        raise RecipeError(f"model.arguments: {NAME}: {error}") from None
+    given = arguments_of(recipe)
+    return LSTM(recipe.data.classes, units=given.units, layers=given.layers)
+
+
+def arguments_of(recipe: Recipe) -> Arguments:
+    """Return the arguments of the model; raise RecipeError with every mistake."""
+    return validate_tree(Arguments, recipe.model.arguments, source=f"model.arguments of {NAME}")
 
 
 def shapes_of(recipe: Recipe) -> nn.Module:
@@ -140,16 +158,16 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
 
     Raises DataError for another number of windows than data.train_samples.
     """
-    protocol = recipe.protocol
+    protocol, given = recipe.protocol, arguments_of(recipe)
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         model = build_lstm(recipe).to(backend.device)
-        words = read_words(options.data, num_words=recipe.data.classes)
-        inputs, targets = windows_of(words.to(backend.device), length=model.words)
+        words, length = read_words(options.data, num_words=recipe.data.classes), given.words
+        inputs, targets = windows_of(words.to(backend.device), length=length)
         if len(inputs) != recipe.data.train_samples:
             raise DataError(
-                f"{FILE} has {len(inputs):,} windows of {model.words} words, and "
+                f"{FILE} has {len(inputs):,} windows of {length} words, and "
                 f"data.train_samples is {recipe.data.train_samples:,}"
             )
 

@@ -68,7 +68,7 @@ def test_updates_are_those_of_plain_pytorch_on_the_same_windows(folder: Path) ->
     words = read_words(folder, num_words=WORDS)
     inputs, targets = windows_of(words, length=LENGTH)
     torch.manual_seed(recipe.seed)
-    model = LSTM(WORDS, units=5, layers=2, words=LENGTH)
+    model = LSTM(WORDS, units=5, layers=2)
     for update in range(updates):
         positions = range(4 * update, 4 * update + 4)
         samples = samples_at(positions, seed=recipe.seed, num_samples=WINDOWS, trained=None)
@@ -93,7 +93,8 @@ def test_updates_are_those_of_plain_pytorch_on_the_same_windows(folder: Path) ->
     [
         pytest.param("data.classes", 9, DataError, id="vocabulary"),
         pytest.param("data.train_samples", 15, DataError, id="windows"),
-        pytest.param("model.arguments.dropout", 0.5, RecipeError, id="argument"),
+        pytest.param("model.arguments.dropout", 0.5, RecipeError, id="unknown argument"),
+        pytest.param("model.arguments.units", 0, RecipeError, id="no units"),
     ],
 )
 def test_what_does_not_fit_the_text_is_refused(
@@ -101,7 +102,8 @@ def test_what_does_not_fit_the_text_is_refused(
 ) -> None:
     cell = cell_of(folder, **{f"recipes__lstm__set__{key}": value})
     options = Options(out=folder / "run", data=folder)
-    with pytest.raises(error, match=key.rpartition(".")[0]), open_words(cell.recipe, options):
+    *_, last = key.split(".")
+    with pytest.raises(error, match=last), open_words(cell.recipe, options):
         pass
 
 
