@@ -14,19 +14,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
 from largebatch.distributed.environment import LOST, BackendName
-from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
+from largebatch.errors import (
+    LargebatchError,
+    PeerLostError,
+    StudyError,
+    WorkerFailedError,
+)
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
+from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
@@ -88,14 +94,28 @@ class PacedCriterion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Result of one start of the workers of a cell."""
+class StartRecord(Record):
+    """Record of one start of the workers of a cell."""
 
-    seconds: list[float]
+    seconds: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """Seconds of each timed update, on the first worker or server."""
+
+    late: Share
+    """Fraction of gradients that took longer than their set time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Result of one start of the workers of a cell, or of a simulated one."""
+
+    seconds: Sequence[float]
     """Seconds of each timed update, on the first worker or server."""
 
     late: float = 0.0
     """Fraction of gradients that took longer than their set time."""
+
+    record: StartRecord | None = None
+    """None for a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +177,7 @@ class HostsCell(Cell):
             workers = [json.loads(path.read_bytes()) for path in files]
         gradients = sum(worker["gradients"] for worker in workers)
         late = sum(worker["late"] for worker in workers) / gradients if gradients else 0.0
-        found = {"seed": slot.seed, "seconds": workers[0]["seconds"], "late": late}
-        return {**found, **circumstances()}
+        return {"seed": slot.seed, "seconds": workers[0]["seconds"], "late": late}
 
 
 JOB = "job.json"
@@ -314,9 +333,62 @@ class HostsRow:
 
 
 def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
-    """Return the starts of a cell by seed."""
-    found = records.get(cell.name, {}).values()
-    return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
+    """Return the starts of a cell by seed; raise StudyError for a damaged record."""
+    starts = {}
+    for name, content in records.get(cell.name, {}).items():
+        record = read_as(StartRecord, content, source=f"{cell.name}/{name}.json")
+        starts[record.seed] = Start(seconds=record.seconds, late=record.late, record=record)
+    return starts
+
+
+def doubts_about_rows(rows: Sequence[HostsRow], every: Sequence[HostsRow]) -> list[str]:
+    """Return what speaks against a finding about the times of some of these rows.
+
+    Simulations have no doubts: they follow from the study alone.
+    """
+    compared = {}
+    for row in rows:
+        for one in (row, row.alone or row):
+            if records_of(one):
+                compared[one.cell.name] = CellRuns(
+                    name=one.cell.name, runs=records_of(one), seeds=one.cell.seeds
+                )
+    if not compared:
+        return []
+    study = [record for row in every for record in records_of(row).values()]
+    return doubts_about(list(compared.values()), study=study, of_time=True, run="start")
+
+
+def records_of(row: HostsRow) -> dict[int, Record]:
+    """Return the records of a row by seed; none for a simulation."""
+    return {seed: start.record for seed, start in row.starts.items() if start.record}
+
+
+def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
+    """Yield which layouts and places are slower than one worker alone, beyond the noise of starts.
+
+    Without this a page could praise the better of two that both lose time.
+    """
+    groups: dict[tuple[str, str, str], list[HostsRow]] = {}
+    for row in rows:
+        if row.cell.workers > 1 and row.speed_up is not None and row.speed_up.mean < 1:
+            key = row.cell.configuration, row.cell.look, row.scaling or ""
+            groups.setdefault(key, []).append(row)
+    for (recipe, look, scaling), slow in groups.items():
+        surely = [row for row in slow if row.speed_up is not None and row.speed_up.high < 1]
+        doubts = doubts_about_rows(surely or slow, rows)
+        if not surely:
+            doubts.append("within the noise of starts")
+        described = ", ".join(
+            f"{row.speed_up.with_ends('.2f', ' times')} on {row.cell.workers} workers"
+            for row in surely
+            if row.speed_up is not None
+        )
+        yield Finding(
+            about=", ".join(filter(None, (recipe, how, scaling, f"{look} against one worker"))),
+            text=f"SLOWER THAN ONE WORKER: {described}",
+            doubts=doubts,
+        )
 
 
 def table_of(name: str, rows: Sequence[HostsRow], looks: Mapping[str, Series]) -> Table:

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from largebatch.lab.studies.doubts import Finding
 from largebatch.lab.studies.hosts import (
     IDEAL,
     HostsCell,
     HostsRow,
     chart_of,
+    doubts_about_rows,
     hosts_cell,
+    slower_than_alone,
     starts_of,
     table_of,
 )
@@ -77,19 +80,26 @@ def rows_of(study: Study, folder: Path, records: Records) -> list[HostsRow]:
     return [row for row in rows if row.starts]
 
 
-def findings(rows: Sequence[HostsRow]) -> Iterator[str]:
+def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     """Yield how hosts compare with one host."""
     places = {
-        (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row.efficiency
-        for row in rows
+        (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row for row in rows
     }
-    for (kind, recipe, workers, place), efficiency in places.items():
+    for (kind, recipe, workers, place), row in places.items():
         inside = places.get((kind, recipe, workers, INSIDE))
-        if place == HOSTS and inside and efficiency:
-            yield (
-                f"{recipe}, {kind}, {workers} workers: {inside.mean:.0f}% of the ideal in one "
-                f"host, {efficiency.mean:.0f}% on hosts."
+        if place != HOSTS or inside is None:
+            continue
+        doubts = doubts_about_rows([inside, row], rows)
+        text = ""
+        if inside.efficiency is None or row.efficiency is None:
+            doubts.append("no start of one worker alone of the same seed")
+        else:
+            text = (
+                f"{inside.efficiency.with_ends('.0f', '%')} of the ideal in one host, "
+                f"{row.efficiency.with_ends('.0f', '%')} on hosts"
             )
+        yield Finding(about=f"{recipe}, {kind}, {workers} workers", text=text, doubts=doubts)
+    yield from slower_than_alone(rows, "measured")
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -101,10 +111,12 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         groups.setdefault((row.scaling, row.cell.configuration), []).append(row)
     charts = [chart_of(f"{kind}, {recipe}", own, looks) for (kind, recipe), own in groups.items()]
     table = table_of("cells", rows, looks)
+    found = list(findings(rows))
     return Page(
         title=study.name,
         subtitle=", ".join(study.recipes),
-        findings=list(findings(rows)),
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],

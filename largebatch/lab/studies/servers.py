@@ -20,12 +20,15 @@ import numpy as np
 
 from largebatch.lab.protocols.server import Rule, divide
 from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
+from largebatch.lab.studies.doubts import Finding
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
     Start,
     chart_of,
+    doubts_about_rows,
     hosts_cell,
+    slower_than_alone,
     starts_of,
     table_of,
 )
@@ -48,7 +51,7 @@ _NOTE = (
 )
 _TABLE = (
     "Efficiency is the speed-up against one worker over the workers, without servers on their own "
-    "hosts. With many late gradients the machine was too busy to judge by it."
+    "hosts. With many late gradients the machine was too busy to judge."
 )
 _SIMULATED = (
     "Simulated from bytes, times of gradients, and what an update of one worker alone takes besides"
@@ -163,17 +166,27 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
     return found
 
 
-def findings(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
+def findings(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
     """Yield how servers beside the workers compare with a central one."""
     for one, other in product(rows, rows):
         name, workers = one.cell.configuration, one.cell.workers
         pair = servers_of(one.cell) == 1 and servers_of(other.cell) == 0
         times = ratio(other.throughputs, one.throughputs)
-        if pair and times and (name, workers) == (other.cell.configuration, other.cell.workers):
-            yield (
-                f"{name} on {workers} workers, {how}: {other.cell.look} is "
-                f"{times.with_ends('.2f', ' times')} as fast as {one.cell.look}."
+        if pair and (name, workers) == (other.cell.configuration, other.cell.workers):
+            doubts = doubts_about_rows([one, other], rows)
+            if times is None:
+                text = ""
+                doubts.append("no two starts of one seed")
+            else:
+                shown = times.with_ends(".2f", " times")
+                text = f"{other.cell.look} is {shown} as fast as {one.cell.look}"
+            yield Finding(
+                about=f"{name} on {workers} workers, {how}, {other.cell.look} against "
+                f"{one.cell.look}",
+                text=text,
+                doubts=doubts,
             )
+    yield from slower_than_alone(rows, how)
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -204,10 +217,12 @@ def draw(name: str, rows: Sequence[HostsRow], simulated: Sequence[HostsRow]) -> 
         )
         for recipe in recipes
     ]
+    found = [*findings(rows, "measured"), *findings(simulated, "simulated")]
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=[*findings(rows, "measured"), *findings(simulated, "simulated")],
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Layouts", list(looks.values())),
         sections=[*sections, Section(title="Speed-up", parts=charts)],

@@ -14,23 +14,25 @@ from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, shorten
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
+from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -185,7 +187,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
-        **circumstances(),
     }
 
 
@@ -256,17 +257,28 @@ class _Learners:
         return self.gradients.of(mini_batch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Record):
+    """Record of one run."""
+
+    top1: Share
+    updates: Annotated[int, Field(ge=0)]
+    simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tau: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """Number of gradients by how many updates late they were, from 0 on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
     """A cell with the records of its seeds."""
 
     cell: StalenessCell
-    records: tuple[Json, ...]
+    records: tuple[Result, ...]
 
     @property
     def by_seed(self) -> dict[int, float]:
         """Top-1 accuracy in percent, by seed."""
-        return {one["seed"]: 100 * one["top1"] for one in self.records}
+        return {one.seed: 100 * one.top1 for one in self.records}
 
     @property
     def top1(self) -> Interval:
@@ -276,19 +288,19 @@ class StalenessRow:
     @property
     def seconds(self) -> float:
         """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one["simulated_seconds"] for one in self.records)
+        return fmean(one.simulated_seconds for one in self.records)
 
     @property
     def tau(self) -> float:
-        """Mean staleness in updates over all gradients."""
-        late = zip_longest(*(one["tau"] for one in self.records), fillvalue=0)
+        """Mean staleness in updates over all gradients; NaN without a gradient."""
+        late = zip_longest(*(one.tau for one in self.records), fillvalue=0)
         counts = [sum(numbers) for numbers in late]
-        return float(np.average(range(len(counts)), weights=counts))
+        return float(np.average(range(len(counts)), weights=counts)) if any(counts) else math.nan
 
     @property
     def diverged(self) -> int:
         """Number of runs that diverged."""
-        return sum(one["diverged"] is not None for one in self.records)
+        return sum(one.diverged is not None for one in self.records)
 
     @property
     def words(self) -> str:
@@ -296,15 +308,48 @@ class StalenessRow:
         return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.cluster.learners})"
 
 
-def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
+def doubts_about_rows(
+    rows: Sequence[StalenessRow], others: Sequence[StalenessRow] = ()
+) -> list[str]:
+    """Return what speaks against a finding about some rows, ranked above others.
+
+    Times are simulated, so that they need no quiet machine.
+    """
+    above, below = (
+        [
+            CellRuns(
+                name=row.words, runs={one.seed: one for one in row.records}, seeds=row.cell.seeds
+            )
+            for row in some
+        ]
+        for some in (rows, others)
+    )
+    return doubts_about(above, others=below, study=(), of_time=False)
+
+
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
     best = max(rows, key=lambda row: row.top1.mean)
-    yield (
-        f"{name}: the highest top-1 is {best.top1.with_ends('.2f', '%')}, of {best.words}, in "
-        f"{best.seconds:,.4g} s of the simulated cluster."
+    others = [row for row in rows if row is not best]
+    level = []
+    for row in others:
+        gap = difference(best.by_seed, row.by_seed, together=len(others))
+        if gap is None or gap.low <= 0:
+            level.append(row.words)
+    doubts = doubts_about_rows([best], others)
+    if not others:
+        doubts.append("only one cell was measured")
+    if level:
+        names = shorten([best.words, *level], between="; ")
+        doubts.append(f"within the noise of each other, so in no order: {names}")
+    yield Finding(
+        about=f"{name}, the highest top-1",
+        text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
+        "simulated cluster",
+        doubts=doubts,
     )
     fastest = min(rows, key=lambda row: row.seconds)
     point = fastest.cell.mu, fastest.cell.cluster.learners
@@ -313,20 +358,25 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
             gap = points.with_ends("+.2f", " points") if points else "unknown"
-            yield (
-                f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
-                f"long as hardsync. Its top-1 is {fastest.top1.with_ends('.2f', '%')}; minus "
-                f"hardsync's, {gap}."
+            times = fastest.seconds / row.seconds
+            yield Finding(
+                about=f"{name}, the fastest against hardsync",
+                text=f"{fastest.words} takes {times:.2f} times as long. Its "
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {gap}",
+                doubts=doubts_about_rows([fastest, row]),
             )
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = [
-        StalenessRow(cell, tuple(records[cell.name].values()))
-        for cell in cells_of(study, folder)
-        if cell.name in records
-    ]
+    rows = []
+    for cell in cells_of(study, folder):
+        if cell.name in records:
+            results = (
+                read_as(Result, content, source=f"{cell.name}/{run}.json")
+                for run, content in records[cell.name].items()
+            )
+            rows.append(StalenessRow(cell, tuple(results)))
     protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
     looks = {protocol: series(place, protocol) for place, protocol in enumerate(protocols)}
     panels: dict[str, list[StalenessRow]] = {}  # only cells of one are compared
@@ -350,16 +400,17 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("±", lambda row: row.top1.reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
-        column("Updates", lambda row: row.records[0]["updates"], ",d"),
+        column("Updates", lambda row: row.records[0].updates, ",d"),
         column("Seeds", lambda row: len(row.records), "d"),
         column("Diverged", lambda row: row.diverged, "d"),
     ]
     table = Table(name="cells", columns=columns, series=[looks[row.cell.protocol] for row in rows])
+    found = [one for name, inside in panels.items() for one in findings(name, inside)]
     return Page(
         title=study.name,
         subtitle="; ".join(panels),
-        findings=[text for name, inside in panels.items() for text in findings(name, inside)],
-        is_sound=not any(row.diverged for row in rows),
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),
         sections=[Section(title="Cells", parts=[table, *charts], notes=[_TABLE])],

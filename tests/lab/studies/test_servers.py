@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, write_study
+from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, undisturbed, write_study
 
 from largebatch.lab.studies import scaling
 from largebatch.lab.studies.hosts import HostsCell, HostsRow, Start
@@ -115,8 +115,11 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
     assert ring.efficiency.mean == pytest.approx(100 * mean)
     assert list(ring.throughputs.values()) == pytest.approx(32 / np.array(SECONDS["ring"]))
     mean, low, high = ratio("beside", "central")
-    (compared,) = findings(rows, "measured")
+    compared, slow = map(str, findings(rows, "measured"))
     assert f"{mean:.2f} times ({low:.2f} to {high:.2f}) as fast" in compared
+    mean, low, high = (2 * each for each in ratio("central", "alone"))
+    shown = f"{mean:.2f} times ({low:.2f} to {high:.2f}) on 2 workers"
+    assert f"central against one worker: SLOWER THAN ONE WORKER: {shown}" in slow
     table = draw("tiny", rows, []).sections[0].parts[0]
     assert isinstance(table, Table)
     assert list(table.columns[0].values) == [cell.name for cell in cells.values()]
@@ -169,7 +172,7 @@ def scaled(folder: Path) -> dict[str, Any]:
     return {
         cell.name: {
             f"seed-{seed}": {
-                "seed": seed,
+                **undisturbed(seed, cell=cell.name),
                 "late": 0.0,
                 "seconds": [SCALED[cell.name] * (1 + seed / 100)],
             }
@@ -194,11 +197,20 @@ def test_efficiency_is_against_as_many_times_one_worker(tmp_path: Path) -> None:
 
 def test_the_page_of_scaling_has_every_row(tmp_path: Path) -> None:
     records = scaled(tmp_path)
-    page = scaling.make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    study_of = load_study(tmp_path / "study.yaml")
+    page = scaling.make_page(study_of, tmp_path, records)
     table = page.sections[0].parts[0]
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
     assert found["Cell"][:3] == list(SCALED)[:3]
     assert found["Efficiency, %"][2] == pytest.approx(75)
-    assert "94% of the ideal in one host, 75% on hosts" in page.findings[0]
+    assert "94% (94 to 94) of the ideal in one host, 75% (75 to 75) on hosts" in page.findings[0]
     assert "<svg" in page.html()
+    late = {name: {run: {**one, "late": 0.26} for run, one in runs.items()}
+            for name, runs in records.items()}  # fmt: skip
+    busy = scaling.make_page(study_of, tmp_path, late)
+    assert all("too busy to judge: up to 26.0 % of gradients" in each for each in busy.findings)
+    single = {name: {"seed-1": runs["seed-1"]} for name, runs in records.items()}
+    lonely = scaling.make_page(study_of, tmp_path, single)
+    assert all("too few starts to judge: 1" in each for each in lonely.findings)
+    assert not lonely.is_sound

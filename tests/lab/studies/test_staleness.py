@@ -7,12 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from short_studies import GRID, PLAIN, STALENESS, cells_in, opened
+from short_studies import GRID, PLAIN, STALENESS, cells_in, opened, undisturbed, write_study
 
 from largebatch import run
 from largebatch.lab.protocols.stage import Gradients
+from largebatch.lab.studies.records import read_as
 from largebatch.lab.studies.runner import carry_out
-from largebatch.lab.studies.staleness import StalenessCell, StalenessRow, cells_of, make_page, train
+from largebatch.lab.studies.staleness import (
+    Result,
+    StalenessCell,
+    StalenessRow,
+    cells_of,
+    make_page,
+    train,
+)
 from largebatch.lab.studies.study import load_study
 from largebatch.report.pages import Table
 from largebatch.runs.options import Options
@@ -116,21 +124,23 @@ def test_a_study_that_is_stopped_leaves_no_record(
 
 def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dict[str, Any]:
     return {
-        "seed": seed, "top1": top1, "diverged": None, "tau": tau, "updates": 4,
+        **undisturbed(seed), "top1": top1, "diverged": None, "tau": tau, "updates": 4,
         "simulated_seconds": seconds,
     }  # fmt: skip
 
 
 def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
     records = record(0.75, [1, 2, 1], 10.0), record(0.65, [1, 2, 0, 1], 30.0, seed=2)
-    row = StalenessRow(one_cell(tmp_path, sigma=[1]), records)
+    results = tuple(read_as(Result, each, source="row") for each in records)
+    row = StalenessRow(one_cell(tmp_path, sigma=[1]), results)
     assert (row.top1.mean, row.seconds) == pytest.approx((70.0, 20.0))
     assert row.diverged == 0
     assert row.tau == pytest.approx((4 * 1 + 2 + 3) / 8)
 
 
 def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
-    hard, free = cells(tmp_path, {"modulation": ["n"]}).values()
+    grid = {**GRID, "modulation": ["n"]}
+    hard, free = cells(tmp_path, grid).values()
     spread = (-0.01, 0.0, 0.02)
     records = {
         cell.name: {
@@ -139,7 +149,8 @@ def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
         }
         for cell, top1, tau, seconds in ((hard, 0.9, [12], 20.0), (free, 0.86, [1, 2, 1], 4.0))
     }
-    page = make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    study = load_study(write_study(tmp_path, STALENESS, seeds=3, staleness__grids=[grid]))
+    page = make_page(study, tmp_path, records)
     best, fastest = page.findings
     reach = 4.302652729911275 * np.std(spread, ddof=1) / np.sqrt(3)
     mean = 90 + 100 * np.mean(spread)
@@ -153,3 +164,14 @@ def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
     assert found["Seconds"] == pytest.approx([20.0, 4.0])
     assert found["Mean tau"] == pytest.approx([0.0, 1.0])
     assert "<svg" in page.html()
+    for doubt, spoiled in {
+        "too few seeds to judge: 2": lambda one: {**one, "seed": 1} if one["seed"] == 3 else one,
+        "1 of 3 seeds": lambda one: {**one, "diverged": "nan"} if one["seed"] == 3 else one,
+        "within the noise": lambda one: {**one, "top1": 0.9},
+    }.items():
+        other = {
+            name: {run: spoiled(one) for run, one in runs.items()} for name, runs in records.items()
+        }
+        best = make_page(study, tmp_path, other).findings[0]
+        assert doubt in best
+        assert "not concluded" in best
