@@ -6,9 +6,10 @@ other. Settings are chosen and not drawn, so a correlation is no cause.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from largebatch.lab.studies.doubts import Finding, doubts_about
 from largebatch.lab.studies.metrics import CONFIDENCE
 from largebatch.lab.studies.trained import CellResults, Result
 from largebatch.optional import require_scipy
@@ -135,20 +136,39 @@ def correlations(
     return found
 
 
-def findings(recipes: Mapping[str, Sequence[CellResults]], results: Results) -> Iterator[str]:
-    """Yield the correlations of each recipe whose intervals exclude 0."""
+def findings(
+    recipes: Mapping[str, Sequence[CellResults]], results: Results, *, timed: Collection[str]
+) -> Iterator[Finding]:
+    """Yield the correlations of each recipe whose intervals exclude 0.
+
+    Those of results in `timed` are times, which need a quiet machine.
+    """
+    every = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
     for recipe, cells in recipes.items():
         found = correlations(cells, results)
-        if not found:
-            continue
-        sure = [
-            f"{one} with {other} {each.rho:+.2f} ({each.low:+.2f} to {each.high:+.2f})"
-            for (one, other), each in found.items()
-            if each.is_sure
-        ]
-        number = max(each.number for each in found.values())
-        text = "; ".join(sure) or "no interval excludes 0"
-        yield f"{recipe}, rank correlations over {number} settings: {text}."
+        number = max((each.number for each in found.values()), default=0)
+        for of_time, kind in ((False, "without times"), (True, "with times")):
+            chosen = {
+                pair: each
+                for pair, each in found.items()
+                if of_time == any(title in timed for title in pair)
+            }
+            if not chosen:
+                continue
+            sure = [
+                f"{one} with {other} {each.rho:+.2f} ({each.low:+.2f} to {each.high:+.2f})"
+                for (one, other), each in chosen.items()
+                if each.is_sure
+            ]
+            yield Finding(
+                about=f"{recipe}, rank correlations over {number} settings, {kind}",
+                text="; ".join(sure) or "no interval excludes 0",
+                doubts=doubts_about(
+                    [cell.runs for cell in cells if not cell.diverged],
+                    study=every,
+                    of_time=of_time,
+                ),
+            )
 
 
 def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -> Section:

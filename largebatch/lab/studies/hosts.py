@@ -15,13 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,6 +30,7 @@ from largebatch.distributed.environment import LOST, BackendName
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
 from largebatch.lab.studies.namespaces import (
     CARD,
@@ -39,10 +40,9 @@ from largebatch.lab.studies.namespaces import (
     read_counters,
     run_on_hosts,
 )
+from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Protocol
@@ -108,27 +108,41 @@ class PacedCriterion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Result of one start of the workers of a cell."""
+class StartRecord(Record):
+    """Record of one start of the workers of a cell."""
 
-    seconds: list[float]
+    seconds: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """Seconds of each timed update, on the first worker or server."""
+
+    late: Share
+    """Fraction of gradients that took longer than their set time."""
+
+    shares: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    """Bytes of the weights on each server; without servers those of all weights."""
+
+    received: tuple[float, ...]
+    sent: tuple[float, ...]
+    """Bytes of payload in an update by host, from the counters of its network interface."""
+
+    rates: tuple[tuple[str, ...], ...]
+    """Learning rate of every update on every worker that updates weights, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Result of one start of the workers of a cell, or of a simulated one."""
+
+    seconds: Sequence[float]
     """Seconds of each timed update, on the first worker or server."""
 
     late: float = 0.0
     """Fraction of gradients that took longer than their set time."""
 
-    shares: list[int] = field(default_factory=list)
+    shares: Sequence[int] = ()
     """Bytes of the weights on each server; without servers those of all weights."""
 
-    received: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
-    """Bytes of payload in an update by host, from the counters of its network interface."""
-
-    rates: list[list[str]] = field(default_factory=list)
-    """Learning rate of every update on every worker that updates weights, in hexadecimal."""
-
-
-_START: TypeAdapter[Start] = TypeAdapter(Start)
+    record: StartRecord | None = None
+    """None for a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +215,11 @@ class HostsCell(Cell):
                 raise_cause(codes, folder)
             files = [folder / f"worker-{rank}.json" for rank in range(len(self.hosts))]
             workers = [json.loads(path.read_bytes()) for path in files]
-        result = start_of(workers, self.hosts, updates=self.on_hosts.updates)
-        return {"seed": slot.seed, **asdict(result), **circumstances()}
+        return {"seed": slot.seed, **combined(workers, self.hosts, updates=self.on_hosts.updates)}
 
 
-def start_of(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> Start:
-    """Return the result of a start from those of its workers; `hosts` has the host of each.
+def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> Json:
+    """Return the results of a start from those of its workers; `hosts` has the host of each.
 
     All workers of a host read the same counters, so the first one's are taken.
     """
@@ -217,14 +230,14 @@ def start_of(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> 
         received.append((after.received - 2 * between.received + before.received) / updates)
         sent.append((after.sent - 2 * between.sent + before.sent) / updates)
     gradients = sum(worker["gradients"] for worker in workers)
-    return Start(
-        seconds=workers[0]["seconds"],
-        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
-        shares=workers[0]["shares"],
-        received=received,
-        sent=sent,
-        rates=[worker["rates"] for worker in workers if worker["rates"]],
-    )
+    return {
+        "seconds": workers[0]["seconds"],
+        "late": sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
+        "shares": workers[0]["shares"],
+        "received": received,
+        "sent": sent,
+        "rates": [worker["rates"] for worker in workers if worker["rates"]],
+    }
 
 
 JOB = "job.json"
@@ -442,14 +455,64 @@ class HostsRow:
 def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
     """Return the starts of a cell by seed; raise StudyError for a damaged record."""
     starts = {}
-    for name, record in records.get(cell.name, {}).items():
-        try:
-            starts[int(record["seed"])] = _START.validate_python(record)
-        except (KeyError, TypeError, ValueError):  # pydantic's error is a ValueError
-            raise StudyError(
-                f"{cell.name}/{name}.json: is not the record of a start; remove the file"
-            ) from None
+    for name, content in records.get(cell.name, {}).items():
+        record = read_as(StartRecord, content, source=f"{cell.name}/{name}.json")
+        starts[record.seed] = Start(
+            seconds=record.seconds, late=record.late, shares=record.shares, record=record
+        )
     return starts
+
+
+def doubts_about_rows(
+    rows: Sequence[HostsRow], every: Sequence[HostsRow], *, of_time: bool = True
+) -> list[str]:
+    """Return what speaks against a finding about some of these rows, or about their times.
+
+    Simulations have no doubts: they follow from the study alone.
+    """
+    compared = {}
+    for row in rows:
+        for one in (row, row.alone or row):
+            if records_of(one):
+                compared[one.cell.name] = CellRuns(
+                    name=one.cell.name, runs=records_of(one), seeds=one.cell.seeds
+                )
+    if not compared:
+        return []
+    study = [record for row in every for record in records_of(row).values()]
+    return doubts_about(list(compared.values()), study=study, of_time=of_time, run="start")
+
+
+def records_of(row: HostsRow) -> dict[int, Record]:
+    """Return the records of a row by seed; none for a simulation."""
+    return {seed: start.record for seed, start in row.starts.items() if start.record}
+
+
+def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
+    """Yield which layouts and places are slower than one worker alone, beyond the noise of starts.
+
+    Without this a page could praise the better of two that both lose time.
+    """
+    groups: dict[tuple[str, str, str], list[HostsRow]] = {}
+    for row in rows:
+        if row.cell.workers > 1 and row.speed_up is not None and row.speed_up.mean < 1:
+            key = row.cell.configuration, row.cell.look, row.scaling or ""
+            groups.setdefault(key, []).append(row)
+    for (recipe, look, scaling), slow in groups.items():
+        surely = [row for row in slow if row.speed_up is not None and row.speed_up.high < 1]
+        doubts = doubts_about_rows(surely or slow, rows)
+        if not surely:
+            doubts.append("within the noise of starts")
+        described = ", ".join(
+            f"{row.speed_up.with_ends('.2f', ' times')} on {row.cell.workers} workers"
+            for row in surely
+            if row.speed_up is not None
+        )
+        yield Finding(
+            about=", ".join(filter(None, (recipe, how, scaling, f"{look} against one worker"))),
+            text=f"SLOWER THAN ONE WORKER: {described}",
+            doubts=doubts,
+        )
 
 
 def table_of(

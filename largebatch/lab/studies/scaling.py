@@ -17,13 +17,16 @@ from pathlib import Path
 from largebatch.lab.planner.prediction import Load, step_seconds
 from largebatch.lab.planner.prediction import Machine as Planned
 from largebatch.lab.protocols.simulator import expectation
+from largebatch.lab.studies.doubts import Finding
 from largebatch.lab.studies.hosts import (
     IDEAL,
     HostsCell,
     HostsRow,
-    Start,
+    StartRecord,
     chart_of,
+    doubts_about_rows,
     hosts_cell,
+    slower_than_alone,
     starts_of,
     table_of,
 )
@@ -117,7 +120,7 @@ def planned_seconds(row: HostsRow, inside: Inside | None) -> float | None:
     return sum(step_seconds(machine, load).values())
 
 
-def unequal_rates(start: Start) -> str:
+def unequal_rates(start: StartRecord) -> str:
     """Return where the learning rates of workers first differ; empty if they are equal.
 
     Updates are counted from 0. A rate that arrives late on one worker is one that differs.
@@ -139,48 +142,78 @@ def _shown_rate(bits: str) -> str:
     return f"{float.fromhex(bits)!r} ({bits})"
 
 
-def rate_findings(rows: Sequence[HostsRow]) -> Iterator[str]:
-    """Yield where learning rates differ between workers, or in how many updates they are equal."""
-    starts = {
-        f"{row.cell.name} seed {seed}": start
-        for row in rows
-        for seed, start in row.starts.items()
-        if len(start.rates) > 1
+def rate_finding(rows: Sequence[HostsRow]) -> Finding | None:
+    """Return where learning rates differ between workers, or in how many updates they are equal.
+
+    None without a start of several workers. A difference is a fault however often it occurs, and so
+    has no doubt.
+    """
+    several = {row.cell.name: row for row in rows if row.cell.workers > 1}
+    records = {
+        f"{name} seed {record.seed}": record
+        for name, row in several.items()
+        for record in start_records(row)
+        if len(record.rates) > 1
     }
-    differences = {name: found for name, one in starts.items() if (found := unequal_rates(one))}
-    for name, found in differences.items():
-        yield f"Learning rates differ between workers: {name}: {found}."
-    changes = sum(len(set(start.rates[0])) > 1 for start in starts.values())
-    if starts and not differences:
-        updates = sum(len(start.rates[0]) for start in starts.values())
-        yield (
-            f"Every worker applied the same learning rate, bit for bit, in each of {updates:,} "
-            f"updates of {len(starts)} starts of several workers; the rate changes in {changes} of "
-            "them."
-        )
+    if not records:
+        return None
+    about = "Learning rates of the workers"
+    differences = []
+    for name, record in records.items():
+        found = unequal_rates(record)
+        if found:
+            differences.append(f"{name}: {found}")
+    if differences:
+        return Finding(about=about, text=f"THEY DIFFER: {'; '.join(differences)}")
+    updates = sum(len(record.rates[0]) for record in records.values())
+    changes = sum(len(set(record.rates[0])) > 1 for record in records.values())
+    return Finding(
+        about=about,
+        text=f"equal, bit for bit, in each of {updates:,} updates of {len(records)} starts of "
+        f"several workers; they change in {changes} of these starts",
+        doubts=doubts_about_rows(list(several.values()), rows, of_time=False),
+    )
 
 
-def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator[str]:
+def start_records(row: HostsRow) -> list[StartRecord]:
+    """Return the records of the starts of a row."""
+    return [start.record for start in row.starts.values() if start.record is not None]
+
+
+def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator[Finding]:
     """Yield how hosts compare with one host, the workers' rates, and how far the planner is off."""
     places = {
-        (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row.efficiency
-        for row in rows
+        (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row for row in rows
     }
-    for (kind, recipe, workers, place), efficiency in places.items():
+    for (kind, recipe, workers, place), row in places.items():
         in_one_host = places.get((kind, recipe, workers, INSIDE))
-        if place == HOSTS and in_one_host and efficiency:
-            yield (
-                f"{recipe}, {kind}, {workers} workers: {in_one_host.mean:.0f}% of the ideal in one "
-                f"host, {efficiency.mean:.0f}% on hosts."
+        if place != HOSTS or in_one_host is None:
+            continue
+        doubts = doubts_about_rows([in_one_host, row], rows)
+        text = ""
+        if in_one_host.efficiency is None or row.efficiency is None:
+            doubts.append("no start of one worker alone of the same seed")
+        else:
+            text = (
+                f"{in_one_host.efficiency.with_ends('.0f', '%')} of the ideal in one host, "
+                f"{row.efficiency.with_ends('.0f', '%')} on hosts"
             )
-    yield from rate_findings(rows)
-    ratios = [
-        planned / row.seconds.mean for row in rows if (planned := planned_seconds(row, inside))
-    ]
-    if ratios:
-        yield (
-            f"The planner's time of an update is {min(ratios):.2f} to {max(ratios):.2f} times the "
-            f"measured one over {len(ratios)} cells of several workers."
+        yield Finding(about=f"{recipe}, {kind}, {workers} workers", text=text, doubts=doubts)
+    yield from slower_than_alone(rows, "measured")
+    rates = rate_finding(rows)
+    if rates is not None:
+        yield rates
+    planned = {
+        row.cell.name: seconds / row.seconds.mean
+        for row in rows
+        if (seconds := planned_seconds(row, inside)) is not None
+    }
+    if planned:
+        yield Finding(
+            about="The planner's time of an update",
+            text=f"{min(planned.values()):.2f} to {max(planned.values()):.2f} times the measured "
+            f"one over {len(planned)} cells of several workers",
+            doubts=doubts_about_rows([row for row in rows if row.cell.name in planned], rows),
         )
 
 
@@ -196,21 +229,23 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     column = columns_over(rows)
 
     def rates(row: HostsRow) -> str | None:
-        starts = [start for start in row.starts.values() if len(start.rates) > 1]
-        if not starts:
+        records = [record for record in start_records(row) if len(record.rates) > 1]
+        if not records:
             return None
-        return "differ" if any(map(unequal_rates, starts)) else "equal"
+        return "differ" if any(map(unequal_rates, records)) else "equal"
 
     columns = [
         column("The planner, s", lambda row: planned_seconds(row, inside), ",.4f"),
         column("Learning rates", rates, None),
     ]
     table = table_of("cells", rows, looks, columns)
+    found = list(findings(rows, inside))
+    equal = not any(unequal_rates(record) for row in rows for record in start_records(row))
     return Page(
         title=study.name,
         subtitle=", ".join(study.recipes),
-        findings=list(findings(rows, inside)),
-        is_sound=not any(unequal_rates(start) for row in rows for start in row.starts.values()),
+        findings=list(map(str, found)),
+        is_sound=equal and not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],

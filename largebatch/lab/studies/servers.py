@@ -32,17 +32,20 @@ import numpy as np
 from largebatch.distributed.environment import BackendName
 from largebatch.lab.protocols.server import Rule
 from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
+from largebatch.lab.studies.doubts import Finding
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
     Start,
     chart_of,
+    doubts_about_rows,
     hosts_cell,
     server_bytes,
+    slower_than_alone,
     starts_of,
     table_of,
 )
-from largebatch.lab.studies.metrics import Interval, ratio
+from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import ALONE, Study
@@ -80,7 +83,8 @@ _NOTE = (
 _TABLE = (
     "Efficiency is the speed-up against one worker over the workers, without servers on their own "
     "hosts. Links carry payload in both directions together, by the counters of their interfaces "
-    "without 66 bytes of headers in each packet; the busiest link is that of the formulas."
+    "without 66 bytes of headers in each packet; the busiest link is that of the formulas. With "
+    "many late gradients the machine was too busy to judge."
 )
 _SIMULATED = (
     "Simulated from the bytes of the formulas, times of gradients, and what an update of one worker"
@@ -172,11 +176,11 @@ class Links:
         self.formula = link_bytes(row.cell, starts[0].shares)
         """In each direction, by host."""
 
-        counted = [start for start in starts if start.sent]
-        self.received = [
-            fmean(of_host) for of_host in zip(*(one.received for one in counted), strict=True)
-        ]
-        self.sent = [fmean(of_host) for of_host in zip(*(one.sent for one in counted), strict=True)]
+        records = [start.record for start in starts if start.record is not None]
+        received = zip(*(record.received for record in records), strict=True)
+        sent = zip(*(record.sent for record in records), strict=True)
+        self.received = [fmean(of_starts) for of_starts in received]
+        self.sent = [fmean(of_starts) for of_starts in sent]
 
     @property
     def busiest(self) -> tuple[float, float]:
@@ -278,7 +282,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
             rule = Rule.hardsync(cell.workers)
             ends = simulate(rule, cluster, servers=servers or None, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
-        found[seed] = Start(seconds=seconds, shares=list(shares))
+        found[seed] = Start(seconds=seconds, shares=shares)
     return found
 
 
@@ -303,11 +307,8 @@ def verdict(paper: Paper | None, low: float, high: float) -> str:
     return f"{found} the paper's `no difference` (equal: up to {LEVEL:g} times)"
 
 
-def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow, Interval]]:
-    """Yield one central server and servers beside the workers, where all else is equal.
-
-    The third one is how many times as fast the servers beside the workers are, by pairs of a seed.
-    """
+def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
+    """Yield one central server and servers beside the workers, where all else is equal."""
 
     def point(row: HostsRow) -> tuple[object, ...]:
         return row.cell.configuration, row.cell.workers, row.cell.megabits, row.cell.samples
@@ -315,89 +316,86 @@ def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow, Int
     central = {point(row): row for row in rows if servers_of(row.cell) == 1}
     for row in rows:
         other = central.get(point(row))
-        if servers_of(row.cell) != 0 or other is None:
-            continue
-        times = ratio(row.throughputs, other.throughputs)
-        if times is not None:
-            yield other, row, times
+        if servers_of(row.cell) == 0 and other is not None:
+            yield other, row
 
 
-def findings(rows: Sequence[HostsRow]) -> Iterator[str]:
+def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     """Yield how measured layouts compare, what is slower than one worker, and the counters.
 
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
     """
-    for central, beside, times in pairs_of(rows):
-        cell = beside.cell
-        text = (
-            f"{cell.configuration} on {cell.workers} workers, measured: {cell.look} is "
-            f"{times.with_ends('.2f', ' times')} as fast as {central.cell.look}"
+    for central, beside in pairs_of(rows):
+        cell, doubts = beside.cell, doubts_about_rows([central, beside], rows)
+        times, text = ratio(beside.throughputs, central.throughputs), ""
+        if times is None:
+            doubts.append("no two starts of one seed")
+        else:
+            shown = times.with_ends(".2f", " times")
+            text = f"{cell.look} is {shown} as fast as {central.cell.look}"
+            if cell.workers == max(cell.on_hosts.workers):
+                text += f", which {verdict(cell.on_hosts.paper, times.low, times.high)}"
+        yield Finding(
+            about=f"{cell.configuration} on {cell.workers} workers, measured, {cell.look} against "
+            f"{central.cell.look}",
+            text=text,
+            doubts=doubts,
         )
-        if cell.workers == max(cell.on_hosts.workers) and times.number > 1:
-            text += f", which {verdict(cell.on_hosts.paper, times.low, times.high)}"
-        yield f"{text}."
-    yield from slower_than_one(rows, "measured")
+    yield from slower_than_alone(rows, "measured")
     deviations = {row.cell.name: found for row in rows if (found := Links(row).deviation)}
     if deviations:
         worst = max(deviations, key=lambda name: deviations[name])
         words = "within" if deviations[worst] <= NEAR else "NOT within"
-        yield (
-            f"The counters of all links are {words} {NEAR:.0%} of the formulas: at most "
-            f"{deviations[worst]:.1%} off, on {worst}."
+        counted = [row for row in rows if row.cell.name in deviations]
+        yield Finding(
+            about="The counters of all links",
+            text=f"{words} {NEAR:.0%} of the formulas: at most {deviations[worst]:.1%} off, on "
+            f"{worst}",
+            doubts=doubts_about_rows(counted, rows, of_time=False),
         )
-
-
-def slower_than_one(rows: Sequence[HostsRow], how: str) -> Iterator[str]:
-    """Yield on how many workers each layout of a recipe is slower than one worker alone."""
-    slow: dict[tuple[str, str], list[HostsRow]] = {}
-    for row in rows:
-        if row.cell.workers > 1 and row.speed_up and row.speed_up.high < 1:
-            slow.setdefault((row.cell.configuration, row.cell.look), []).append(row)
-    for (recipe, layout), some in slow.items():
-        numbers = ", ".join(
-            f"{row.cell.workers} ({row.speed_up.mean:.2f} times)" for row in some if row.speed_up
-        )
-        yield f"Slower than one worker: {recipe}, {how}: {layout} on {numbers}."
 
 
 def simulated_findings(
     simulated: Mapping[Sweep, Sequence[HostsRow]], measured: Sequence[HostsRow]
-) -> Iterator[str]:
+) -> Iterator[Finding]:
     """Yield how simulated layouts compare over each sweep, and how far simulations are off."""
     recipes = dict.fromkeys(row.cell.configuration for rows in simulated.values() for row in rows)
     for recipe in recipes:
         for sweep, (_, unit) in SWEEPS.items():
             rows = [row for row in simulated[sweep] if row.cell.configuration == recipe]
-            times = {getattr(row.cell, sweep): found.mean for _, row, found in pairs_of(rows)}
+            times = {}
+            for central, beside in pairs_of(rows):
+                found = ratio(beside.throughputs, central.throughputs)
+                assert found is not None  # both have the same seeds
+                times[getattr(beside.cell, sweep)] = found.mean
             if not times:
                 continue
             low, high = min(times.values()), max(times.values())
-            judged = verdict(rows[0].cell.on_hosts.paper, low, high)
             equal = [f"{at:,g}" for at, mean in times.items() if 1 / LEVEL <= mean <= LEVEL]
             text = (
-                f"{recipe}, simulated: servers beside the workers are {low:.2f} to {high:.2f} "
-                f"times as fast as one central server at {min(times):,g} to {max(times):,g} "
-                f"{unit}, which {judged}"
+                f"servers beside the workers are {low:.2f} to {high:.2f} times as fast as one "
+                f"central server at {min(times):,g} to {max(times):,g} {unit}, which "
+                f"{verdict(rows[0].cell.on_hosts.paper, low, high)}"
             )
             if equal:
                 text += f"; equally fast at {', '.join(equal)}"
-            yield f"{text}."
+            yield Finding(about=f"{recipe}, simulated", text=text)
         rows = [row for row in simulated["megabits"] if row.cell.configuration == recipe]
         pays = pays_from(rows)
         if pays:
             listed = ", ".join(f"{layout} {megabits:,g}" for layout, megabits in pays.items())
-            yield f"{recipe}, simulated: faster than one worker from these Mbit/s on: {listed}."
-    yield from slower_than_one(simulated["workers"], "simulated")
+            text = f"faster than one worker from these Mbit/s on: {listed}"
+            yield Finding(about=f"{recipe}, simulated", text=text)
+    yield from slower_than_alone(simulated["workers"], "simulated")
     seconds = {row.cell.name: row.seconds.mean for row in simulated["workers"]}
-    ratios = [
-        seconds[row.cell.name] / row.seconds.mean
-        for row in measured
-        if row.cell.workers > 1 and row.cell.name in seconds
-    ]
-    if ratios:
-        yield (
-            f"The simulated time of an update is {min(ratios):.2f} to {max(ratios):.2f} times the "
-            f"measured one over {len(ratios)} cells of several workers."
+    both = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
+    if both:
+        ratios = [seconds[row.cell.name] / row.seconds.mean for row in both]
+        yield Finding(
+            about="The simulated time of an update",
+            text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over {len(both)} "
+            "cells of several workers",
+            doubts=doubts_about_rows(both, measured),
         )
 
 
@@ -459,11 +457,13 @@ def draw(
     if points:
         table = table_of("simulated", points, looks)
         sections.append(Section(title="Simulated", parts=[table], notes=[_SIMULATED]))
+    found = [*findings(rows), *simulated_findings(simulated, rows)]
+    is_near = all((Links(row).deviation or 0.0) <= NEAR for row in rows)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=[*findings(rows), *simulated_findings(simulated, rows)],
-        is_sound=all((Links(row).deviation or 0.0) <= NEAR for row in rows),
+        findings=list(map(str, found)),
+        is_sound=is_near and not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Layouts", list(looks.values())),
         sections=sections,

@@ -14,23 +14,25 @@ from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, shorten
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line, ratio
+from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
 from largebatch.lab.studies.study import Cell, Grid, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -79,6 +81,10 @@ PAPER_LEARNERS = 30
 
 LATE_SHARE = 1e-4
 """Rudra's bound of the share of gradients that are more than 2 sigma updates late."""
+
+ENOUGH_GRADIENTS = 30_000
+"""Number of gradients, none of them late, from which on the share's interval of 95 % is below this
+bound: its upper end is 3 over the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +223,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
-        **circumstances(),
     }
 
 
@@ -288,17 +293,28 @@ class _Learners:
         return self.gradients.of(mini_batch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Record):
+    """Record of one run."""
+
+    top1: Share
+    updates: Annotated[int, Field(ge=0)]
+    simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tau: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """Number of gradients by how many updates late they were, from 0 on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
     """A cell with the records of its seeds."""
 
     cell: StalenessCell
-    records: tuple[Json, ...]
+    records: tuple[Result, ...]
 
     @property
     def by_seed(self) -> dict[int, float]:
         """Top-1 accuracy in percent, by seed."""
-        return {one["seed"]: 100 * one["top1"] for one in self.records}
+        return {one.seed: 100 * one.top1 for one in self.records}
 
     @property
     def top1(self) -> Interval:
@@ -308,23 +324,25 @@ class StalenessRow:
     @property
     def seconds(self) -> float:
         """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one["simulated_seconds"] for one in self.records)
+        return fmean(one.simulated_seconds for one in self.records)
 
     @property
     def counts(self) -> list[int]:
         """Number of gradients that were 0, 1, 2 ... updates late, over the seeds."""
-        late = zip_longest(*(one["tau"] for one in self.records), fillvalue=0)
+        late = zip_longest(*(one.tau for one in self.records), fillvalue=0)
         return [sum(numbers) for numbers in late]
 
     @property
     def tau(self) -> float:
-        """Mean staleness in updates over all gradients."""
+        """Mean staleness in updates over all gradients; NaN without a gradient."""
+        if not any(self.counts):
+            return math.nan
         return float(np.average(range(len(self.counts)), weights=self.counts))
 
     @property
     def largest_tau(self) -> int:
-        """Staleness of the latest gradient in updates."""
-        return max(tau for tau, count in enumerate(self.counts) if count)
+        """Staleness of the latest gradient in updates; 0 without a gradient."""
+        return max((tau for tau, count in enumerate(self.counts) if count), default=0)
 
     @property
     def late(self) -> int:
@@ -332,9 +350,15 @@ class StalenessRow:
         return sum(self.counts[2 * self.cell.sigma + 1 :])
 
     @property
+    def late_percent(self) -> float:
+        """Share of these gradients; NaN without a gradient."""
+        gradients = sum(self.counts)
+        return 100 * self.late / gradients if gradients else math.nan
+
+    @property
     def diverged(self) -> int:
         """Number of runs that diverged."""
-        return sum(one["diverged"] is not None for one in self.records)
+        return sum(one.diverged is not None for one in self.records)
 
     @property
     def words(self) -> str:
@@ -342,15 +366,48 @@ class StalenessRow:
         return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.cluster.learners})"
 
 
-def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
+def doubts_about_rows(
+    rows: Sequence[StalenessRow], others: Sequence[StalenessRow] = ()
+) -> list[str]:
+    """Return what speaks against a finding about some rows, ranked above others.
+
+    Times are simulated, so that they need no quiet machine.
+    """
+    above, below = (
+        [
+            CellRuns(
+                name=row.words, runs={one.seed: one for one in row.records}, seeds=row.cell.seeds
+            )
+            for row in some
+        ]
+        for some in (rows, others)
+    )
+    return doubts_about(above, others=below, study=(), of_time=False)
+
+
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
     best = max(rows, key=lambda row: row.top1.mean)
-    yield (
-        f"{name}: the highest top-1 is {best.top1.with_ends('.2f', '%')}, of {best.words}, in "
-        f"{best.seconds:,.4g} s of the simulated cluster."
+    others = [row for row in rows if row is not best]
+    level = []
+    for row in others:
+        gap = difference(best.by_seed, row.by_seed, together=len(others))
+        if gap is None or gap.low <= 0:
+            level.append(row.words)
+    doubts = doubts_about_rows([best], others)
+    if not others:
+        doubts.append("only one cell was measured")
+    if level:
+        names = shorten([best.words, *level], between="; ")
+        doubts.append(f"within the noise of each other, so in no order: {names}")
+    yield Finding(
+        about=f"{name}, the highest top-1",
+        text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
+        "simulated cluster",
+        doubts=doubts,
     )
     fastest = min(rows, key=lambda row: row.seconds)
     point = fastest.cell.mu, fastest.cell.cluster.learners
@@ -359,10 +416,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
             gap = points.with_ends("+.2f", " points") if points else "unknown"
-            yield (
-                f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
-                f"long as hardsync. Its top-1 is {fastest.top1.with_ends('.2f', '%')}; minus "
-                f"hardsync's, {gap}."
+            times = fastest.seconds / row.seconds
+            yield Finding(
+                about=f"{name}, the fastest against hardsync",
+                text=f"{fastest.words} takes {times:.2f} times as long. Its "
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {gap}",
+                doubts=doubts_about_rows([fastest, row]),
             )
 
 
@@ -383,7 +442,7 @@ def diagonals(rows: Sequence[StalenessRow]) -> dict[tuple[str, int], list[Stalen
     return {key: inside for key, inside in found.items() if len(inside) > 1}
 
 
-def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
+def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """Yield what the cells of one recipe with the same times show of Rudra's two rules.
 
     They are that few gradients are more than 2 sigma updates late, and that accuracy follows
@@ -391,44 +450,40 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
     """
     # One learner alone is never late, so it says nothing about the others.
     free = [row for row in rows if row.cell.sigma and not is_alone(row.cell)]
-    if free:
-        gradients, late = sum(sum(row.counts) for row in free), sum(row.late for row in free)
+    gradients, late = sum(sum(row.counts) for row in free), sum(row.late for row in free)
+    if gradients:
         latest = max(free, key=lambda row: row.largest_tau / row.cell.sigma)
-        yield (
-            f"{name}: {late:,} of {gradients:,} gradients without hardsync were more than 2 sigma "
-            f"updates late, {judged_share(late, gradients)}. The largest tau in units of sigma is "
-            f"{latest.largest_tau / latest.cell.sigma:.2f}: {latest.largest_tau} updates, of "
-            f"{latest.words}."
+        share, doubts = late / gradients, doubts_about_rows(free)
+        if not late and gradients < ENOUGH_GRADIENTS:
+            doubts.append(
+                f"too few gradients to judge: {gradients:,}, and {ENOUGH_GRADIENTS:,} are needed"
+            )
+        judged = "confirms" if share < LATE_SHARE else "refutes"
+        yield Finding(
+            about=f"{name}, gradients more than 2 sigma updates late",
+            text=f"{late:,} of {gradients:,} without hardsync, a share of {share:.2g}, which "
+            f"{judged} Rudra's bound of {LATE_SHARE:g}; the largest tau is {latest.largest_tau:,} "
+            f"updates, {latest.largest_tau / latest.cell.sigma:.2f} sigma, of {latest.words}",
+            doubts=doubts,
         )
     joined, gaps = diagonals(rows), {}
-    for (protocol, samples), inside in joined.items():
+    for point, inside in joined.items():
         low, *_, high = sorted(inside, key=lambda row: row.top1.mean)
         gap = difference(high.by_seed, low.by_seed, together=len(joined))
         if gap is not None:
-            gaps[f"{samples:,} of {protocol}"] = gap
+            gaps[point] = gap
     if gaps:
         widest = max(gaps, key=lambda point: gaps[point].mean)
-        yield (
-            f"{name}: cells of equal protocol and mu x lambda differ by up to "
-            f"{gaps[widest].with_ends('.2f', ' points')} of top-1, at {widest}; by Rudra's rule "
-            "they are equal."
+        protocol, samples = widest
+        gap, doubts = gaps[widest], doubts_about_rows(joined[widest])
+        if gap.low <= 0:
+            doubts.append("within the noise of seeds")
+        yield Finding(
+            about=f"{name}, equal protocol and mu x lambda",
+            text=f"cells differ by up to {gap.with_ends('.2f', ' points')} of top-1, at "
+            f"{samples:,} of {protocol}; by Rudra's rule they are equal",
+            doubts=doubts,
         )
-
-
-def judged_share(late: int, gradients: int) -> str:
-    """Return how a number of late gradients fits Rudra's bound.
-
-    With none late, 3 / gradients is the upper end of the share's interval of 95 %.
-
-    >>> judged_share(0, 1_000)
-    'too few to judge P(tau > 2 sigma) < 0.0001, which needs 30,000'
-    """
-    share = late / gradients
-    needed = math.ceil(3 / LATE_SHARE)
-    if not late and gradients < needed:
-        return f"too few to judge P(tau > 2 sigma) < {LATE_SHARE:g}, which needs {needed:,}"
-    found = "as" if share < LATE_SHARE else "not as"
-    return f"{found} Rudra has it: a share of {share:.2g}, below {LATE_SHARE:g} there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,7 +568,7 @@ def _seconds_of_sample(
     return float(found.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
 
 
-def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[str]:
+def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
     """Yield the speed-up of each protocol at the most learners, by times and mini-batch."""
     for panel in dict.fromkeys(row.panel for row in rows):
         inside = [row for row in rows if row.panel == panel]
@@ -524,7 +579,10 @@ def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[str]:
             if row.cell.cluster.learners == most
         )
         paper = "; Rudra has 22 to 28 times" if most == PAPER_LEARNERS else ""
-        yield f"Simulated speed-up of {most} learners over one, {panel}: {listed}{paper}."
+        yield Finding(
+            about=f"Simulated speed-up of {most} learners over one, {panel}",
+            text=f"{listed}{paper}",
+        )
 
 
 def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) -> Section:
@@ -586,11 +644,14 @@ def tau_chart(
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = [
-        StalenessRow(cell, tuple(records[cell.name].values()))
-        for cell in cells_of(study, folder)
-        if cell.name in records
-    ]
+    rows = []
+    for cell in cells_of(study, folder):
+        if cell.name in records:
+            results = (
+                read_as(Result, content, source=f"{cell.name}/{run}.json")
+                for run, content in records[cell.name].items()
+            )
+            rows.append(StalenessRow(cell, tuple(results)))
     faster = speed_ups(study, folder)
     protocols = dict.fromkeys(row.cell.protocol for row in rows)
     protocols |= dict.fromkeys(row.protocol for row in faster)
@@ -618,8 +679,8 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
         column("Largest tau", lambda row: row.largest_tau, ",d"),
-        column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), ".4f"),
-        column("Updates", lambda row: row.records[0]["updates"], ",d"),
+        column("tau > 2 sigma, %", lambda row: row.late_percent, ".4f"),
+        column("Updates", lambda row: row.records[0].updates, ",d"),
         column("Seeds", lambda row: len(row.records), "d"),
         column("Diverged", lambda row: row.diverged, "d"),
     ]
@@ -632,15 +693,14 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         sections.append(Section(title="Staleness", parts=histograms, notes=[_TAU]))
     if faster:
         sections.append(speed_up_section(faster, looks))
+    found = [one for name, inside in panels.items() for one in findings(name, inside)]
+    found += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
+    found += speed_up_findings(faster)
     return Page(
         title=study.name,
         subtitle="; ".join(panels),
-        findings=[
-            *(text for name, inside in panels.items() for text in findings(name, inside)),
-            *(text for name, inside in panels.items() for text in rudra_findings(name, inside)),
-            *speed_up_findings(faster),
-        ],
-        is_sound=not any(row.diverged for row in rows),
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),
         sections=sections,

@@ -7,7 +7,6 @@ deleted.
 """
 
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -15,11 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
-from pydantic import TypeAdapter, ValidationError
 
-from largebatch import accelerator
-from largebatch.errors import DivergedError, StudyError, WorkerFailedError
+from largebatch.errors import DivergedError, WorkerFailedError
+from largebatch.lab.studies.doubts import CellRuns
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
@@ -27,7 +24,7 @@ from largebatch.lab.studies.metrics import (
     interval,
     measurements,
 )
-from largebatch.lab.studies.store import Json
+from largebatch.lab.studies.records import Json, Record, Share, as_json, read_as
 from largebatch.lab.studies.study import (
     TRIAL_SEED,
     Cell,
@@ -43,12 +40,11 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
-from largebatch.report.run import FloatArray, Run, first_problem, read_run
+from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
 from largebatch.schedules.build import build_schedule
-from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Measured
 
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
@@ -56,37 +52,27 @@ FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Record):
     """Record of one run; accuracies are fractions."""
 
-    seed: int
-    rate: float | None = None
+    rate: float | None
     """Searched base rate: a trial's own, else the best; None without a search."""
 
-    top1: float
+    top1: Share
     """Accuracy at the end; chance if the run diverged."""
 
     loss_difference: Measured = math.nan
     """Validation loss minus training loss; NaN without monitor: generalization_gap."""
 
-    diverged: str | None = None
-    """Reason of the divergence; None if the run did not diverge."""
-
-    evaluations: tuple[Measurement, ...] = ()
+    evaluations: tuple[Measurement, ...]
     images_per_second: float | None = None
     usage: Mapping[str, Measured] = field(default_factory=dict)
     """As usage_of returns it."""
 
 
-_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
-
-
 def read_result(record: Json, *, source: str) -> Result:
     """Return the record of a run; raise StudyError if it is damaged."""
-    try:
-        return _RESULT.validate_python(record)
-    except ValidationError as error:
-        raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
+    return read_as(Result, record, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +269,7 @@ def train(recipe: Recipe, options: Options) -> Json:
         diverged = "the validation loss at the end is not finite"
     done, last = (read.summary, read.result) if diverged is None else (None, None)
     assert diverged is not None or last is not None
-    return {
-        **circumstances(),
+    record = {
         "top1": last.top1 if last else 1 / recipe.data.classes,
         "loss": last and last.loss,
         "seed": recipe.seed,
@@ -296,17 +281,7 @@ def train(recipe: Recipe, options: Options) -> Json:
         "weights_sha256": done and done.weights_sha256,
         "folder": str(folder.resolve()),
     }
-
-
-def circumstances() -> Json:
-    """Return the part of a record that says where and by what it was made."""
-    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return {
-        "host": platform.node(),
-        "hardware": next(iter(accelerator.names()), threads),
-        "commit": source_commit(),
-        "versions": versions(),
-    }
+    return as_json(record)
 
 
 def usage_of(read: Run) -> dict[str, float]:
@@ -349,6 +324,16 @@ class CellResults:
 
     finished: bool = True
     """True if every run has its record."""
+
+    @property
+    def runs(self) -> CellRuns:
+        """Its runs, as doubts are about them."""
+        return CellRuns(
+            name=self.cell.variant,
+            runs={run.seed: run for run in self.seeds},
+            seeds=self.cell.seeds,
+            finished=self.finished,
+        )
 
     @property
     def rate(self) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, write_study
+from short_studies import SCALING, SERVERS, Json, cells_in, needs_hosts, undisturbed, write_study
 
 from largebatch.errors import StudyError
 from largebatch.lab.studies import scaling
@@ -15,7 +15,7 @@ from largebatch.lab.studies.hosts import (
     HostsRow,
     Start,
     applied_rates,
-    start_of,
+    combined,
     starts_of,
 )
 from largebatch.lab.studies.runner import study
@@ -133,8 +133,11 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
     assert ring.efficiency.mean == pytest.approx(100 * mean)
     assert list(ring.throughputs.values()) == pytest.approx(32 / np.array(SECONDS["ring"]))
     mean, low, high = ratio("beside", "central")
-    compared = next(findings(rows))
+    compared, slow = map(str, findings(rows))
     assert f"{mean:.2f} times ({low:.2f} to {high:.2f}) as fast" in compared
+    mean, low, high = (2 * each for each in ratio("central", "alone"))
+    shown = f"{mean:.2f} times ({low:.2f} to {high:.2f}) on 2 workers"
+    assert f"central against one worker: SLOWER THAN ONE WORKER: {shown}" in slow
     nothing = simulations(load_study(tmp_path / "study.yaml"), tmp_path, rows)
     table = draw("tiny", rows, nothing).sections[0].parts[0]
     assert isinstance(table, Table)
@@ -185,15 +188,18 @@ ON_LINKS = {
 def test_links_carry_the_bytes_of_the_formulas(layout: str, tmp_path: Path) -> None:
     cell, formula = cells_here(tmp_path)[layout], ON_LINKS[layout]
     shares = {"central": [12], "beside": [10, 2], "ring": [12]}[layout]
-    counted = [float(one) for one in formula]
-    sent = [*counted[:-1], 1.1 * counted[-1]]
-    start = Start(seconds=[1.0], shares=shares, received=counted, sent=sent)
-    row = HostsRow(cell=cell, starts={1: start})
+    received = [float(one) for one in formula]
+    sent = [*received[:-1], 1.1 * received[-1]]
+    counted = {"shares": shares, "received": received, "sent": sent, "rates": []}
+    content = {**undisturbed(1), "seconds": [1.0], "late": 0.0, **counted}
+    row = HostsRow(cell=cell, starts=starts_of(cell, {cell.name: {"seed-1": content}}))
     assert Links(row).formula == formula
     assert Links(row).deviation == pytest.approx(0.1)
     busiest = max(formula)
     assert Links(row).busiest[1] == 2 * busiest
-    assert any("NOT within 5%" in text for text in findings([row]))
+    (finding,) = [finding for finding in findings([row]) if "counters" in finding.about]
+    assert "NOT within 5%" in finding.text
+    assert "too few starts" in str(finding)
 
 
 def test_the_traffic_of_idle_workers_is_taken_off() -> None:
@@ -204,11 +210,11 @@ def test_the_traffic_of_idle_workers_is_taken_off() -> None:
         "seconds": [1.0, 1.0], "counters": marks, "rates": ["0x1p+0"], "shares": [4],
         "gradients": 5, "late": 1,
     }  # fmt: skip
-    start = start_of([worker, worker], ["host1", "host1"], updates=2)
-    assert start.received == [update]
-    assert start.sent == [5]
-    assert start.late == pytest.approx(0.2)
-    assert start.rates == [["0x1p+0"]] * 2
+    found = combined([worker, worker], ["host1", "host1"], updates=2)
+    assert found["received"] == [update]
+    assert found["sent"] == [5]
+    assert found["late"] == pytest.approx(0.2)
+    assert found["rates"] == [["0x1p+0"]] * 2
 
 
 ON_HOROVOD: Json = {**SERVERS, "servers": {"megabits": 1000, "layouts": {"ring": "horovod"}}}
@@ -274,10 +280,13 @@ def scaled(folder: Path) -> dict[str, Any]:
     return {
         cell.name: {
             f"seed-{seed}": {
-                "seed": seed,
+                **undisturbed(seed, cell=cell.name),
                 "late": 0.0,
                 "seconds": [SCALED[cell.name] * (1 + seed / 100)],
                 "shares": [MODEL],
+                "received": [],
+                "sent": [],
+                "rates": [],
             }
             for seed in (1, 2, 3)
         }
@@ -346,10 +355,12 @@ def test_rates_of_workers_are_compared_bit_for_bit(
 ) -> None:
     records, rates = scaled(tmp_path), [[lr.hex() for lr in one] for one in workers]
     records["lenet5/2x16-hosts"]["seed-2"]["rates"] = rates
-    page = scaling.make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
-    found = [text for text in page.findings if "rate" in text]
-    assert len(found) == 1 or not words
-    assert all(word in found[0] for word in words)
+    for record in records["lenet5/2x16-hosts"].values():
+        record["rates"] = record["rates"] or [["0x1p-4"]] * 2
+    study = load_study(write_study(tmp_path, SCALING, seeds=3))
+    page = scaling.make_page(study, tmp_path, records)
+    (found,) = [text for text in page.findings if "Learning rates" in text]
+    assert all(word in found for word in words or ["equal, bit for bit, in each of 4 updates of 3"])
     assert page.is_sound == (not words)
     table = page.sections[0].parts[0]
     assert isinstance(table, Table)
@@ -367,11 +378,20 @@ def test_a_damaged_record_of_a_start_is_named(key: str, tmp_path: Path) -> None:
 
 def test_the_page_of_scaling_has_every_row(tmp_path: Path) -> None:
     records = scaled(tmp_path)
-    page = scaling.make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
+    study_of = load_study(tmp_path / "study.yaml")
+    page = scaling.make_page(study_of, tmp_path, records)
     table = page.sections[0].parts[0]
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
     assert found["Cell"][:3] == list(SCALED)[:3]
     assert found["Efficiency, %"][2] == pytest.approx(75)
-    assert "94% of the ideal in one host, 75% on hosts" in page.findings[0]
+    assert "94% (94 to 94) of the ideal in one host, 75% (75 to 75) on hosts" in page.findings[0]
     assert "<svg" in page.html()
+    late = {name: {run: {**one, "late": 0.26} for run, one in runs.items()}
+            for name, runs in records.items()}  # fmt: skip
+    busy = scaling.make_page(study_of, tmp_path, late)
+    assert all("too busy to judge: up to 26.0 % of gradients" in each for each in busy.findings)
+    single = {name: {"seed-1": runs["seed-1"]} for name, runs in records.items()}
+    lonely = scaling.make_page(study_of, tmp_path, single)
+    assert all("too few starts to judge: 1" in each for each in lonely.findings)
+    assert not lonely.is_sound
