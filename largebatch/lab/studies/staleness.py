@@ -32,7 +32,7 @@ from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, Slot, Study, naming, recipe_of
+from largebatch.lab.studies.study import Cell, Slot, Study, Values, naming, recipe_of
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -90,9 +90,9 @@ class StalenessCell(Cell):
         cluster = to_jsonable_python(self.cluster)
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Train with one seed, in its stages."""
-        del rate
+        del values
         return train(self, seed=slot.seed, options=options)
 
 
