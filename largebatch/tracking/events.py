@@ -135,6 +135,11 @@ class Evaluation(_StageEvent):
     top5: float
     loss: Measured
     samples: int
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    """Confidence of the correct images, as in training.Metrics; NaN in older logs."""
+
     seconds: float = math.nan
 
 

@@ -30,22 +30,26 @@ from largebatch.lab.studies.metrics import (
     cost,
     difference,
     interval,
+    interval_line,
     ratio,
     trade_off,
 )
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Slot, Study
+from largebatch.lab.studies.study import RATE, Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
+    Chart,
     Code,
     Column,
     Page,
+    Panel,
     Part,
     Section,
     Series,
     Table,
     columns_over,
+    line_chart,
     series,
 )
 
@@ -57,7 +61,9 @@ _NOTE = (
 )
 _POLICIES = (
     "A cost is that of updates and evaluations up to the first evaluation at the target, of the "
-    "seeds that reached it. Held-out images chose peak_lr."
+    "seeds that reached it. Held-out images chose peak_lr. AC is the average confidence of correct "
+    "images, CD its deviation over these images, and CDAC that of the averages of the classes "
+    "(LRBench, arXiv:1908.06477). The mean over multiples of the rate is over their logarithm."
 )
 _SETTINGS = (
     "Training is the time of the updates. The rest is of all workers, from their set-up to the last"
@@ -95,7 +101,10 @@ class Ranking:
     """The policies of one recipe of a study, the best first; those without a score last."""
 
     target: float | None
-    """The accuracy whose cost ranks them; None: they are ranked by their accuracy."""
+    """The accuracy whose cost ranks them; None: they are ranked by accuracy."""
+
+    robust: bool = False
+    """True: by the accuracy at multiples of the rate found, else at this rate."""
 
     ranked: tuple[Ranked, ...]
 
@@ -106,14 +115,16 @@ class Ranking:
         cell = first.results
         runs = [one.results.runs for one in others]
         found = doubts_about([cell.runs], others=runs, study=(), of_time=False)
+        scored = "has a seed" if self.target is None else f"reached {self.target:.2%}"
+        if self.robust:
+            scored = "has a seed with every multiple of the rate"
         if not first.scores:
-            what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
-            return [*found, f"no policy {what}"]
+            return [*found, f"no policy {scored}"]
         if not others:
             found.append("only one policy was measured")
         if len(first.scores) < min(ENOUGH_SEEDS, len(cell.seeds)):
             found.append(
-                f"too few seeds to judge: {len(first.scores)} of {first.policy} reached the target"
+                f"too few seeds to judge: {first.policy} {scored} {len(first.scores)} times"
             )
         if cell.edge:
             found.append(
@@ -131,6 +142,8 @@ class Ranking:
         """The best policy with its rate."""
         first = self.ranked[0]
         by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
+        if self.robust:
+            by = "robustness to the rate"
         rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
         return Finding(
             about=f"{first.results.cell.configuration}, by {by}",
@@ -139,8 +152,12 @@ class Ranking:
         )
 
 
-def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Ranking:
+def rank(
+    cells: Sequence[CellResults], *, target: float | None = None, robust: bool = False
+) -> Ranking:
     """Rank the policies of one recipe by the cost of a target, a fraction, else by accuracy.
+
+    `robust`: by the mean accuracy at multiples of the rate found (metrics.Robustness.areas).
 
     The order is by divergence, then by the number of seeds that reached the target, then by the
     mean. A policy without a score, or that alone diverged, is worse than the first; another is
@@ -162,8 +179,11 @@ def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Rankin
 
     scored = []
     for cell in cells:
-        scores = {run.seed: score(run) for run in cell.seeds}
-        known = {seed: value for seed, value in scores.items() if value is not None}
+        if robust:
+            known = cell.robustness.areas if cell.robustness else {}
+        else:
+            scores = {run.seed: score(run) for run in cell.seeds}
+            known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
     compared = []
@@ -176,7 +196,7 @@ def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Rankin
         only_it_diverged = one.results.diverged > 0 and not first.results.diverged
         is_level = bool(one.scores) and not only_it_diverged and not is_sure
         compared.append(replace(one, against=against, is_level=is_level))
-    return Ranking(target=target, ranked=(first, *compared))
+    return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
 def reached_at(run: Result, target: float) -> Measurement | None:
@@ -195,7 +215,8 @@ def costs(cell: CellResults, target: float) -> list[Measurement]:
 
 def schedule(best: CellResults) -> Code:
     """Return the schedule of a policy at its rate, as a section of a recipe."""
-    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
+    values = best.seeds[0].values if best.seeds else {}
+    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), values)
     text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
     return Code(name=f"schedule of {best.cell.variant}", text=text)
 
@@ -464,6 +485,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         title, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
         if not is_of_settings:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
+            if any(cell.scaled for cell in some):
+                rankings.append(rank(some, robust=True))
+                parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
             found += [each.finding for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
@@ -502,6 +526,18 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     )
 
 
+def _robustness(name: str, cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Chart:
+    """Return the chart of the accuracy at multiples of the rate found."""
+    lines = []
+    for cell in cells:
+        if cell.robustness is not None:
+            by_scale = cell.robustness.by_scale
+            means = [mean.scaled(100) for mean in by_scale.values()]
+            lines.append(interval_line(looks[cell.cell.variant], list(by_scale), means))
+    panel = Panel(lines=lines, x="Multiple of the rate found", y="Top-1, %", log="x")
+    return line_chart(name, panel, title="Robustness to the rate")
+
+
 def _mean(
     value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
 ) -> Callable[[CellResults], float | None]:
@@ -529,7 +565,30 @@ def _table_of_policies(
             Column(f"reached {of}", reached),
         ]
     below = [row.against and row.against.scaled(100).with_ends(".2f") for row in rows]
+    details += [
+        column("AC", _mean(lambda run: run.average_confidence), ".4f"),
+        column("CD", _mean(lambda run: run.confidence_deviation), ".4f"),
+        column("CDAC", _mean(lambda run: run.class_confidence_deviation), ".4f"),
+    ]
+    scales = sorted(
+        {scale for cell in cells if cell.robustness for scale in cell.robustness.by_scale}
+    )
+    for scale in scales:
+        if scale != 1:
+            details.append(column(f"Top-1 at {scale:g} x the rate, %", _at_scale(scale), ".2f"))
+    details.append(column("Mean over the multiples, %", _over_scales, ".2f"))
     return _table(cells, looks, "Policy", [Column("Points below the best", below)], details)
+
+
+def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
+    def value(cell: CellResults) -> float | None:
+        return cell.robustness and 100 * cell.robustness.by_scale[scale].mean
+
+    return value
+
+
+def _over_scales(cell: CellResults) -> float | None:
+    return cell.robustness and 100 * fmean(cell.robustness.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
@@ -558,6 +617,9 @@ def _table(
     details: Sequence[Column],
 ) -> Table:
     column = columns_over(cells)
+    keys = dict.fromkeys(
+        key for cell in cells for run in cell.seeds for key in run.values if key != RATE
+    )
     printed = [
         column(variant, lambda cell: cell.cell.variant, None),
         column("Recipe", lambda cell: cell.cell.configuration, None),
@@ -565,13 +627,19 @@ def _table(
         column("±", _mean(TOP1.of, "reach"), ",.2f"),
         *compared,
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
+        *(column(key, _found(key), ",.8g") for key in keys),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
     ]
     loss = column("Loss: validation − training", _mean(lambda run: run.loss_difference), ".4f")
+    top5 = column("Top-5, %", _mean(lambda run: 100 * run.top5), ".2f")
     return Table(
         name="variants",
-        columns=[*printed, *details, loss],
+        columns=[*printed, top5, *details, loss],
         series=[looks[cell.cell.variant] for cell in cells],
         printed={one.title for one in printed},
     )
+
+
+def _found(key: str) -> Callable[[CellResults], float | None]:
+    return lambda cell: cell.seeds[0].values.get(key) if cell.seeds else None

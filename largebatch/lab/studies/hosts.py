@@ -42,7 +42,7 @@ from largebatch.lab.studies.namespaces import (
 )
 from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, naming, recipe_of
+from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, Values, naming, recipe_of
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Protocol
@@ -186,13 +186,13 @@ class HostsCell(Cell):
         numbers = zip(names, self.workers_per_host, strict=True)
         return [name for name, number in numbers for _ in range(number)]
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Start the workers once, on hosts made for them, and record what they measure.
 
         Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
         worker was lost, BackendError if this machine cannot make hosts.
         """
-        del rate
+        del values
         seeded = replace(self, recipe=self.recipe.model_copy(update={"seed": slot.seed}))
         backend: BackendName = self.backend if self.workers > 1 else "auto"
         with tempfile.TemporaryDirectory(prefix="largebatch-") as name:

@@ -35,7 +35,7 @@ from largebatch.errors import (
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.records import Json, watched
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, load_study
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.runs.options import Options
@@ -50,11 +50,11 @@ Records = Mapping[str, Mapping[str, Json]]
 
 
 class Task(NamedTuple):
-    """A claimed run, its searched rate if it has one, and its options."""
+    """A claimed run, the values of its searched keys, and its options."""
 
     cell: Cell
     slot: Slot
-    rate: float | None
+    values: Values
     options: Options
 
 
@@ -93,9 +93,9 @@ class Runs:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
                 found = [self.store.read(cell, each) for each in cell.slots if each.trial]
                 trials = [record for record in found if record is not None]
-                rate = self.store.rate(cell, slot, partial(cell.rate, trials, slot))
+                values = self.store.values(cell, slot, partial(cell.values, trials, slot))
                 folder = self.store.path(cell, slot).with_suffix("")
-                return Task(cell, slot, rate, self.machine.of(cell, folder))
+                return Task(cell, slot, values, self.machine.of(cell, folder))
         return None
 
 
@@ -157,7 +157,7 @@ def made(task: Task) -> Json:
     Raises StudyError if a file cannot be written, such as on a full disk.
     """
     try:
-        return watched(lambda: task.cell.carry_out(task.slot, task.rate, task.options))
+        return watched(lambda: task.cell.carry_out(task.slot, task.values, task.options))
     except OSError as error:
         if error.errno not in _OF_THE_DISK:
             raise

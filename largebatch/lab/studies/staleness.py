@@ -32,7 +32,7 @@ from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line, ratio
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, Grid, Slot, Study, naming, recipe_of
+from largebatch.lab.studies.study import Cell, Grid, Slot, Study, Values, naming, recipe_of
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -121,9 +121,9 @@ class StalenessCell(Cell):
         cluster = to_jsonable_python(self.cluster)
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Train with one seed, in its stages."""
-        del rate
+        del values
         return train(self, seed=slot.seed, options=options)
 
 
@@ -415,12 +415,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
         waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            gap = points.with_ends("+.2f", " points") if points else "unknown"
+            shown = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
             yield Finding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
-                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {gap}",
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
                 doubts=doubts_about_rows([fastest, row]),
             )
 

@@ -10,6 +10,7 @@ lock, which the system releases when its owner ends, so nobody takes over a run 
 
 import fcntl
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,13 +22,13 @@ from pydantic_core import to_json, to_jsonable_python
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.lab.studies.records import Json
-from largebatch.lab.studies.study import Cell, Slot
+from largebatch.lab.studies.study import Cell, Slot, Values
 from largebatch.recipe.loading import differences
 from largebatch.storage import write_whole, writing
 
 CELL, CLAIM = "cell.json", ".claim"
 DRAWN = ".drawn"
-"""Suffix of the file with the rate of a trial, which is drawn before it starts."""
+"""Suffix of the file with the values of a trial, which are drawn before it starts."""
 
 _writing = partial(
     writing, error=StudyError, hint="make room and repeat the same command, which resumes"
@@ -155,15 +156,27 @@ class Store:
         while self._held:
             self._held.popitem()[1].close()
 
-    def rate(self, cell: Cell, slot: Slot, draw: Callable[[], float | None]) -> float | None:
-        """Return the searched rate of a claimed run; it is drawn once, also if it is resumed."""
+    def values(self, cell: Cell, slot: Slot, draw: Callable[[], Values]) -> Values:
+        """Return the values of the searched keys of a claimed run.
+
+        Those of a trial are drawn once, also if it is resumed. Raises StudyError for a damaged
+        file of them.
+        """
+        if not slot.trial:
+            return draw()
         path = self.path(cell, slot).with_suffix(DRAWN)
-        there = _read(path) or {"rate": draw()}
-        if slot.trial:
+        drawn = _read(path)
+        if drawn is None:
+            drawn = dict(draw())
             with _writing(path):
-                write_whole(path, json.dumps(there).encode())
-        rate: float | None = there["rate"]
-        return rate
+                write_whole(path, json.dumps(drawn).encode())
+        for key, value in drawn.items():
+            if type(value) is not float or not 0 < value < math.inf:
+                raise StudyError(
+                    f"{path}: {key} is {clip(json.dumps(value), LONGEST_NAME)}, expected a number "
+                    "above 0; remove the file"
+                )
+        return drawn
 
 
 def _read(path: Path) -> Json | None:

@@ -21,7 +21,7 @@ from largebatch.lab.studies.comparison import (
     rank,
     transfer_matrix,
 )
-from largebatch.lab.studies.study import Slot
+from largebatch.lab.studies.study import RATE, Slot
 from largebatch.lab.studies.trained import CellResults, Result, TrainedCell, read_result
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.pages import Code, Table
@@ -30,12 +30,14 @@ QUICK = Policy(
     reached=[4, 5, 6],
     top1=[0.91, 0.92, 0.935],
     trials={0.5: 0.8, 0.2: 0.5, 1.25: 0.79},
+    scaled={0.1: 0.5, 0.5: 0.8, 5.0: 0.7, 10.0: 0.1},
 )
 SLOW = Policy(
     reached=[9, 10, 11],
     top1=[0.95, 0.96, 0.96],
+    scaled={0.1: 0.6, 0.5: 0.9, 5.0: 0.9, 10.0: 0.8},
 )
-NEVER = Policy(reached=[None] * 3, top1=[0.5, 0.5, 0.6], diverged=[3])
+NEVER = Policy(reached=[None] * 3, top1=[0.5, 0.5, 0.6], diverged=[3], scaled=QUICK.scaled)
 ALL = {"slow": SLOW, "quick": QUICK, "never": NEVER}
 
 Cells = list[CellResults]
@@ -83,6 +85,20 @@ def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(cells: Cells
     assert against[1:3] == pytest.approx((test.low, test.high))
 
 
+def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(cells: Cells) -> None:
+    found = rank(cells, robust=True)
+    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
+    for ranked, policy in zip(found.ranked, (SLOW, QUICK), strict=False):
+        for seed, own in enumerate(policy.top1, start=1):
+            values = {1.0: own, **policy.scaled}
+            scales = sorted(values)
+            area = np.trapezoid([values[scale] for scale in scales], np.log10(scales)) / 2
+            assert ranked.scores[seed] == pytest.approx(area)
+    assert "slow is recommended" in str(found.finding)
+    alone = [replace(cell, scaled=cell.scaled[:4]) for cell in cells]  # of seed 1
+    assert any("too few seeds" in doubt for doubt in rank(alone, robust=True).doubts)
+
+
 def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
     *_, shown = draw("tiny", cells, targets=[0.9]).sections[1].parts
     assert isinstance(shown, Code)
@@ -92,7 +108,7 @@ def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
     after = rest[re.search(r"\n(?=\w)", rest).start() :]  # type: ignore[union-attr]
     recipe = parse_recipe(before + "\n" + shown.text + after, source="pasted")
     (own,) = (one.cell for one in cells if one.cell.variant == "quick")
-    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), 0.5).schedule
+    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), {RATE: 0.5}).schedule
     assert recipe.schedule.peak_lr == 0.5
 
 
@@ -150,7 +166,7 @@ def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
     unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
     assert "slow" in rank(unfinished, target=0.9).doubts[0]
     assert rank(with_seeds(cells, lambda *_: None), target=0.9).doubts
-    at_an_end = with_seeds(cells, lambda _, run: replace(run, rate=0.2))
+    at_an_end = with_seeds(cells, lambda _, run: replace(run, values={RATE: 0.2}))
     assert [each for each in rank(at_an_end, target=0.9).doubts if "lowest" in each]
 
 
@@ -165,7 +181,12 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert found["reached 90 %"] == ["3 of 3", "3 of 3", "0 of 3"]
     assert found["peak_lr"] == [0.5] * 3
     assert found["Diverged"] == [0, 0, 1]
-    assert len(page.sections[1].parts) == 1 + 1
+    assert found["AC"] == pytest.approx([0.5 + mean / 4 for mean in (2.87 / 3, 2.765 / 3, 1.6 / 3)])
+    assert found["CDAC"][0] == pytest.approx(0.125 - 2.87 / 48)
+    assert found["Top-5, %"][1] == pytest.approx(100 * (2.765 / 3 + 0.05), abs=0.01)
+    assert found["Top-1 at 0.1 x the rate, %"] == pytest.approx([60, 50, 50])
+    assert len(page.findings) == 3
+    assert len(page.sections[1].parts) == 1 + 1 + 1
     assert "<svg" in page.html()
 
 
@@ -299,7 +320,7 @@ def test_the_page_has_costs_and_transfer() -> None:
     assert top1.columns[2].title.startswith("used on letters")
     assert top1.columns[2].values == pytest.approx([60.2, 70.2])
     assert "large, 90.20 % (" in page.findings[0]
-    assert "large is −10.00 (−10.00 to −10.00) from its own best" in page.findings[3]
+    assert "large is −10.00 (−10.00 to −10.00) from its own best" in page.findings[2]
     assert "digits, the shortest training: large, 20.4 s" in page.findings[4]
     assert not any("not concluded" in each for each in page.findings[:8])
     assert "within the noise" in page.findings[-1]  # all have the same memory

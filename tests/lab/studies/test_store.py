@@ -16,7 +16,7 @@ from short_studies import VARIED, cells_in
 
 from largebatch.errors import StudyError
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell
+from largebatch.lab.studies.study import RATE, Cell
 from largebatch.lab.studies.trained import TrainedCell
 
 CLAIMS = """
@@ -171,7 +171,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_run_to_others(
         for write in (
             lambda: store.write(cell, slot, {}),
             lambda: store.define([cell]),
-            lambda: store.rate(cell, slot, lambda: 0.5),
+            lambda: store.values(cell, slot, lambda: {RATE: 0.5}),
         ):
             with pytest.raises(StudyError, match="No space left"):
                 write()
