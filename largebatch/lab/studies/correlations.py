@@ -63,7 +63,8 @@ def correlation(
     if len(set(first)) < 2 or len(set(second)) < 2:
         return None
     stats = require_scipy("scipy.stats")
-    rho, number = float(stats.spearmanr(first, second).statistic), len(pairs)
+    rho = round(float(stats.spearmanr(first, second).statistic), 12)  # 1, not 1 - 2e-16
+    number = len(pairs)
     # A correlation of 1 has no interval on Fisher's scale. It gets that of an order with one pair
     # of neighbours exchanged, the closest one to it.
     most = 1 - 12 / (number**3 - number)

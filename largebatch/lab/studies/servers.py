@@ -191,15 +191,18 @@ class Links:
         return self.received[host] + self.sent[host], 2 * self.formula[host]
 
     @property
-    def deviation(self) -> float | None:
-        """The largest |counter / formula - 1| of all links and directions; None without links."""
-        ratios = [
-            abs(counted / expected - 1)
-            for direction in (self.received, self.sent)
-            for counted, expected in zip(direction, self.formula, strict=bool(direction))
-            if expected
-        ]
-        return max(ratios, default=None)
+    def deviation(self) -> tuple[float, float] | None:
+        """The largest |counter / formula - 1| of all links and directions, and its bytes.
+
+        None without links.
+        """
+        found = []
+        for direction in (self.received, self.sent):
+            for counted, expected in zip(direction, self.formula, strict=bool(direction)):
+                if expected:
+                    off = abs(counted - expected)
+                    found.append((off / expected, off))
+        return max(found, default=None)
 
 
 def simulations(
@@ -293,18 +296,18 @@ def verdict(paper: Paper | None, low: float, high: float) -> str:
     significant difference for their larger one.
 
     >>> verdict("faster", 1.2, 1.5)
-    "confirms the paper's `faster`"
+    "this confirms the paper's `faster`"
     >>> verdict("no difference", 0.95, 1.3)
-    "does not decide the paper's `no difference` (equal: up to 1.1 times)"
+    "this does not decide the paper's `no difference` (equal: up to 1.1 times)"
     """
     if paper is None:
         return "the paper does not have this model"
     if paper == "faster":
         found = "confirms" if low > 1 else "refutes" if high < 1 else "does not decide"
-        return f"{found} the paper's `faster`"
+        return f"this {found} the paper's `faster`"
     equal = low >= 1 / LEVEL and high <= LEVEL
     found = "confirms" if equal else "refutes" if low > 1 or high < 1 else "does not decide"
-    return f"{found} the paper's `no difference` (equal: up to {LEVEL:g} times)"
+    return f"this {found} the paper's `no difference` (equal: up to {LEVEL:g} times)"
 
 
 def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
@@ -334,7 +337,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
             shown = times.with_ends(".2f", " times")
             text = f"{cell.look} is {shown} as fast as {central.cell.look}"
             if cell.workers == max(cell.on_hosts.workers):
-                text += f", which {verdict(cell.on_hosts.paper, times.low, times.high)}"
+                text += f"; {verdict(cell.on_hosts.paper, times.low, times.high)}"
         yield Finding(
             about=f"{cell.configuration} on {cell.workers} workers, measured, {cell.look} against "
             f"{central.cell.look}",
@@ -345,12 +348,13 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     deviations = {row.cell.name: found for row in rows if (found := Links(row).deviation)}
     if deviations:
         worst = max(deviations, key=lambda name: deviations[name])
-        words = "within" if deviations[worst] <= NEAR else "NOT within"
+        share, off = deviations[worst]
+        words = "within" if share <= NEAR else "NOT within"
         counted = [row for row in rows if row.cell.name in deviations]
         yield Finding(
             about="The counters of all links",
-            text=f"{words} {NEAR:.0%} of the formulas: at most {deviations[worst]:.1%} off, on "
-            f"{worst}",
+            text=f"{words} {NEAR:.0%} of the formulas: at most {share:.1%} off, which is "
+            f"{off:,.0f} bytes, on {worst}; the formulas have no requests and answers",
             doubts=doubts_about_rows(counted, rows, of_time=False),
         )
 
@@ -374,11 +378,11 @@ def simulated_findings(
             equal = [f"{at:,g}" for at, mean in times.items() if 1 / LEVEL <= mean <= LEVEL]
             text = (
                 f"servers beside the workers are {low:.2f} to {high:.2f} times as fast as one "
-                f"central server at {min(times):,g} to {max(times):,g} {unit}, which "
-                f"{verdict(rows[0].cell.on_hosts.paper, low, high)}"
+                f"central server at {min(times):,g} to {max(times):,g} {unit}"
             )
             if equal:
-                text += f"; equally fast at {', '.join(equal)}"
+                text += f", equally fast at {', '.join(equal)}"
+            text += f"; {verdict(rows[0].cell.on_hosts.paper, low, high)}"
             yield Finding(about=f"{recipe}, simulated", text=text)
         rows = [row for row in simulated["megabits"] if row.cell.configuration == recipe]
         pays = pays_from(rows)
@@ -434,7 +438,7 @@ def draw(
         column = columns_over([Links(row) for row in rows])
 
         def percent(links: Links) -> float | None:
-            return None if links.deviation is None else 100 * links.deviation
+            return None if links.deviation is None else 100 * links.deviation[0]
 
         columns = [
             column("Model, MB", lambda links: 1e-6 * links.model_bytes, ",.2f"),
@@ -458,7 +462,8 @@ def draw(
         table = table_of("simulated", points, looks)
         sections.append(Section(title="Simulated", parts=[table], notes=[_SIMULATED]))
     found = [*findings(rows), *simulated_findings(simulated, rows)]
-    is_near = all((Links(row).deviation or 0.0) <= NEAR for row in rows)
+    deviations = [Links(row).deviation for row in rows]
+    is_near = all(deviation is None or deviation[0] <= NEAR for deviation in deviations)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
