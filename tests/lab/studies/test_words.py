@@ -117,6 +117,22 @@ def test_the_preset_has_the_windows_of_the_treebank() -> None:
     assert len(inputs) == entry.set["data.train_samples"]
 
 
+@needs_hosts
+def test_a_start_on_hosts_records_times_traffic_and_rates(folder: Path) -> None:
+    """Two workers of a ring send and receive the bytes of the model once each in an update."""
+    wide = {"name": "lstm", "arguments": {"units": 50, "layers": 2, "words": LENGTH}}
+    cells = cells_in(folder, LSTM_STUDY, recipes__lstm__set__model=wide)
+    (cell,) = [cell for cell in cells if cell.variant == "ring-2"]
+    assert isinstance(cell, HostsCell)
+    found = cell.carry_out(cell.slots[0], {}, Options(out=folder / "run", data=folder))
+    (model,) = found["shares"]
+    assert model == 4 * (7 * 50 + 2 * (4 * 50 * 100 + 2 * 4 * 50) + 7 * 50 + 7)
+    assert len(found["seconds"]) == 4
+    assert found["rates"] == [[(0.5).hex()] * 7] * 2  # 1 to warm up, 1, and 1 before the 4 timed
+    for counted in (*found["sent"], *found["received"]):
+        assert model <= counted < 1.1 * model  # the loss and messages of the library besides
+
+
 @pytest.mark.long
 @needs_hosts
 def test_the_lstm_is_started_in_each_layout(folder: Path) -> None:
