@@ -87,10 +87,16 @@ def without_blocks(page: Path, language: str = "") -> str:
     return re.sub(rf"^```{language}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
+def without_generated(page: Path) -> str:
+    """Return a page without blocks of Python and without the docstrings of the package."""
+    docstrings = r"<!-- python \S.*?<!-- end -->"
+    return re.sub(docstrings, "", without_blocks(page, "python"), flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("page", PRESENT, ids=name_of)
 def test_keys_of_a_recipe_exist(page: Path) -> None:
     keys = rf"(?<![\w./-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z]\w*)+(?![\w(])"
-    for key in re.findall(keys, without_blocks(page, "python")):
+    for key in re.findall(keys, without_generated(page)):
         if not key.endswith(".md"):
             meanings(re.sub(r"\.arguments\..*", ".arguments", key))
 
