@@ -206,7 +206,11 @@ class Graph:
     """
 
     failures = 0
-    """Recordings that failed, after which older graphs no longer draw by the seed that is set."""
+    """Recordings that failed, after which older graphs no longer draw by the seed that is set.
+    Those of evaluations are counted over all workers, whose graphs must be the same."""
+
+    _shared_failures = 0
+    """Of these, those that all workers know."""
 
     _recording = False
     _invalid: ClassVar[list[object]] = []
@@ -235,6 +239,17 @@ class Graph:
             raise
         finally:
             Graph._recording = False
+
+    @classmethod
+    def unshared_failures(cls) -> int:
+        """Return the failures on this worker that `share_failures` has not counted."""
+        return cls.failures - cls._shared_failures
+
+    @classmethod
+    def share_failures(cls, number: int) -> None:
+        """Count the failures of all workers, in place of those of this one."""
+        cls._shared_failures += number
+        cls.failures = cls._shared_failures
 
     def _clean_up(self) -> None:
         """End an invalid recording where torch, before 2.13, thinks that it goes on.

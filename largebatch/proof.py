@@ -132,41 +132,46 @@ class Finding:
         return f"{self.seconds_of_torch / self.seconds:.2f} times as fast, {agrees}, {variants}"
 
 
-_REFUSALS: dict[tuple[str, torch.device], str | None] = {}
+DECISIONS: dict[tuple[str, torch.device], str | None] = {}
 """Decisions of this process: why a part is not used on a device; None if it is used."""
 
 
 def uses(part: str, device: torch.device) -> bool:
-    """Return True if a part is used on a device that has it.
+    """Return True if a part is used on a device that has it; see `refusal`."""
+    return refusal(part, device) is None
 
-    A part that is not decided is tried by this process alone. That does not hold for optimizers
-    with several workers, whose weights would differ, and graphs, which are tried as a whole.
+
+def refusal(part: str, device: torch.device) -> str | None:
+    """Return why a part is not used on a device that has it; None if it is.
+
+    A part that is not decided is tried by this process alone, but not optimizers with several
+    workers, whose weights would differ. Graphs are tried by runs only.
     """
     key = (part, device)
-    if key not in _REFUSALS:
+    if key not in DECISIONS:
         if torch.compiler.is_compiling():
-            return False  # a graph of the compiler cannot start a process
-        _REFUSALS[key] = _refusal(part, device)
-        if reason := _REFUSALS[key]:
+            return "it is not decided"  # a graph of the compiler cannot start a process
+        DECISIONS[key] = _refusal_alone(part, device)
+        if reason := DECISIONS[key]:
             _LOG.warning("%s: PyTorch's operations are used (%s)", part, reason)
-    return _REFUSALS[key] is None
+    return DECISIONS[key]
 
 
 def decide(device: torch.device, refusals: Mapping[str, str | None]) -> None:
     """Set why each part is not used on a device from now on; None: it is used."""
-    _REFUSALS.update({(part, device): reason for part, reason in refusals.items()})
+    DECISIONS.update({(part, device): reason for part, reason in refusals.items()})
 
 
 @contextmanager
 def deciding(device: torch.device, refusals: Mapping[str, str | None]) -> Iterator[None]:
     """Decide for the duration of a block."""
-    before = dict(_REFUSALS)
+    before = dict(DECISIONS)
     decide(device, refusals)
     try:
         yield
     finally:
-        _REFUSALS.clear()
-        _REFUSALS.update(before)
+        DECISIONS.clear()
+        DECISIONS.update(before)
 
 
 def switched_off() -> str | None:
@@ -180,7 +185,7 @@ def switched_off() -> str | None:
     return f"{VARIABLE}=torch" if value == "torch" else None
 
 
-def _refusal(part: str, device: torch.device) -> str | None:
+def _refusal_alone(part: str, device: torch.device) -> str | None:
     """Return why a process that is no run does not use a part."""
     if reason := switched_off():
         return reason

@@ -41,7 +41,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
             ) from None
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    if device.type in kernels.DEVICES:
+    if device.type in kernels.DEVICES and recipe.execution.kernels != "torch":
         from largebatch.models.fusion import pair
 
         pair(model)

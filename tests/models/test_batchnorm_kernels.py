@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import SpanBatchNorm, Spans
@@ -492,8 +492,9 @@ def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any)
 @runs
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: dict[torch.device, bool] = {}
-    monkeypatch.setattr(kernels, "_WORK", tried)
+    tried: dict[tuple[str, torch.device], str | None] = {}
+    monkeypatch.setattr(proof, "DECISIONS", tried)
+    monkeypatch.setattr(proof, "prove", lambda *_: {proof.BATCHNORM: proof.Finding()})
     for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
         compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
         assert bool(tried) == isinstance(model, SpanBatchNorm)
@@ -509,22 +510,6 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(
     with FakeTensorMode(allow_non_fake_inputs=True):
         accelerator.launch(kernel, (1,), torch.empty(1, device="cuda:1"))
     guard.assert_called_once_with(1)
-
-
-def test_kernels_that_fail_on_a_device_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
-    monkeypatch.setattr(kernels, "_WORK", {})
-
-    def fail() -> None:
-        raise RuntimeError("sm_20 is not supported")
-
-    monkeypatch.setattr(kernels, "batchnorm", fail)
-    for _ in range(2):
-        assert not kernels.take(torch.zeros(2, 3))
-    (record,) = caplog.records
-    assert "sm_20" in record.getMessage()
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])

@@ -27,6 +27,7 @@ _MOST = 65_535  # spans, and blocks of at least 16 channels, that CUDA launches 
 DEVICES = {accelerator.TRITON}
 """Types of devices with these kernels."""
 
+
 def batchnorm() -> ModuleType:
     """Import the kernels; raises ImportError without Triton."""
     from largebatch.models.kernels import fused

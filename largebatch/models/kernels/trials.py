@@ -153,7 +153,9 @@ class _Arguments:
             out = F.relu(out)
         return self._with_gradients(out, leaves, sums)
 
-    def _with_gradients(self, out: Tensor, leaves: list[Tensor], sums: Tensor | None) -> list[Tensor]:
+    def _with_gradients(
+        self, out: Tensor, leaves: list[Tensor], sums: Tensor | None
+    ) -> list[Tensor]:
         grads = torch.autograd.grad(out, leaves, self.dy.to(out.dtype))
         return [out.detach(), *grads, *([] if sums is None else [sums])]
 
