@@ -116,6 +116,9 @@ class Finding:
     seconds_of_torch: float = 0.0
     """Sums over the variants, by their number of uses; 0 if time was not measured."""
 
+    is_slow: bool = False
+    """True if the part is right, and refused because it is not faster."""
+
     is_kept: bool = True
     """False if the reason may be gone in the next run, such as a missing compiler."""
 
@@ -333,7 +336,7 @@ def make_trials(job: Mapping[str, Any], device: torch.device, write: Callable[..
         if finding.refused is None and 0 < finding.seconds_of_torch <= finding.seconds:
             ratio = finding.seconds_of_torch / finding.seconds
             reason = f"not faster: {ratio:.2f} times as fast as PyTorch's"
-            finding = replace(finding, refused=reason)
+            finding = replace(finding, refused=reason, is_slow=True)
         decide(device, {part: finding.refused})
         write(part=part, finding=asdict(finding))
     return 0

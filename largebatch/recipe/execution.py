@@ -87,11 +87,11 @@ class Execution(Section):
     compare them."""
 
     kernels: Kernels = "auto"
-    """Kernels of BatchNorm, of LARS and SGD, and of crops from cached images. `auto`: on a GPU those
-    of this package, where a trial before the first update showed that they are right and faster;
-    else PyTorch's. `torch`: PyTorch's for all, and no graph unless `graph` is true. `apex`: as
-    `auto`, but NVIDIA apex's multi-tensor kernels for LARS, on CUDA only. The environment variable
-    LARGEBATCH_KERNELS=torch switches everything off, on all workers if one has it."""
+    """Kernels of BatchNorm, of LARS and SGD, and of crops of cached images. `auto`: on a GPU those
+    of this package, if a trial before the first update showed that they are right and faster; else
+    PyTorch's. `torch`: PyTorch's for all, and no graph unless `graph` is true. `apex`: as `auto`,
+    but NVIDIA apex's multi-tensor kernels for LARS, on CUDA only. The environment variable
+    LARGEBATCH_KERNELS=torch switches everything off, on all workers if one of them has it."""
 
     compile: Compile = False
     """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is

@@ -62,7 +62,8 @@ def settle(
     """
     device, findings = backend.device, dict[str, Finding]()
     pixels = pixel_cache.one_size(pipeline.train_index)
-    parts = _parts_on(device, recipe, model, has_one_size=pixels is not None)
+    has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
+    parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
     if tried:
@@ -77,11 +78,18 @@ def settle(
     return _line(agreed, findings)
 
 
+def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
+    """Return the findings of new trials of a recipe on one device, of images in a cache."""
+    side = recipe.data.image_size
+    settings, key = _settings(recipe, make_plan(recipe), (side, side), ())
+    parts = _parts_on(device, recipe, has_spans=True, has_one_size=True)
+    return proof.prove(__name__, parts, device, settings, key=key, again=True)
+
+
 def _parts_on(
-    device: torch.device, recipe: Recipe, model: nn.Module, *, has_one_size: bool
+    device: torch.device, recipe: Recipe, *, has_spans: bool, has_one_size: bool
 ) -> list[str]:
     """Return the parts that this type of device has and the recipe may use."""
-    has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     graph = recipe.execution.graph is not False and recipe.protocol is None
     is_cached = has_one_size and recipe.execution.cache in {None, "device"}
     found = {
