@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from largebatch import proof
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,7 @@ from torch import nn
 from largebatch.errors import DeviceMemoryError, RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
+from largebatch.models.wrappers import set_forward
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 
@@ -47,7 +48,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
         pair(model)
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
+        set_forward(model, torch.autocast(device.type, dtype)(type(model).forward))
     return model
 
 

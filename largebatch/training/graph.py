@@ -97,6 +97,7 @@ class Graphs:
         self._excluded: dict[str, str] = {}  # parts that are not recorded, and why
         self._read: list[object] = []
         self._noted, self._drops = "", 0
+        self._has_watched = False  # True from the second update of a shape to the next one
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
         if is_on_several_devices(work.model):
             self._exclude(OPTIMIZER, "the model is on several devices")
@@ -144,12 +145,14 @@ class Graphs:
             self._do(OPTIMIZER, work.update)
         for name in self._computed:  # the next replay overwrites them
             setattr(work.results, name, getattr(work.results, name).clone())
-        if self._shape.updates == _WARM_UP:
-            self._agree()
+        self._has_watched = self._shape.updates == _WARM_UP
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
         self._shape = _Shape(None)
+        if self._has_watched:  # which may have found something on one worker
+            self._has_watched = False
+            self._agree()
         if {PASSES, OPTIMIZER} <= self._excluded.keys():
             self._say()
             return

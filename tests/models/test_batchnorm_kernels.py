@@ -22,6 +22,7 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrize import register_parametrization
 
 from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
@@ -487,6 +488,87 @@ def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any)
     setattr(block.get_submodule(layer), name, copy.deepcopy(value))
     images, block = draw(6, 3), block.to(DEVICE)
     assert torch.equal(block(images), Block.forward(block, images))
+
+
+@runs
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (Block, "forward", lambda self, x: self.fc(x)),
+        (Block, "out", lambda self, x: self.fc(x)),
+        (nn.ReLU, "forward", lambda _, x: x.abs()),
+        (nn.Identity, "forward", lambda _, x: x.neg()),
+        (SpanBatchNorm, "forward", lambda _, x: x + 1),
+        (F, "relu", lambda x, inplace=False: x.abs()),
+    ],
+)
+def test_what_is_patched_after_pairing_is_called(
+    place: Any,  # noqa: ANN401 -- a class or a module
+    name: str,
+    value: Any,  # noqa: ANN401 -- a function
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = with_span(Block().to(DEVICE), 2)
+    plain = copy.deepcopy(block)
+    assert pair(block) == (1, 1)
+    images = draw(6, 3)
+    before = block(images)
+    monkeypatch.setattr(place, name, value)
+    assert torch.equal(block(images), plain(images))
+    assert not torch.equal(block(images), before)
+
+
+class Doubled(nn.Module):
+    """Parametrization of a weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@runs
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parametrized_layer_normalises_with_the_weight_that_is_computed(*, before: bool) -> None:
+    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
+    if before:
+        register_parametrization(block.bn, "weight", Doubled())
+    assert pair(block) == (int(not before), 1)
+    if not before:
+        register_parametrization(block.bn, "weight", Doubled())
+    plain = nn.BatchNorm1d(3).to(DEVICE)
+    plain.weight.data *= 2
+    torch.testing.assert_close(block(images), F.relu(plain(block.fc(images))), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(block(images).square().sum(), list(block.bn.parameters())[-1:])
+    assert grad.abs().sum() > 0
+    other = Block()
+    register_parametrization(other.bn, "weight", Doubled())
+    with pytest.raises(ValueError, match="layer bn"):
+        with_span(other, 2)
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """Return a replica as torch.nn.parallel.replicate makes it, of the same device."""
+    made: nn.Module = module._replicate_for_data_parallel()
+    for name, weight in module.named_parameters(recurse=False):
+        setattr(made, name, weight)
+    return made
+
+
+@runs
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "replica"])
+def test_a_copy_of_a_block_computes_with_its_own_weights(way: str) -> None:
+    """DataParallel's replicas have the attributes of the original and other weights."""
+    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
+    assert pair(block) == (1, 1)
+    twin: Any = replica(block) if way == "replica" else getattr(copy, way)(block)
+    assert type(twin) is type(block)
+    assert count_pairs(twin) == (1, 1)
+    twin._modules = {**twin._modules, "fc": nn.Linear(3, 3).to(DEVICE)}
+    assert torch.equal(twin(images), Block.forward(twin, images))
+    assert not torch.equal(twin(images), block(images))
+    replica(block.bn)(images)  # as torch's
+    Spans(block, CPU)
+    with pytest.raises(ValueError, match="DataParallel"):
+        replica(block.bn)(images)
 
 
 @runs

@@ -1,4 +1,4 @@
-"""Trials of parts that are right, wrong, slow, or end their process: for `proof`, in its process."""
+"""Trials of parts that are right, wrong or slow, or that end the process of the trials."""
 
 import os
 import time
