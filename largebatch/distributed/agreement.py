@@ -45,12 +45,13 @@ def gather_unequal(own: object, group: Group, device: torch.device) -> list[Any]
     (Cauchy-Schwarz), and integer sums are exact.
     """
     content = json.dumps(own, default=str)
-    numbers = _tensor(hashlib.sha256(content.encode()).digest(), device).long()
-    sums = torch.stack([numbers, numbers.square()])
+    digest = [*hashlib.sha256(content.encode()).digest()]
+    numbers = torch.tensor([digest, [byte**2 for byte in digest]])
+    sums = numbers.to(device)  # the rest is computed by the host, which reads the sums anyway
     group.all_reduce(sums).wait()
-    total, squares = sums
-    same = (squares * group.world_size == total.square()).all()
-    if same.item():  # sync: once, before training or in many updates
+    total, squares = sums.tolist()  # sync: once, before training or in many updates
+    pairs = zip(total, squares, strict=True)
+    if all(group.world_size * square == byte**2 for byte, square in pairs):
         return None
     return gather_values(json.loads(content), group, device)
 
