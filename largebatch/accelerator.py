@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -210,7 +210,7 @@ class Graph:
     Those of evaluations are counted over all workers, whose graphs must be the same."""
 
     _shared_failures = 0
-    """Of these, those that all workers know."""
+    """Number of failures that all workers have counted."""
 
     _recording = False
     _invalid: ClassVar[list[object]] = []
@@ -320,28 +320,28 @@ class _Draws:
         elif event == "c_call":
             owner = getattr(function, "__self__", None)
             seeds = owner is torch.default_generator and "seed" in getattr(function, "__name__", "")
-            if owner is random._inst or seeds:  # type: ignore[attr-defined]  # of random.random etc.
+            if owner is random._inst or seeds:  # of random.random and the like
                 self.note()
 
     @contextmanager
     def _numpys(self) -> Iterator[None]:
-        """Put a generator with a watched lock in place of NumPy's: every draw takes the lock.
+        """Replace NumPy's generator by one with a watched lock, which every draw takes.
 
-        NumPy's functions are no C functions to a profile.
+        A profile does not see NumPy's functions, which Cython compiles.
         """
-        own: Any = np.random.get_bit_generator()
+        own: Any = get_bit_generator()
         lock = _NotedLock(own.lock, self.note)
         # A state is accepted by generators of the same name only.
         watched = type(type(own).__name__, (type(own),), {"lock": lock})()
         with own.lock:
             watched.state = own.state
-        np.random.set_bit_generator(watched)
+        set_bit_generator(watched)
         try:
             yield
         finally:
             with lock.inner:
                 own.state = watched.state
-            np.random.set_bit_generator(own)
+            set_bit_generator(own)
 
 
 class _NotedLock:

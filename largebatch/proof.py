@@ -195,7 +195,7 @@ def _refusal_alone(part: str, device: torch.device) -> str | None:
     if part == GRAPH:
         return None
     if part == OPTIMIZER and _num_workers() > 1:
-        return "the workers of this process have not agreed; see agree_on_kernels"
+        return "the workers of this process have not agreed; call agree_on_kernels"
     return prove(_MODULES[part], [part], device)[part].refused
 
 

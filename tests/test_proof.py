@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from largebatch import proof
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS
+from largebatch.distributed.serial import Serial
+from largebatch.optim import agree_on_kernels, kernels
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding
 
 CPU = torch.device("cpu")
 
@@ -68,7 +70,18 @@ def test_what_the_next_run_may_find_mended_is_tried_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A want of memory or of a compiler; the process ends, for CUDA's context may be broken."""
-    jobs = counted(monkeypatch)
+    jobs = []
+
+    def run_here(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+        lines: list[dict[str, Any]] = []
+        jobs.append(job["parts"])
+        try:
+            code = proof.make_trials(job, CPU, lambda **line: lines.append(line))
+        except ModuleNotFoundError as error:
+            return lines, str(error)
+        return lines, f"exit code {code}" if code else None
+
+    monkeypatch.setattr(proof, "run_apart", run_here)
     for _ in range(2):
         found = proof.prove("planted_trials", [CROPS, GRAPH], CPU, {CROPS: "fails"})
         assert "C compiler" in str(found[CROPS].refused)
@@ -77,3 +90,42 @@ def test_what_the_next_run_may_find_mended_is_tried_again(
     assert not cache.exists()
     found = proof.prove("no_such_module", [CROPS, GRAPH], CPU)
     assert all("no_such_module" in str(finding.refused) for finding in found.values())
+
+
+def test_a_loop_without_a_run_tries_its_kernels_once_and_optimizers_of_several_workers_never(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[list[str]] = []
+
+    def run_apart(job: dict[str, Any]) -> tuple[list[dict[str, Any]], None]:
+        jobs.append(job["parts"])
+        return [{"part": part, "finding": {"variants": 1}} for part in job["parts"]], None
+
+    monkeypatch.setattr(proof, "run_apart", run_apart)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(proof, "_facts_of", lambda _: {"device": "a GPU"})
+    assert proof.uses(BATCHNORM, device)
+    assert proof.uses(BATCHNORM, device)
+    assert proof.uses(GRAPH, device)  # only runs try it
+    monkeypatch.setattr(proof, "_num_workers", lambda: 2)
+    assert not proof.uses(OPTIMIZER, device)
+    assert jobs == [[BATCHNORM]]
+    assert len([*cache.iterdir()]) == 1
+    monkeypatch.setattr(proof, "DECISIONS", {})
+    monkeypatch.setenv(proof.VARIABLE, "torch")
+    assert not any(proof.uses(part, device) for part in PARTS)
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize("reason", [None, "Failed to find C compiler"])
+def test_an_optimizer_of_a_loop_uses_kernels_if_all_its_workers_can(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "DECISIONS", {})
+    monkeypatch.setattr(proof, "prove", lambda *_: {OPTIMIZER: Finding(refused=reason)})
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    assert agree_on_kernels(Serial(CPU)) == reason
+    assert kernels.works(CPU) == (reason is None)
+    monkeypatch.setenv(proof.VARIABLE, "torch")
+    assert proof.VARIABLE in str(agree_on_kernels(Serial(CPU)))
+    assert not kernels.works(CPU)

@@ -26,7 +26,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import fitted_plan, kept_plan
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
-from largebatch.runs.proving import settle, wait_for_proof
+from largebatch.runs.proving import settle, switch_off, wait_for_proof
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
@@ -143,6 +143,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
     facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
     device_batch, folder = recipe.execution.device_batch, options.data
     with join(options, facts) as backend:
+        switch_off(here, backend.device)
         alone = make_plan(recipe.mathematics)
         plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
         model = build_model(recipe, backend.device)

@@ -53,6 +53,15 @@ def wait_for_proof(device: torch.device) -> None:
     proof.decide(device, dict.fromkeys(PARTS, "not tried yet"))
 
 
+def switch_off(recipe: Recipe, device: torch.device) -> None:
+    """Use PyTorch's operations for a recipe that asks for them, where nothing is trained.
+
+    Evaluations and polishing try by themselves what else they use.
+    """
+    refusals = {part: _choice(recipe, part) for part in PARTS}
+    proof.decide(device, {part: it for part, it in refusals.items() if it is not None})
+
+
 def settle(
     recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, imports: Sequence[str]
 ) -> str | None:

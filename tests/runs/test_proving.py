@@ -8,8 +8,9 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import accelerator
@@ -124,6 +125,10 @@ def test_a_required_graph_that_is_switched_off_is_refused(tmp_path: Path) -> Non
     on_forked_workers(required, recipe, tmp_path / "run", workers=1)
 
 
+def print_line(file: TextIO, **line: object) -> None:
+    file.write(json.dumps(line) + "\n")
+
+
 def run_in_fork(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     """Make the trials of a job in a fork of this process, which has the simulated device."""
     source, target = os.pipe()
@@ -132,9 +137,9 @@ def run_in_fork(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | Non
         code = 1
         try:
             device = torch.device(job["device"], job["index"])
-            code = proof.make_trials(
-                job, device, lambda **line: os.write(target, (json.dumps(line) + "\n").encode())
-            )
+            with os.fdopen(target, "w", buffering=1) as lines:
+                write = partial(print_line, lines)
+                code = proof.make_trials(job, device, write)
         finally:
             os._exit(code)
     os.close(target)

@@ -26,9 +26,13 @@ class _Weights(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        shapes = {(3, 3001): torch.float32, (40, 100): torch.bfloat16, (65, 33): torch.float16}
-        shapes[(17,)] = torch.float32
-        for number, (shape, dtype) in enumerate(shapes.items()):
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((3, 3001), torch.float32),
+            ((40, 100), torch.bfloat16),
+            ((65, 33), torch.float16),
+            ((17,), torch.float32),
+        ]
+        for number, (shape, dtype) in enumerate(kinds):
             weight = nn.Parameter(torch.randn(shape, device=device).to(dtype))
             self.register_parameter(f"weight{number}", weight)
 
@@ -38,7 +42,10 @@ def trials(device: torch.device, _: Mapping[str, object]) -> Trials:
 
     def build(model: nn.Module) -> Optimizer:
         *matrices, bias = model.parameters()
-        groups = [{"params": matrices}, {"params": [bias], "adapt": False}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": [bias], "adapt": False},
+        ]
         return LARS(groups, lr=0.5, eta=0.1, weight_decay=0.1)
 
     def make() -> Iterator[Trial]:
