@@ -73,19 +73,19 @@ def names() -> list[str]:
     return [str(module.get_device_name(number)) for number in range(count())]
 
 
-def model_of(device: torch.device) -> str:
-    """Return the model of an accelerator, such as NVIDIA H200; the type of a CPU."""
-    if not is_remote(device):
-        return device.type
-    return str(torch.get_device_module(device).get_device_name(device))
+def identity(device: torch.device) -> dict[str, str | None]:
+    """Return the model of an accelerator, such as NVIDIA H200, its driver, and torch's libraries.
 
-
-def driver() -> str | None:
-    """Return the version of NVIDIA's or AMD's driver; None if the system does not name it."""
+    The driver is None if the system does not name it.
+    """
+    name, driver = device.type, None
+    if is_remote(device):
+        name = str(torch.get_device_module(device).get_device_name(device))
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
-            return Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
-    return None
+            driver = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
+    libraries = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {"device": name, "driver": driver, **libraries}
 
 
 def memory_bytes() -> int:

@@ -452,9 +452,7 @@ def _facts_of(device: torch.device) -> dict[str, object]:
         with suppress(PackageNotFoundError):
             packages[package] = version(package)
     return {
-        "device": accelerator.model_of(device),
-        "driver": accelerator.driver(),
-        "cuda": torch.version.cuda,
+        **accelerator.identity(device),
         "python": sys.version.split()[0],
         **packages,
         "source": _source(),

@@ -251,11 +251,11 @@ class _Updates:
         side: int,
         *,
         graph: UseGraph,
-        updates: int = _UPDATES,
+        updates: int | None = None,
     ) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._num, self._side = num, side
-        self._graph, self._updates = graph, updates
+        self._graph, self._updates = graph, updates or _UPDATES
         self.seconds = 0.0
         """Median of the updates that a graph replays."""
 

@@ -32,7 +32,7 @@ from largebatch.runs import proving
 TINY = (
     *("batch.global_batch=8", "batch.bn_span=4", "execution.device_batch=4", "data.image_size=8"),
     *("model.arguments.drop_rate=0", "model.arguments.channels=[8, 8, 8, 8]"),
-    *("execution.cache=none", "execution.compare_every=1", "duration={steps: 5}"),
+    *("execution.cache=none", "execution.compare_every=1", "duration={steps: 3}"),
     *("model.arguments.layers=[1, 1, 1, 1]", "polish=null"),
 )
 
@@ -156,6 +156,7 @@ def trials_in_forks(seconds: tuple[float, float]) -> Iterator[None]:
         mock.patch.object(proof, "prove", PROVE),
         mock.patch.object(proof, "run_apart", run_in_fork),
         mock.patch.object(proof, "_seconds", return_value=seconds),
+        mock.patch.object(proving, "_UPDATES", 4),
         mock.patch.object(proving, "_both_seconds", return_value=seconds),
     ):
         yield
@@ -202,7 +203,10 @@ def findings(recipe: Recipe, parts: list[str], device: torch.device) -> dict[str
             found[line["part"]] = Finding(**line["finding"])
 
     job = {"module": proving.__name__, "parts": parts, "known": {}}
-    with mock.patch.object(proof, "_seconds", return_value=(1.0, 2.0)):
+    with (
+        mock.patch.object(proof, "_seconds", return_value=(1.0, 2.0)),
+        mock.patch.object(proving, "_UPDATES", 4),
+    ):
         proof.make_trials({**job, "settings": settings_of(recipe)}, device, write)
     return found
 
@@ -231,11 +235,10 @@ def test_every_variant_of_a_network_is_tried() -> None:
     assert "with a sum" in found.refused
 
 
-def with_a_wrong_graph(recipe: Recipe) -> tuple[Finding, Finding]:
-    """Try updates in a graph that computes them, and one that moves a weight besides."""
+def with_a_wrong_graph(recipe: Recipe) -> Finding:
+    """Try updates in a graph that computes them, and moves some results besides."""
     device = accelerator.simulate()
     accelerator.use_graphs()
-    right = findings(recipe, [GRAPH], device)[GRAPH]
     real = accelerator.Graph.replay
 
     def wrong(graph: accelerator.Graph) -> None:
@@ -245,12 +248,11 @@ def with_a_wrong_graph(recipe: Recipe) -> tuple[Finding, Finding]:
                 result.mul_(1.001)
 
     with mock.patch.object(accelerator.Graph, "replay", wrong):
-        return right, findings(recipe, [GRAPH], device)[GRAPH]
+        return findings(recipe, [GRAPH], device)[GRAPH]
 
 
 def test_a_graph_that_computes_something_else_is_refused() -> None:
     recipe = a_recipe(changes=TINY)
-    right, wrong = on_forked_workers(with_a_wrong_graph, recipe, workers=1)
-    assert right.error == 0
-    assert wrong.error > 0
-    assert wrong.refused is not None
+    found = on_forked_workers(with_a_wrong_graph, recipe, workers=1)
+    assert found.refused is not None
+    assert "wrong" in found.refused
