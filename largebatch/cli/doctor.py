@@ -94,14 +94,14 @@ def examine() -> Iterator[tuple[str, str]]:
     }
     for name, (package, use) in checks.items():
         yield name, _outcome(package, use)
-    yield from _examine_kernels(accelerator.current())
+    yield from examine_kernels(accelerator.current())
     cores = available_cores()
     yield "cores", f"{cores}; more --workers than these slow each other down"
     missing = lacking()
     yield "hosts", f"absent  those of studies need {missing}" if missing else "works  in namespaces"
 
 
-def _examine_kernels(device: "torch.device") -> Iterator[tuple[str, str]]:
+def examine_kernels(device: "torch.device") -> Iterator[tuple[str, str]]:
     """Yield the result of a trial of each kernel and of a graph on this machine's GPU."""
     from largebatch import proof
     from largebatch.recipe.loading import load_recipe

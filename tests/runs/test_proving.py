@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,19 +23,26 @@ from short_runs import a_recipe, log
 from torch import Tensor
 
 from largebatch import proof, run
+from largebatch.cli.doctor import examine_kernels
 from largebatch.errors import RecipeError
 from largebatch.models import kernels
 from largebatch.optim.kernels import table
 from largebatch.proof import BATCHNORM, GRAPH, OPTIMIZER, Finding
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import proving
+from largebatch.tracking.environment import versions
 
 TINY = (
-    *("batch.global_batch=8", "batch.bn_span=4", "execution.device_batch=4", "data.image_size=8"),
-    *("model.arguments.drop_rate=0", "model.arguments.channels=[8, 8, 8, 8]"),
+    *("batch.global_batch=8", "batch.bn_span=4", "execution.device_batch=4", "data.image_size=16"),
+    *("model.name=cifar_resnet9", "model.arguments={width: 2}"),
     *("execution.cache=none", "execution.compare_every=1", "duration={steps: 3}"),
-    *("model.arguments.layers=[1, 1, 1, 1]", "polish=null"),
+    "polish=null",
 )
+SHORTCUTS = (
+    *(*TINY, "model.name=resnet18", "data.image_size=8"),
+    "model.arguments={layers: [1, 1, 1, 1], channels: [8, 8, 8, 8]}",
+)
+"""With a BatchNorm before a sum."""
 
 
 PROVE = proof.prove
@@ -188,7 +196,7 @@ def settings_of(recipe: Recipe) -> dict[str, object]:
     return {
         "recipe": recipe.model_dump(mode="json"),
         "workers": 1,
-        "sizes": [[4, 8]],
+        "sizes": [[4, recipe.data.image_size]],
         "pixels": [8, 8],
         "imports": [],
     }
@@ -228,7 +236,7 @@ def with_a_wrong_sum(recipe: Recipe) -> Finding:
 
 def test_every_variant_of_a_network_is_tried() -> None:
     """The first ones of these layers are right; the one with the shortcut is wrong."""
-    recipe = a_recipe(changes=TINY)
+    recipe = a_recipe(changes=SHORTCUTS)
     found = on_forked_workers(with_a_wrong_sum, recipe, workers=1)
     assert found.variants > 2
     assert found.refused is not None
@@ -256,3 +264,41 @@ def test_a_graph_that_computes_something_else_is_refused() -> None:
     found = on_forked_workers(with_a_wrong_graph, recipe, workers=1)
     assert found.refused is not None
     assert "wrong" in found.refused
+
+
+def examined() -> list[tuple[str, str]]:
+    """Return what doctor prints of a GPU whose kernel is wrong, and whose graph is slow."""
+    device = prepare()
+    results = {
+        OPTIMIZER: Finding(refused="wrong: error 1"),
+        GRAPH: Finding(refused="not faster: 0.9 times", is_slow=True),
+    }
+
+    def run_apart(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], None]:
+        assert job["parts"] == [OPTIMIZER, GRAPH]
+        return [{"part": part, "finding": asdict(it)} for part, it in results.items()], None
+
+    with mock.patch.object(proof, "prove", PROVE), mock.patch.object(proof, "run_apart", run_apart):
+        found = [*examine_kernels(device)]
+        results |= dict.fromkeys(results, Finding(variants=3))
+        found += examine_kernels(device)  # tried again
+        os.environ[proof.VARIABLE] = "torch"
+        return [*found, *examine_kernels(device)]
+
+
+def test_doctor_tries_each_kernel_and_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = on_forked_workers(examined, workers=1)
+    statuses = [(name, text.partition("  ")[0]) for name, text in found]
+    assert statuses == [
+        *((OPTIMIZER, "BROKEN"), (GRAPH, "works")),
+        *((OPTIMIZER, "works"), (GRAPH, "works")),
+        ("kernels", "absent"),
+    ]
+
+
+def test_triton_belongs_to_the_packages_that_workers_compare() -> None:
+    pytest.importorskip("triton", reason="Triton, whose version is compared")
+    assert "triton" in versions()
