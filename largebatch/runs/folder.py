@@ -200,6 +200,7 @@ def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summar
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
         weights_sha256=state.weights_sha256,
+        kernels=session.proven,
         stages=tuple(state.stages),
         **end._asdict(),
     )
