@@ -150,8 +150,10 @@ def describe_cause(cause: "StopCause", *, limit: float | None, used: float) -> s
     """Describe why a run was stopped; `used` seconds of its time limit were over."""
     manager = scheduler()
     if cause == "time limit":
+        limit = limit or 0.0
+        given = duration(limit) if limit >= 120 else f"{limit:g} s"
         return (
-            f"--time-limit {duration(limit or 0)}, of which {duration(used)} were over: the next "
+            f"--time-limit {given}, of which {duration(used)} were over: the next "
             "update might have ended later"
         )
     if cause == "SIGINT":
