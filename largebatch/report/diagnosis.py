@@ -46,7 +46,7 @@ FEW_IMAGES = 250
 """Training images of a class up to which weights from other images are worth more than any setting;
 `init` recommends them up to this number."""
 
-PHOTOGRAPH = 48  # least side in pixels of images that weights trained on photographs suit
+PHOTOGRAPH = 64  # least side in pixels of images that weights trained on photographs suit
 GOOD = 0.9  # top-1 from which a run with few images lacks nothing
 
 FALLS = 0.05
@@ -513,9 +513,9 @@ RULES: tuple[Rule, ...] = (
     Rule(kind="statistics off", holds=_wild, link="loss", unless=_DIVERGED, remedy=_EXACT,
          text="the {words}"),
     Rule(kind="few images", holds=_few_images, link="accuracy", unless=_DIVERGED,
-         remedy="begin with weights that were trained on other images (model.weights, or "
-         "`largebatch init DATA --weights timm:resnet50.a1_in1k`), or add images; other rates and "
-         "longer training change little",
+         remedy="begin with weights that were trained on more images (`largebatch init FOLDER` "
+         "takes ImageNet's where it can get them; else model.weights), or add images; other rates "
+         "and longer training change little",
          text="{samples:,} training images in {classes:,} classes, {images:.0f} of a class, and "
          "random weights: top-1 is {top1} %"),
     Rule(kind="class lost", holds=_class_lost, unless=_DIVERGED | {"few images"},

@@ -30,6 +30,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
+from largebatch.report.diagnosis import FEW_IMAGES
 from largebatch.runs.pretrained import Start
 
 SAMPLE = 512  # number of training images whose colours are measured, spread evenly over all
@@ -46,8 +47,8 @@ SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
 EVALUATIONS, STATISTICS = 20, 10_000
 """Evaluations of the validation images in a run, and most images of the statistics pass."""
 
-FEW, FEW_VALIDATING, MOST_TUNED = 20, 100, 250
-"""Images of a class, and of validation, below which `init` warns, and of a class up to which it
+FEW, FEW_VALIDATING = 20, 100
+"""Images of a class, and of validation, below which `init` warns. Up to FEW_IMAGES of a class it
 takes pretrained weights."""
 
 WEIGHTS = "timm:resnet18.a1_in1k"
@@ -159,7 +160,7 @@ def needs_weights(train: Index) -> bool:
     ImageNet's weights fit photographs; smaller images, such as letters, are not.
     """
     middle = int(np.median(np.minimum(train.heights, train.widths)))
-    return _typical(train) <= MOST_TUNED and middle > SMALL
+    return _typical(train) <= FEW_IMAGES and middle > SMALL
 
 
 def _typical(train: Index) -> int:
@@ -187,9 +188,9 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
             "add images"
         )
     typical = _typical(train)
-    if typical <= MOST_TUNED and not pretrained:
+    if typical <= FEW_IMAGES and not pretrained:
         yield (
-            f"{typical} training images in a typical class, at most {MOST_TUNED}: from random "
+            f"{typical} training images in a typical class, at most {FEW_IMAGES}: from random "
             "weights a model learns little of so few; begin with --weights timm:NAME, a file of "
             "timm or torchvision with its --model, or a run on more images"
         )
