@@ -192,6 +192,8 @@ def _refusal_alone(part: str, device: torch.device) -> str | None:
     """Return why a process that is no run does not use a part."""
     if reason := switched_off():
         return reason
+    if accelerator.is_remote(device) and device.type != getattr(accelerator.kind(), "type", None):
+        return f"this machine has no {device.type}"  # tensors without memory may name it
     if part == GRAPH:
         return None
     if part == OPTIMIZER and _num_workers() > 1:
