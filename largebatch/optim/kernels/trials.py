@@ -56,25 +56,18 @@ def trials(device: torch.device, _: Mapping[str, object]) -> Trials:
 
 
 def trials_of(
-    name: str,
-    build: Build,
-    model: nn.Module,
-    *,
-    scaled: bool,
-    by_torch: Build | None = None,
-    count: int = 1,
+    name: str, build: Build, model: nn.Module, *, scaled: bool, count: int = 1
 ) -> Iterator[Trial]:
     """Yield the trials of an optimizer's steps: plain and skipped ones; with `scaled` in fp16.
 
-    `by_torch` builds the optimizer that it is compared with, if that needs other settings.
+    `build` is called for each side, with the decision about kernels that the side has.
     """
-    by_torch = by_torch or build
     for is_scaled in (False, True) if scaled else (False,):
         for skips in (True,) if is_scaled else (False, True):
             settings = {"is_scaled": is_scaled, "skips": skips}
             ours = _Steps(build, copy.deepcopy(model), None, **settings)
-            theirs = _Steps(by_torch, copy.deepcopy(model), "PyTorch's", **settings)
-            exact = _Steps(by_torch, copy.deepcopy(model).double(), "PyTorch's", **settings)
+            theirs = _Steps(build, copy.deepcopy(model), "PyTorch's", **settings)
+            exact = _Steps(build, copy.deepcopy(model).double(), "PyTorch's", **settings)
             words = [name, f"{len(ours.weights)} weights"]
             words += ["scaled gradients"] * is_scaled + ["steps that may be skipped"] * skips
             yield Trial(
