@@ -79,7 +79,8 @@ def settle(
     if tried:
         accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
         settings, key = _settings(recipe, pipeline.plan, pixels, imports)
-        findings = proof.prove(__name__, tried, device, settings, key=key)
+        is_first = backend.rank == 0
+        findings = proof.prove(__name__, tried, device, settings, key=key, announces=is_first)
     refusals |= {part: finding.refused for part, finding in findings.items()}
     agreed = agree(refusals, backend, backend.device)
     proof.decide(device, agreed)
