@@ -18,7 +18,7 @@ from largebatch.optional import require_psutil
 
 _PACKAGES = (
     *("largebatch", "torch", "torchvision", "timm", "numpy", "horovod", "nvidia-dali-cuda120"),
-    *("pytorch-optimizer", "schedulefree"),
+    *("pytorch-optimizer", "schedulefree", "triton", "apex"),
 )
 
 

@@ -295,6 +295,9 @@ class Summary(Tabular):
     """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
+    kernels: Printable | None = None
+    """Which kernels and graphs were used, and what their trials showed; null on a CPU."""
+
     stages: tuple[StageResult, ...]
     status: Status
     diverged: Printable | None = None
