@@ -469,7 +469,10 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
     for recipe, some in recipes.items():
-        title, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
+        title, parts = "Training time, s", list[Part]()
+        value: Callable[[CellResults], Interval | None] = partial(
+            CellResults.mean, value=TRAINING.of
+        )
         if not is_of_settings:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
             if any(cell.scaled for cell in some):
@@ -479,7 +482,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
             found += [each.finding for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
-            value = partial(_spent, target=highest.target or math.inf, name="step")
+            value = partial(_costs, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
         points = [
             (looks[cell.cell.variant], spent, cell.top1.scaled(100))
@@ -530,10 +533,16 @@ def _mean(
     return lambda cell: getattr(cell.mean(value), part, None)
 
 
-def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
-    """Return the mean steps or seconds of the seeds that reached a target; None without one."""
+def _costs(cell: CellResults, *, target: float, name: str) -> Interval | None:
+    """Return the steps or seconds of the seeds that reached a target; None without one."""
     known = [getattr(one, name) for one in costs(cell, target)]
-    return fmean(known) if known else None
+    return interval(known) if known else None
+
+
+def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
+    """Return the mean of `_costs`."""
+    known = _costs(cell, target=target, name=name)
+    return known and known.mean
 
 
 def _table_of_policies(

@@ -32,7 +32,16 @@ from largebatch.lab.studies.metrics import Interval, interval, interval_line, ra
 from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
 from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    PROBED,
+    Cell,
+    OnHosts,
+    Slot,
+    Study,
+    Values,
+    naming,
+    recipe_of,
+)
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
@@ -178,6 +187,17 @@ class HostsCell(Cell):
         gradients = sum(worker["gradients"] for worker in workers)
         late = sum(worker["late"] for worker in workers) / gradients if gradients else 0.0
         return {"seed": slot.seed, "seconds": workers[0]["seconds"], "late": late}
+
+    @property
+    def probe(self) -> "HostsCell":
+        """The cell with few updates."""
+        few = {"warm_up": 1, "updates": PROBED - 1}
+        return replace(self, on_hosts=self.on_hosts.model_copy(update=few))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a start: its probe's, and those of all further updates."""
+        further = self.on_hosts.warm_up + self.on_hosts.updates - PROBED
+        return float(probed["ended"] - probed["begun"] + further * fmean(probed["seconds"]))
 
 
 JOB = "job.json"

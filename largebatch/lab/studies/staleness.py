@@ -8,12 +8,12 @@ trains any number of learners.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 import numpy as np
@@ -32,7 +32,15 @@ from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    Cell,
+    Slot,
+    Study,
+    Values,
+    naming,
+    of_few_updates,
+    recipe_of,
+)
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -95,6 +103,20 @@ class StalenessCell(Cell):
         del values
         return train(self, seed=slot.seed, options=options)
 
+    @property
+    def probe(self) -> "StalenessCell":
+        """The cell with few updates."""
+        return replace(self, recipe=of_few_updates(self.recipe))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a run: the start, the updates and the evaluations of its stages."""
+        plan = make_plan(self.recipe.model_copy(update={"protocol": None}), workers=1)
+        measured = probed["train_seconds"] + probed["evaluation_seconds"]
+        start = max(0.0, probed["ended"] - probed["begun"] - measured)
+        update = probed["train_seconds"] / max(1, probed["updates"])
+        stages = 1 + (plan.clean_steps > 0) + (self.recipe.polish is not None)
+        return float(start + plan.steps * update + stages * probed["evaluation_seconds"])
+
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
     """Return the cells of a study whose file is in `folder`, each checked and each once.
@@ -154,9 +176,14 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         learners = _Learners(cell, seed, session, must_stop)
         stages: list[Json] = []
         diverged = None
+        train_seconds = 0.0
+        evaluation_seconds = 0.0
 
         def evaluate(stage: str) -> None:
+            nonlocal evaluation_seconds
+            begun = time.monotonic()
             found = evaluator.validation()
+            evaluation_seconds += time.monotonic() - begun
             if not math.isfinite(found.loss):
                 raise DivergedError(f"after {stage} the validation loss is not finite")
             stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
@@ -167,7 +194,9 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                 ("clean", range(plan.train_steps, plan.steps)),
             ):
                 if steps:
+                    begun = time.monotonic()
                     learners.train(steps, clean=stage == "clean")
+                    train_seconds += time.monotonic() - begun
                     evaluate(stage)
             section = session.polish.statistics
             if section is not None:
@@ -187,6 +216,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
+        "train_seconds": train_seconds,
+        "evaluation_seconds": evaluation_seconds,
     }
 
 
@@ -286,9 +317,14 @@ class StalenessRow:
         return interval(self.by_seed.values())
 
     @property
+    def spent(self) -> Interval:
+        """Simulated seconds of a run, over the seeds."""
+        return interval(one.simulated_seconds for one in self.records)
+
+    @property
     def seconds(self) -> float:
-        """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one.simulated_seconds for one in self.records)
+        """Mean of `spent`."""
+        return self.spent.mean
 
     @property
     def tau(self) -> float:
@@ -384,7 +420,7 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         panels.setdefault(f"{row.cell.configuration}, {row.cell.times}", []).append(row)
     charts = []
     for place, (panel, inside) in enumerate(panels.items()):
-        points = [(looks[row.cell.protocol], row.seconds, row.top1) for row in inside]
+        points = [(looks[row.cell.protocol], row.spent, row.top1) for row in inside]
         title = f"Top-1 by time: {panel}"
         charts.append(trade_off(f"trade-off-{place}", "Simulated seconds of a run", points, title))
     column = columns_over(rows)
