@@ -236,7 +236,7 @@ class Measure(NamedTuple):
     """True if the highest value is best."""
 
     of_time: bool = False
-    """True if it needs a quiet machine."""
+    """True if it needs a quiet machine, as times do, and resident memory, which others push out."""
 
 
 def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
@@ -254,7 +254,9 @@ TRAINING = Measure(
 CPU = Measure(
     "Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"), of_time=True
 )
-MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6))
+MEMORY = Measure(
+    "Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6), of_time=True
+)
 MEASURES = TOP1, TRAINING, CPU, MEMORY
 
 
@@ -301,7 +303,7 @@ def gap_between(
 ) -> Interval | None:
     """Return how far values are from the best ones, by pairs of seeds.
 
-    A difference of accuracies, a ratio of costs; one of so many `together`. None if seeds are
+    A difference of accuracies, a ratio of costs; one of `together` intervals. None if seeds are
     missing, and for a cost of 0, which has no ratio.
     """
     if not best or values.keys() != best.keys():
@@ -576,13 +578,15 @@ def _table_of_policies(
 
 def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
     def value(cell: CellResults) -> float | None:
-        return cell.robustness and 100 * cell.robustness.by_scale[scale].mean
+        found = cell.robustness
+        return None if found is None else 100 * found.by_scale[scale].mean
 
     return value
 
 
 def _over_scales(cell: CellResults) -> float | None:
-    return cell.robustness and 100 * fmean(cell.robustness.areas.values())
+    found = cell.robustness
+    return None if found is None else 100 * fmean(found.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:

@@ -393,12 +393,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
         waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            gap = points.with_ends("+.2f", " points") if points else "unknown"
+            away = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
             yield Finding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
-                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {gap}",
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {away}",
                 doubts=doubts_about_rows([fastest, row]),
             )
 

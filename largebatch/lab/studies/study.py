@@ -521,7 +521,7 @@ def load_study(name: str | Path) -> Study:
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path, name = Path(name), str(name)
-    if path.name == name and not path.suffix and not path.is_file():
+    if not path.exists():
         presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
         known = {Path(each.name).stem: each for each in presets}
         if name not in known:

@@ -263,7 +263,8 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     mean = sum(one["ended"] - one["begun"] for one in records) / 4
     assert lines[-1] == f"1 of 10 runs are left: about {timedelta(seconds=round(mean))}"
     assert not world.made
-    for spoiled in ({"top1": "0.5"}, {"top1": None}, {"evaluations": [1]}, {"begun": []}):
+    damages: list[Json] = [{"top1": "0.5"}, {"top1": None}, {"evaluations": [1]}, {"begun": []}]
+    for spoiled in damages:
         record.write_text(json.dumps({**content, **spoiled}))
         with pytest.raises(StudyError, match=next(iter(spoiled))):
             command(page=True)
