@@ -270,7 +270,7 @@ CORRELATED: correlations.Results = {
 """Results whose correlations with settings are shown."""
 
 TIMED = {TRAINING.title, CPU.title, "Images/s", "Cores used"}
-"""Those of them that need a quiet machine."""
+"""Titles of the results that need a quiet machine."""
 
 
 class Transfer(NamedTuple):
