@@ -64,7 +64,7 @@ HEADER = "header"
 class Location(NamedTuple):
     """Location of one encoded image."""
 
-    path: Path
+    path: str  # not a Path, which takes longer to make than a cached file to read
     offset: int
     num_bytes: int
     mtime: int | None = None
@@ -159,7 +159,7 @@ class Index:
         assert self.num_bytes is not None, "synthetic images are not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
         mtime = None if self.mtimes is None else int(self.mtimes[sample])
-        return Location(Path(self.file(sample)), offset, int(self.num_bytes[sample]), mtime)
+        return Location(self.file(sample), offset, int(self.num_bytes[sample]), mtime)
 
 
 class BadImagesError(DataError):
