@@ -37,6 +37,12 @@ from largebatch.recipe.execution import Cache, Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of the images on a GPU, by the recipe's precision."""
+
+READS = 64
+"""Images that a worker reads at a time, at most; fast storage uses fewer threads, down to one."""
+
 MIN_EPOCHS = 2
 """Passes over the data from which decoding all images beforehand pays."""
 
@@ -61,6 +67,7 @@ class Pipeline:
     val_index: Index
     open_decoder: OpenDecoder
     channels_last: bool = False  # True if images are stored channels last, like the model's weights
+    dtype: torch.dtype = torch.float32  # type of the images
     idle: dict[Split, tuple[ExitStack, Decode]] = field(default_factory=dict)
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
@@ -122,6 +129,7 @@ class Pipeline:
             std=self.data.std,
             interpolation=self.data.interpolation,
             channels_last=self.channels_last,
+            dtype=self.dtype,
         )
 
     def training_samples(self, positions: range) -> IntArray:
@@ -277,8 +285,7 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
             open_with = _decoder(data, execution)
     plan, *reasons = (plan,) if fit is None else fit()
     chosen += reasons
-    largest, reads = plan.statistics_batch, max(8, min(64, plan.device_batch // 4))
-    resources = Resources(device, threads, largest, reads=execution.reads or reads)
+    resources = Resources(device, threads, plan.statistics_batch, reads=execution.reads or READS)
     open_decoder: OpenDecoder = partial(open_with, resources=resources)
     if cache != "device":  # which moves images itself
         open_decoder = partial(_moving, open_decoder)
@@ -293,6 +300,8 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
         val_index=val if data.held_out is None else train,
         open_decoder=open_decoder,
         channels_last=execution.channels_last(device.type),
+        # On a GPU the first layer would convert them itself; so they take half of its memory.
+        dtype=DTYPES[recipe.precision] if accelerator.is_remote(device) else torch.float32,
         evaluated_samples=evaluated,
         held_out_samples=held_out,
         chosen=chosen,

@@ -62,8 +62,8 @@ class Execution(Section):
     torchvision."""
 
     reads: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """Images that a worker reads at a time, at most. Storage with a high latency needs many.
-    null: a quarter of the device batch, at least 8 and at most 64."""
+    """Images that a worker reads at a time, at most. Storage with a high latency needs many; how
+    many threads read is adapted to the time that reads take. null: 64."""
 
     cache: Cache | None = None
     """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of

@@ -165,7 +165,9 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
     parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
-    with closing(pipeline.clean("train", parts)) as batches:
+    # In float32, with decoders of its own: weights are computed from the images.
+    exact = replace(pipeline, dtype=torch.float32, idle={})
+    with closing(exact), closing(exact.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
 
 

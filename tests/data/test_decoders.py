@@ -8,13 +8,15 @@ photographs (benchmarks/results/decoder_pixels_*.json).
 """
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run
+from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run, view
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
+from largebatch.optional import require_dali
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -53,6 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         path = root / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path, **options)
+    # Adobe's segment, which marks inks as inverted: without it libjpeg and DALI do not invert them.
+    content = (root / "train/jpeg/cmyk.jpg").read_bytes()
+    mark = content.index(b"\xff\xee\0\x0eAdobe")
+    (root / "train/jpeg/cmyk without a mark.jpg").write_bytes(content[:mark] + content[mark + 16 :])
     return read_folder(root, "train")
 
 
@@ -121,6 +128,65 @@ def test_a_batch_does_not_change_while_others_are_decoded(decode: Decode, folder
     kept = [batch.images for batch in run(decode, folder, requests)]
     for copy, images in zip(copies, kept, strict=True):
         assert torch.equal(copy, images)
+
+
+@both_decoders
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_images_of_16_bits_are_those_of_32_rounded_once(
+    decode: Decode, dtype: torch.dtype, folder: Index
+) -> None:
+    requests = augmented(folder, 5, 2)
+    normalised: dict[str, Any] = {"mean": MEAN, "std": STD}
+    whole = run(decode, folder, requests, **normalised)
+    rounded = run(decode, folder, requests, **normalised, dtype=dtype)
+    for a, b in zip(whole, rounded, strict=True):
+        assert b.images.dtype == dtype
+        assert torch.equal(b.images, a.images.to(dtype))
+
+
+@needs_dali
+def test_one_run_of_dali_decodes_several_batches_with_the_pixels_of_one_each(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 batches of 7 and one of 3 fit into two runs; batches of 200 do not share one."""
+    package = require_dali()
+    real, runs = package.Pipeline.run, []
+
+    def counted(*args: Any, **settings: Any) -> Any:  # noqa: ANN401 -- as DALI's
+        outputs = real(*args, **settings)
+        runs.append(len(outputs[0]))
+        return outputs
+
+    monkeypatch.setattr(package.Pipeline, "run", counted)
+    small = [*augmented(folder, 7, 40), *augmented(folder, 3, 1)]
+    found = list(run(dali.open_decoder, folder, small))
+    assert runs == [36 * 7, 4 * 7 + 3]
+    assert [len(batch.images) for batch in found] == [7] * 40 + [3]
+    runs.clear()
+    alone = [next(run(dali.open_decoder, folder, [request])) for request in small[::20]]
+    for batch, expected in zip(found[::20], alone, strict=True):
+        assert torch.equal(batch.images, expected.images)
+        assert torch.equal(batch.labels, expected.labels)
+    runs.clear()
+    assert len(list(run(dali.open_decoder, folder, augmented(folder, 100, 3)))) == 3
+    assert runs == [200, 100]
+
+
+@needs_dali
+def test_a_gpus_decoder_gets_hints_of_the_images_and_dali_knows_them(folder: Index) -> None:
+    """DALI refuses an unknown option where an operator is made, which needs no GPU."""
+    hints = dali._gpu_hints(folder)
+    assert hints["preallocate_width_hint"] == hints["preallocate_height_hint"] == 500
+    assert hints["device_memory_padding"] == 2 * hints["host_memory_padding"] == 2**24
+    large = replace(folder, heights=folder.heights * 40, widths=folder.widths * 40)
+    hints = dali._gpu_hints(large)
+    assert (hints["preallocate_width_hint"], hints["device_memory_padding"]) == (1200, 2**26)
+    package = require_dali()
+    source = SimpleNamespace(inputs=iter(()))
+    with package.Pipeline(batch_size=1, num_threads=1, device_id=0) as pipeline:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            dali._graph(package, source, view(dtype=dtype), hints, on_gpu=True)
+        assert pipeline is not None
 
 
 @pytest.fixture(scope="module")

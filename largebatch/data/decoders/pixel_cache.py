@@ -299,13 +299,16 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
             images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
         else:
             images = _resized(pixels, numbers, view, moves=request.shifts is not None)
-        return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)  # in float32
+        normalised = images.sub(scale[0]).div_(scale[1])  # in float32
+        return normalised.to(view.dtype).contiguous(memory_format=order)
 
     def by_kernel(numbers: Tensor) -> Tensor:
         from largebatch.data.decoders.triton_crop import cut_out
 
         num, grid = numbers.shape[1], (numbers.shape[1], -(-3 * size * size // BLOCK))
-        out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
+        out = torch.empty(
+            (num, 3, size, size), dtype=view.dtype, device=pixels.device, memory_format=order
+        )
         sizes = *pixels.shape[1:3], size, num
         constants = {"CHANNELS_LAST": view.channels_last, "BLOCK": BLOCK}
         accelerator.launch(cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)

@@ -125,7 +125,7 @@ class Reader:
         if len(room) < num_bytes:  # over-allocated by 25 %, because batches differ in length
             room = np.empty(num_bytes + num_bytes // 4, dtype=np.uint8)
         reading = Reading(self._index, request, room, lengths)
-        threads = self._sharing
+        threads = max(1, min(self._sharing, len(lengths)))
         rows = (slice(first, None, threads) for first in range(threads))
         reading.jobs = [self.pool.submit(self._read, reading, part) for part in rows]
         return reading
