@@ -70,8 +70,8 @@ class Execution(Section):
     a machine map, in the user's cache. `device`: also on every worker's GPU, if all images have
     one size; on a CPU that is `memory`. `none`: decode each time. null: in runs of two epochs or
     more, if the pixels take at most half of the free disk and can be written, `device` on a GPU if
-    they take at most an eighth of its memory; else `memory` if at most a quarter of the host's and
-    2 GiB a split, on a CPU only if nothing is resized; else `none`."""
+    they take at most an eighth of its free memory; else `memory` if at most a quarter of the
+    host's and 2 GiB a split, on a CPU only if nothing is resized; else `none`."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
     """Order of images, weights and feature maps in memory, by torch's name; which one is faster on

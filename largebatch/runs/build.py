@@ -149,7 +149,10 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             with closing(build_state(here, plan, model, backend)) as state:
                 updates = synchronous_updates  # it makes none
                 try:
-                    yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                    with accelerator.memory_errors():
+                        yield build_session(
+                            here, pipeline, backend, state, updates, folder=options.out
+                        )
                 except torch.OutOfMemoryError:
                     raise DeviceMemoryError(
                         f"execution.device_batch: {plan.device_batch:,} images do not fit the "

@@ -202,7 +202,7 @@ class Graphs:
     ) -> _Graph | None:
         """Record parts; nothing is computed. Return None if that failed, without a trace.
 
-        Raises torch.OutOfMemoryError, also without a trace.
+        Raises the error of a device without memory, also without a trace.
         """
         work, reducer, spans, shape = self._work, self._work.reducer, self._work.spans, self._shape
         held, counts, is_summed = [*reducer.held()], spans.counts, spans.is_summed
@@ -232,7 +232,7 @@ class Graphs:
                 work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
             cause: BaseException | None = problem
             while cause is not None and cause is not handled:
-                if isinstance(cause, torch.OutOfMemoryError):
+                if accelerator.is_out_of_memory(cause):
                     raise cause from None  # after it a graph may be invalid
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)

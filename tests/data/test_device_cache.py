@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerator
 import pytest
@@ -183,15 +183,15 @@ def test_pixels_are_kept_where_they_fit(
 ) -> None:
     recipe, opened = a_recipe("execution.cache=null", *changes), list[Any]()
 
-    def note(cache: str, *_: object) -> object:
-        opened.append(cache)
+    def note(*arguments: object) -> object:
+        opened.append(arguments[-1])  # the cache
         return nullcontext
 
     monkeypatch.setattr(pipelines, "_open_cached", note)
     if memory is not None:
         monkeypatch.setattr(pixel_cache, "AUTOMATIC", 2**31 if memory <= 1e9 else 0)
         monkeypatch.setattr("largebatch.accelerator.is_remote", lambda _: True)
-        monkeypatch.setattr("largebatch.accelerator.memory_bytes", lambda: memory)
+        monkeypatch.setattr("largebatch.accelerator.free_memory_bytes", lambda _: memory)
 
     def fit() -> tuple[Plan, str]:
         opened.append("fitted")
@@ -218,6 +218,58 @@ def test_pixels_that_cannot_be_written_are_decoded_each_time_unless_they_are_ask
             open_images(asked, make_plan(asked), Serial(CPU), folder=images)
     assert any("each time" in remark for remark in found.chosen)
     for ours, theirs in zip(found.validation(), batches(asked, images, None)[10:], strict=True):
+        assert torch.equal(ours.images, theirs.images)
+
+
+class OtherWorker(Serial):
+    """One of two workers; the other one's GPU is full, and so is its host's memory."""
+
+    uploaded: ClassVar[bool] = False
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.bool or not self.uploaded:
+            return super().all_gather(tensor)
+        return torch.stack([tensor, ~tensor])
+
+
+@pytest.mark.parametrize(
+    ("full", "backend", "expected"),
+    [
+        pytest.param(True, Serial(CPU), "in memory", id="this GPU"),
+        pytest.param(False, OtherWorker(CPU), "each time", id="the GPU of another worker"),
+    ],
+)
+def test_where_a_gpu_is_full_all_workers_take_the_next_cache_unless_it_is_asked_for(
+    *,
+    full: bool,
+    backend: Serial,
+    expected: str,
+    folder: Callable[[int, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = pixel_cache.upload
+    monkeypatch.setattr(OtherWorker, "uploaded", False)
+
+    def upload(*args: Any) -> pixel_cache.Uploaded:  # noqa: ANN401 -- as the function's
+        OtherWorker.uploaded = True
+        if not full:
+            return real(*args)
+        raise pixel_cache.DeviceFullError("there is no room")
+
+    monkeypatch.setattr(pixel_cache, "upload", upload)
+    automatic, asked = (a_recipe(f"execution.cache={it}", *WHOLE) for it in ("null", "device"))
+    images = folder(32, 32)
+    expects = batches(a_recipe(*WHOLE), images, None)[10:]
+    with monkeypatch.context() as patched:
+        patched.setattr("largebatch.accelerator.is_remote", lambda _: True)
+        patched.setattr("largebatch.accelerator.free_memory_bytes", lambda _: 1e9)
+        found = open_images(automatic, make_plan(automatic), backend, folder=images)
+        assert OtherWorker.uploaded
+        OtherWorker.uploaded = False
+        with pytest.raises(pixel_cache.DeviceFullError):
+            open_images(asked, make_plan(asked), backend, folder=images)
+    assert any(expected in remark for remark in found.chosen)
+    for ours, theirs in zip(found.validation(), expects, strict=True):
         assert torch.equal(ours.images, theirs.images)
 
 

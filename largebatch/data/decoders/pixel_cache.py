@@ -109,6 +109,10 @@ class UnwritableError(DataError):
     """Decoded pixels cannot be written to a file."""
 
 
+class DeviceFullError(DataError):
+    """Decoded pixels do not fit the memory of an accelerator."""
+
+
 class Uploaded(NamedTuple):
     """Labels of an index, and the pixels of its images on a device, N x H x W x 3."""
 
@@ -268,14 +272,15 @@ def resized(pixels: Bytes, *, size: Sequence[int], interpolation: Interpolation)
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:
-    """Copy the pixels to a device; raise DataError if they do not fit or differ in size."""
+    """Copy the pixels to a device; raise DeviceFullError, or DataError if they differ in size."""
     pixels, root = cache.one_size, cache.index.root
     if pixels is None:
         raise DataError(f"{root}: its images differ in size; use execution.cache: memory")
     try:
-        return Uploaded(cache.index.labels, torch.from_numpy(pixels).to(device))
+        with accelerator.memory_errors():
+            return Uploaded(cache.index.labels, torch.from_numpy(pixels).to(device))
     except torch.OutOfMemoryError:
-        raise DataError(
+        raise DeviceFullError(
             f"{root}: {pixels.size / 1e9:.1f} GB of decoded images do not fit on {device}; use "
             "execution.cache: memory"
         ) from None
