@@ -51,6 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         "other/alpha.png": (alpha, {}),
         "other/grey with alpha.png": (alpha.convert("LA"), {}),
         "other/tall é ✓.png": (tall, {}),
+        "web/lossy.webp": (rgb, {"quality": 70}),
+        "web/lossless.WEBP": (tall, {"lossless": True, "format": "webp"}),
+        "web/alpha.webp": (alpha, {"quality": 70}),
+        "web/turned.webp": (rgb, {"exif": exif}),
     }
     root = tmp_path_factory.mktemp("images")
     for name, (image, options) in images.items():
@@ -58,9 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path, **options)
     # Adobe's segment, which marks inks as inverted: without it libjpeg and DALI do not invert them.
-    content = (root / "train/jpeg/cmyk.jpg").read_bytes()
+    path = root / "train/jpeg/cmyk without a mark.jpg"
+    rgb.convert("CMYK").save(path, exif=exif)
+    content = path.read_bytes()
     mark = content.index(b"\xff\xee\0\x0eAdobe")
-    (root / "train/jpeg/cmyk without a mark.jpg").write_bytes(content[:mark] + content[mark + 16 :])
+    path.write_bytes(content[:mark] + content[mark + 16 :])
     return read_folder(root, "train")
 
 

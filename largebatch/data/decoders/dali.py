@@ -3,12 +3,14 @@
 DALI only decodes and resizes: bytes, boxes and flips are its inputs. The index and all boxes are of
 the displayed image: the stored one transposed for TRANSPOSED (EXIF 2.32, tag 274), then flipped
 vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: the stored box is cut
-out, and the resized square is oriented. The few images of `Index.by_pillow` are decoded again.
+out, and the resized square is oriented. The few images of `Index.by_pillow` reach DALI as pixels
+that Pillow has decoded, upright.
 
 A run of DALI costs the same for few images as for many, and its threads wait for each other at its
 end. So one run decodes several device batches where these are small, as MLPerf's entries do.
 """
 
+import io
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -23,20 +25,21 @@ from torch.utils import dlpack
 
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
-from largebatch.data.decoders.torchvision import show, to_pillow
+from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.headers import TRANSPOSED
 from largebatch.data.index.index import Index
 from largebatch.data.types import (
     Batch,
     Batches,
     BoolArray,
+    Bytes,
     Decode,
     IntArray,
     Request,
     Resources,
     View,
 )
-from largebatch.optional import require_dali, require_torchvision
+from largebatch.optional import require_dali
 
 UPSIDE, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 AHEAD = 2  # number of runs of DALI finished or in progress when a batch is requested
@@ -63,7 +66,7 @@ _UnderWay = tuple[Reading, _Inputs]
 
 @contextmanager
 def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
-    """Yield a decoder; raise MissingPackageError without DALI, or torchvision if it is needed.
+    """Yield a decoder; raise MissingPackageError without DALI.
 
     A box is cropped, resized, then mirrored if requested. DALI's pipeline is built once, for any
     number of passes, and its threads and memory are released at the end of the block.
@@ -71,8 +74,6 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
     The batches of one run are views of one tensor, whose memory is free when all are.
     """
     dali, device = require_dali(), resources.device
-    if index.by_pillow is not None and index.by_pillow.any():
-        require_torchvision()  # which resizes them
     on_gpu = device.type == "cuda"
     if on_gpu and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -107,12 +108,11 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
                         _name_culprit(index, under_way)
                         raise
                     reading, _ = under_way.popleft()
+                    reader.release(reading)
                     pixels = dlpack.from_dlpack(images.as_tensor()).to(view.dtype)
                     if view.channels_last:
                         pixels = pixels.permute(0, 3, 1, 2)
                     _turn_resized(pixels, index, reading.request)
-                    _show_by_pillow(pixels, index, reading, view, transfer)
-                    reader.release(reading)
                     labels = torch.from_numpy(index.labels[reading.request.samples])
                     (sent,) = transfer.send(labels)
                     each = sizes.popleft()
@@ -141,14 +141,9 @@ def _gpu_hints(index: Index) -> dict[str, float]:
     }
 
 
-def _graph(  # noqa: ANN202 -- DALI is optional
-    dali: ModuleType,
-    source: SimpleNamespace,
-    view: View,
-    hints: dict[str, float],
-    *,
-    on_gpu: bool,
-):
+def _graph(
+    dali: ModuleType, source: SimpleNamespace, view: View, hints: dict[str, float], *, on_gpu: bool
+) -> Any:  # noqa: ANN401 -- DALI is optional
     fn, types = dali.fn, dali.types
     encoded, corners, shapes, flips = fn.external_source(
         source=lambda: next(source.inputs),
@@ -214,14 +209,38 @@ def _inputs(
     tensors = dali.tensors
     for reading in readings:
         boxes, flips = _as_stored(index, reading.request)
+        samples = reading.request.samples.tolist()
+        contents = [
+            _for_dali(index, sample, content)
+            for sample, content in zip(samples, reading.contents, strict=True)
+        ]
         inputs = (
-            tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
+            tensors.TensorListCPU([tensors.TensorCPU(content, "") for content in contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
             flips.astype(np.int32),
         )
         under_way.append((reading, inputs))
         yield inputs
+
+
+def _for_dali(index: Index, sample: int, content: Bytes) -> Bytes:
+    """Return an encoded image; one that is left to Pillow as its pixels in a PPM, upright."""
+    if index.by_pillow is None or not index.by_pillow[sample]:
+        return content
+    ppm = io.BytesIO()
+    to_pillow(index, sample, content).save(ppm, format="ppm")
+    return np.frombuffer(ppm.getvalue(), np.uint8)
+
+
+def _orientations(index: Index, samples: IntArray) -> Bytes | None:
+    """Return the orientations of what DALI decodes; None if all of it is upright."""
+    if index.orientations is None:
+        return None
+    orientations = index.orientations[samples]
+    if index.by_pillow is not None:
+        orientations = np.where(index.by_pillow[samples], 1, orientations)
+    return None if (orientations == 1).all() else orientations
 
 
 def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:
@@ -234,10 +253,8 @@ def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:
 
 def _as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
     """Return boxes in stored pixels, and flips: False where `_turn_resized` also flips."""
-    if index.orientations is None:
-        return request.boxes, request.flips
-    orientations = index.orientations[request.samples]
-    if (orientations == 1).all():
+    orientations = _orientations(index, request.samples)
+    if orientations is None:
         return request.boxes, request.flips
     top, left, height, width = request.boxes.T
     far_top = index.heights[request.samples] - top - height
@@ -254,9 +271,9 @@ def _as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
 
 def _turn_resized(images: Tensor, index: Index, request: Request) -> None:
     """Orient, in place, the resized squares of stored boxes, N x C x H x W; flip the oriented."""
-    if index.orientations is None:
+    orientations = _orientations(index, request.samples)
+    if orientations is None:
         return
-    orientations = index.orientations[request.samples]
     for row in np.flatnonzero(orientations != 1).tolist():
         orientation, image = int(orientations[row]), images[row]
         if orientation in TRANSPOSED:
@@ -264,19 +281,3 @@ def _turn_resized(images: Tensor, index: Index, request: Request) -> None:
         axes = [1] if orientation in UPSIDE else []
         axes += [2] if (orientation in MIRRORED) != bool(request.flips[row]) else []
         images[row] = image.flip(axes)  # a copy
-
-
-def _show_by_pillow(
-    images: Tensor, index: Index, reading: Reading, view: View, transfer: Transfer
-) -> None:
-    """Replace, in place, the images that are left to Pillow."""
-    if index.by_pillow is None:
-        return
-    request = reading.request
-    mean, std = (torch.tensor(values).mul_(255).view(3, 1, 1) for values in (view.mean, view.std))
-    for row in np.flatnonzero(index.by_pillow[request.samples]).tolist():
-        image = to_pillow(index, int(request.samples[row]), reading.contents[row])
-        pixels = np.empty((view.image_size, view.image_size, 3), dtype=np.uint8)
-        show(image, view, request.boxes[row], request.flips[row], pixels)
-        normalised = torch.from_numpy(pixels).permute(2, 0, 1).sub(mean).div_(std)
-        (images[row],) = transfer.send(normalised)
