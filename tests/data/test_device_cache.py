@@ -133,8 +133,8 @@ def launches(recipe: Recipe, images: Path, with_kernel: bool) -> dict[str, float
     found = batches(recipe, images, device)
     counts = {name: number / len(found) for name, number in COUNTS.totals().items()}
     pairs = zip(found, expected, strict=True)
-    images = ((a.images.cpu(), b.images) for a, b in pairs)
-    apart = max(float((a - b.to(a.dtype)).abs().max()) for a, b in images)
+    both = ((a.images.cpu(), b.images) for a, b in pairs)
+    apart = max(float((a - b.to(a.dtype)).abs().max()) for a, b in both)
     assert {batch.images.dtype for batch in found} == {pipelines.DTYPES[recipe.precision]}
     return {**counts, "apart": apart}
 
