@@ -93,7 +93,8 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
 
     def decode(requests: Iterable[Request]) -> Batches:
         stream = torch.cuda.current_stream(device) if on_gpu else None
-        under_way, sizes = deque[_UnderWay](), deque[list[int]]()
+        under_way = deque[_UnderWay]()
+        sizes = deque[list[int]]()  # of the batches in each run
         readings = read_ahead(_join(requests, most, sizes), reader)
         with closing(_inputs(dali, index, readings, under_way)) as inputs:
             source.inputs = inputs
@@ -115,9 +116,10 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
                     _turn_resized(pixels, index, reading.request)
                     labels = torch.from_numpy(index.labels[reading.request.samples])
                     (sent,) = transfer.send(labels)
-                    each = sizes.popleft()
-                    for batch in zip(pixels.split(each), sent.split(each), strict=True):
-                        yield Batch(*batch)
+                    in_this_run = sizes.popleft()
+                    parts = zip(pixels.split(in_this_run), sent.split(in_this_run), strict=True)
+                    for images_of_batch, labels_of_batch in parts:
+                        yield Batch(images_of_batch, labels_of_batch)
             finally:
                 source.inputs = iter(())
 
