@@ -16,9 +16,7 @@ from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
 
-def build_optimizer(  # noqa: PLR0911 -- one case for each kind
-    recipe: Recipe, model: nn.Module, workers: Group
-) -> Optimizer:
+def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 
     `workers` share the work of an update, where the optimizer can divide it. Raises RecipeError
