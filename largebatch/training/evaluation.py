@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.formatting import plural
@@ -100,7 +100,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     with mode(model, training=False):
         as_input = input_of(model)
         call: Callable[[Tensor], Any] = model
-        if graph and needs_host(model) is None:
+        if graph and proof.uses(proof.GRAPH, device) and needs_host(model) is None:
             call = accelerator.Replayed(
                 lambda images: scores_of(model(images)), device, partial(watch_host, model)
             )
@@ -189,10 +189,12 @@ class _Tally:
 
     def sum(self, backend: Backend) -> None:
         width = self.table.shape[1]
-        own = torch.tensor([width, width**2, width > 0])
+        failed = accelerator.Graph.unshared_failures()
+        own = torch.tensor([width, width**2, width > 0, failed])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
         backend.all_reduce(found).wait()
-        total, squares, counting, outside = found.tolist()  # sync: how wide the table is
+        total, squares, counting, failed, outside = found.tolist()  # sync: how wide the table is
+        accelerator.Graph.share_failures(failed)
         common = total // max(1, counting)
         if (common * counting, common * total) != (total, squares):  # some differ from their mean
             widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message

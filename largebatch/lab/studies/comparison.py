@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from largebatch.errors import shorten
 from largebatch.formatting import MISSING
+from largebatch.lab.studies import correlations
 from largebatch.lab.studies.doubts import Finding, doubts_about
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
@@ -258,6 +259,18 @@ MEMORY = Measure(
     "Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6), of_time=True
 )
 MEASURES = TOP1, TRAINING, CPU, MEMORY
+READ = used("read_bytes", 1e-6)
+
+CORRELATED: correlations.Results = {
+    **{measure.title: measure.of for measure in MEASURES},
+    "Images/s": lambda run: math.nan if run.diverged else run.images_per_second or math.nan,
+    "Cores used": used("cores"),
+    "Read from disk": READ,
+}
+"""Results whose correlations with settings are shown."""
+
+TIMED = {TRAINING.title, CPU.title, "Images/s", "Cores used"}
+"""Those of them that need a quiet machine."""
 
 
 class Transfer(NamedTuple):
@@ -496,6 +509,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         sections.append(Section(title=recipe, parts=parts))
     if is_of_settings:
         title, note, found = "Settings", _SETTINGS, list(findings(cells))
+        found += correlations.findings(recipes, CORRELATED, timed=TIMED)
+        sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
         if len(recipes) > 1 and len(variants) > 1:
             tables = [matrix(cells, measure) for measure in MEASURES]
@@ -602,6 +617,7 @@ def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]
     details = [
         column("GPU, %", _mean(used("gpu_percent")), ".0f"),
         column("GPU memory, MB", _mean(used("gpu_memory_bytes", 1e-6)), ",.0f"),
+        column("Read from disk, MB", _mean(READ), ",.1f"),
     ]
     return _table(cells, looks, "Setting", resources, details)
 

@@ -417,7 +417,7 @@ def study(  # noqa: PLR0913 -- the options of the command
     elif store.folder.exists():
         store.define(runs.cells)
     records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
-    if not records and not (given.servers and given.servers.simulated):
+    if not records and not given.simulates:
         raise StudyError(f"{store.folder}: no run of the study has finished")
     drawn: Page = kind.make_page(given, folder, records)
     unfinished = list(dict.fromkeys(cell.name for cell, _ in runs.left))

@@ -136,9 +136,16 @@ class OnHosts(Section):
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
 
+    megabits: Megabits | None = None
+    """Megabits per second of the links of this recipe; null: those of the study."""
+
+    paper: Literal["faster", "no difference"] | None = None
+    """In studies of servers, what Jaeger et al. found of servers beside the workers against central
+    ones for this model; null: they do not have it."""
+
     warm_up: Updates = 2
     updates: Updates = 10
-    """Number of timed updates in each start, after the warm-up updates."""
+    """Number of timed updates in each start, after the warm-up updates. Two more are not timed."""
 
 
 class StudyRecipe(Section):
@@ -261,6 +268,28 @@ class Grid(Section):
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
+class SpeedUp(Section):
+    """Speed-up over one learner at all `times`, simulated without gradients for the page."""
+
+    recipe: Name
+    """The recipe whose weights are sent."""
+
+    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)] = (0, 1, "lambda")
+    """As in `grids`."""
+
+    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
+    """Samples of a gradient."""
+
+    learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
+    """lambda; one learner is simulated in any case."""
+
+    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 6_000
+    """Number of gradients of each simulation."""
+
+    seeds: Annotated[int, Field(ge=1, le=100)] = 5
+    """Number of simulations of each point, with seeds 1, 2, 3 ... of the times."""
+
+
 class Staleness(Section):
     """Protocols of simulated learners with real gradients (Rudra, arXiv:1509.04210)."""
 
@@ -269,25 +298,51 @@ class Staleness(Section):
     """Distributions of the factor on the seconds of each gradient, with a mean or a median of 1."""
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
-    """A variant that several have is one."""
+    """Equal variants are merged."""
+
+    speed_up: SpeedUp | None = None
 
 
-Layout = Literal["decentralised", "torch"] | Centralised
+Layout = Literal["decentralised", "torch", "horovod"] | Centralised
+
+
+class Simulated(Section):
+    """What is simulated besides the starts, for every recipe and layout.
+
+    Links and mini-batches are swept at the largest number of workers that is started. Needs
+    `compute` in every recipe.
+    """
+
+    workers: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
+    """Numbers of workers."""
+
+    megabits: tuple[Megabits, ...] = ()
+    """Megabits per second of the links."""
+
+    mini_batches: tuple[Factor, ...] = ()
+    """Multiples of the recipe's mini-batch."""
 
 
 class Servers(Section):
     """Where the weights are: layouts with real starts on hosts (Jaeger et al., DIDL 2018)."""
 
     layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
-    """Short names, and where the weights are: as protocol.servers has it, or `torch`, whose workers
-    sum gradients by all-reduce."""
+    """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
+    whose workers sum gradients by all-reduce. Layouts on Horovod are left out where it is not
+    installed."""
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
 
-    simulated: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
-    """Numbers of workers whose speed is simulated besides the starts, for every recipe and layout.
-    Needs `compute` in every recipe."""
+    simulated: Simulated | None = None
+
+
+class Inside(Section):
+    """The all-reduce of workers in one host, as `largebatch plan --calibrate` measures it."""
+
+    gigabytes_per_second: Positive
+    seconds: NonNegative
+    """Seconds of an update's all-reduces besides their bytes, for each doubling of the workers."""
 
 
 class Scaling(Section):
@@ -298,6 +353,9 @@ class Scaling(Section):
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
+
+    inside: Inside | None = None
+    """Gives the planner's time of an update, for recipes with `compute`; null: it is not shown."""
 
     @model_validator(mode="after")
     def _require_equal_parts(self) -> Self:
@@ -350,6 +408,13 @@ class Study(Section):
         (kind,) = (each for each in get_args(Kind) if getattr(self, each) is not None)
         return kind  # type: ignore[no-any-return]
 
+    @property
+    def simulates(self) -> bool:
+        """True if its page has simulations, which need no run."""
+        if self.servers is not None:
+            return self.servers.simulated is not None
+        return self.staleness is not None and self.staleness.speed_up is not None
+
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) is not None]
@@ -394,8 +459,15 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _require_known_names(self) -> Self:
-        for place, grid in enumerate(self.staleness.grids if self.staleness else ()):
-            assert self.staleness is not None
+        if self.staleness is None:
+            return self
+        speed_up = self.staleness.speed_up
+        if speed_up is not None and speed_up.recipe not in self.recipes:
+            raise ValueError(
+                f"staleness.speed_up.recipe: {speed_up.recipe} is not in recipes, which has "
+                f"{', '.join(self.recipes)}"
+            )
+        for place, grid in enumerate(self.staleness.grids):
             for key, known in (("recipes", self.recipes), ("times", self.staleness.times)):
                 unknown = [name for name in getattr(grid, key) if name not in known]
                 if unknown:

@@ -448,8 +448,9 @@ def usage_of(read: Run) -> dict[str, float]:
     `train_seconds` are those of the updates, `update_seconds` the median of all but the first. The
     rest needs monitor: system, and is measured from the set-up of a worker to the last update, with
     evaluations: `cpu_seconds`, core-seconds of all workers; `cores`, the mean number of busy ones;
-    `peak_memory_bytes`, resident, summed over the workers; `gpu_percent`, the mean over the
-    workers; `gpu_memory_bytes`, the peak of any worker.
+    `peak_memory_bytes`, resident, summed over the workers; `read_bytes`, those read from disks (NaN
+    in logs without them); `gpu_percent`, the mean over the workers; `gpu_memory_bytes`, the peak of
+    any worker.
     """
     steps = [step.step_seconds for step in read.steps]
     used = {"train_seconds": math.fsum(steps)}
@@ -461,7 +462,7 @@ def usage_of(read: Run) -> dict[str, float]:
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
-    seconds = table("seconds")
+    seconds, reads = table("seconds"), table("read_bytes")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
     return {
         **used,
@@ -470,6 +471,7 @@ def usage_of(read: Run) -> dict[str, float]:
         "peak_memory_bytes": float(table("peak_memory_bytes").max(axis=0).sum()),
         "gpu_percent": float((table("gpu_percent") * seconds).sum() / seconds.sum()),
         "gpu_memory_bytes": float(table("gpu_memory_bytes").max()),
+        "read_bytes": float(reads.sum()) if reads.size else math.nan,
     }
 
 

@@ -115,7 +115,7 @@ def test_a_mistake_in_a_study_is_refused_by_its_key(
 def test_a_simulation_needs_the_time_of_a_gradient(tmp_path: Path) -> None:
     timeless = {"workers": [2], "mini_batch": 16}
     changes = {
-        "recipes__lenet5__on_hosts": timeless, "servers__simulated": [2]
+        "recipes__lenet5__on_hosts": timeless, "servers__simulated": {"workers": [2]}
     }  # fmt: skip
     with pytest.raises(RecipeError, match=r"lenet5\.on_hosts\.compute"):
         load_study(write_study(tmp_path, SERVERS, **changes))
@@ -146,7 +146,7 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
             STALENESS, {"staleness__grids": [{**GRID, "recipes": ["polished"], "mu": [4]}]},
             ["batch.bn_span"],
         ),
-        (SERVERS, {"recipes__lenet5__on_hosts__updates": 40}, ["alone-1", "41"]),
+        (SERVERS, {"recipes__lenet5__on_hosts__updates": 40}, ["alone-1", "43"]),
         (SERVERS, {"recipes__lenet5__recipe": "digits_96_softsync"}, ["protocol"]),
         (SCALING, {"recipes__lenet5__on_hosts__updates": 40}, ["40 updates"]),
         (
