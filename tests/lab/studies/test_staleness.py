@@ -158,7 +158,7 @@ def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
 def test_the_share_of_late_gradients_is_judged_where_there_are_enough(
     tmp_path: Path, tau: list[int], word: str
 ) -> None:
-    """Of three seeds, with a sigma of 4."""
+    """Three seeds, with a sigma of 4."""
     records = [record(0.5, tau, 1.0, seed=seed) for seed in (1, 2, 3)]
     results = tuple(read_as(Result, each, source="row") for each in records)
     cell = replace(one_cell(tmp_path, sigma=["lambda"]), seeds=3)
