@@ -301,8 +301,8 @@ def scaled(folder: Path) -> dict[str, Any]:
                 "late": 0.0,
                 "seconds": [SCALED[cell.name] * (1 + seed / 100)],
                 "shares": [MODEL],
-                "received": [],
-                "sent": [],
+                "received": [0.0] * len(cell.workers_per_host),
+                "sent": [0.0] * len(cell.workers_per_host),
                 "rates": [],
             }
             for seed in (1, 2, 3)
