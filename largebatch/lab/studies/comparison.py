@@ -269,8 +269,8 @@ CORRELATED: correlations.Results = {
 }
 """Results whose correlations with settings are shown."""
 
-TIMED = {TRAINING.title, CPU.title, "Images/s", "Cores used"}
-"""Titles of the results that need a quiet machine."""
+TIMED = {TRAINING.title, CPU.title, MEMORY.title, "Images/s", "Cores used"}
+"""Results that need a quiet machine."""
 
 
 class Transfer(NamedTuple):

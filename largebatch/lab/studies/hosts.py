@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST, BackendName
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
+from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
@@ -133,7 +134,7 @@ class StartRecord(Record):
     sent: tuple[float, ...]
     """Bytes of payload in an update by host, from the counters of its network interface."""
 
-    rates: tuple[tuple[str, ...], ...]
+    rates: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...]
     """Learning rate of every update on every worker that updates weights, in hexadecimal."""
 
 
@@ -472,11 +473,25 @@ class HostsRow:
         return found and found.scaled(100 / self.cell.workers)
 
 
-def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
+def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
     """Return the starts of a cell by seed; raise StudyError for a damaged record."""
     starts = {}
+    hosts = len(cell.workers_per_host)
+    protocol = cell.recipe.protocol
+    servers = 1 if protocol is None else protocol.num_servers
     for name, content in records.get(cell.name, {}).items():
-        record = read_as(StartRecord, content, source=f"{cell.name}/{name}.json")
+        source = f"{cell.name}/{name}.json"
+        record = read_as(StartRecord, content, source=source)
+        for key, values, expected in (
+            ("received", record.received, hosts),
+            ("sent", record.sent, hosts),
+            ("shares", record.shares, servers),
+        ):
+            if len(values) != expected:
+                raise StudyError(
+                    f"{source}: {key}: has {plural(len(values), 'value')}, expected {expected}; "
+                    "remove the file"
+                )
         starts[record.seed] = Start(
             seconds=record.seconds, late=record.late, shares=record.shares, record=record
         )

@@ -228,25 +228,20 @@ def interval_line(
     return Line(series=look, x=x, y=[mean.mean for mean in means], low=low, high=high, line=line)
 
 
-def trade_off(
-    name: str,
-    cost: str,
-    points: Iterable[tuple[Series, Interval, Interval]],
-    title: str = "",
-    *,
-    further: Sequence[Line] = (),
-    caption: str = "",
-) -> Chart:
-    """Return a chart of top-1 accuracies in percent over costs, with the intervals of both.
+def point_with_intervals(look: Series, cost: Interval, top1: Interval) -> Line:
+    """Return a point of an accuracy over a cost, with the intervals of both.
 
-    It may have further lines.
+    An axis of logarithms cannot show an end at 0 or below, which is drawn at a tenth of the cost.
     """
-    lines = list(further)
-    for look, spent, top1 in points:
-        left, right = ends_of([spent])
-        # An axis of logarithms cannot show what reaches to 0 or below.
-        left = [end if not end <= 0 else spent.mean / 10 for end in left]
-        line = interval_line(look, [spent.mean], [top1], line=False)
-        lines.append(replace(line, left=left, right=right))
-    panel = Panel(lines=lines, x=cost, y="Top-1, %", log="x")
-    return line_chart(name, panel, title=title, caption=caption)
+    left, right = ends_of([cost])
+    line = interval_line(look, [cost.mean], [top1], line=False)
+    shown = [cost.mean / 10 if end <= 0 else end for end in left]
+    return replace(line, left=shown, right=right)
+
+
+def trade_off(
+    name: str, cost: str, points: Iterable[tuple[Series, Interval, Interval]], title: str = ""
+) -> Chart:
+    """Return a chart of top-1 accuracies in percent over costs, with the intervals of both."""
+    lines = [point_with_intervals(look, spent, top1) for look, spent, top1 in points]
+    return line_chart(name, Panel(lines=lines, x=cost, y="Top-1, %", log="x"), title=title)

@@ -11,9 +11,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -69,18 +68,18 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
+_ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}  # building one takes as long as 100 records
+
+
 def read_as(kind: type[R], record: Mapping[str, Any], *, source: str) -> R:
     """Return a record with its types; raise StudyError if a field is missing or of another type."""
     try:
-        found: R = _adapter(kind).validate_json(json.dumps(record), strict=True)
+        if kind not in _ADAPTERS:
+            _ADAPTERS[kind] = TypeAdapter(kind)
+        found: R = _ADAPTERS[kind].validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
     return found
-
-
-@cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def watched(make: Callable[[], Json]) -> Json:

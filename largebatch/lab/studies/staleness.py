@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
@@ -34,8 +34,8 @@ from largebatch.lab.studies.metrics import (
     difference,
     interval,
     interval_line,
+    point_with_intervals,
     ratio,
-    trade_off,
 )
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
@@ -332,6 +332,12 @@ class _Learners:
         return self.gradients.of(mini_batch)
 
 
+def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
+    if not any(counts):
+        raise ValueError("expected one gradient or more")
+    return counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Record):
     """Record of one run."""
@@ -339,7 +345,9 @@ class Result(Record):
     top1: Share
     updates: Annotated[int, Field(ge=0)]
     simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    tau: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    tau: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_require_any)
+    ]
     """Number of gradients by how many updates late they were, from 0 on."""
 
 
@@ -459,12 +467,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
         waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            away = points.with_ends("+.2f", " points") if points else "unknown"
+            shown = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
             yield Finding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
-                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {away}",
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
                 doubts=doubts_about_rows([fastest, row]),
             )
 
@@ -661,19 +669,13 @@ def trade_off_chart(
     name: str, panel: str, rows: Sequence[StalenessRow], looks: Mapping[str, Series]
 ) -> Chart:
     """Return top-1 over simulated time, with lines that join cells of equal mu x lambda."""
-    joined = []
+    lines = [point_with_intervals(looks[row.cell.protocol], row.spent, row.top1) for row in rows]
     for (protocol, _), inside in diagonals(rows).items():
-        ends = sorted((row.seconds, row.top1.mean) for row in inside)
-        seconds, means = zip(*ends, strict=True)
-        joined.append(Line(series=looks[protocol], x=seconds, y=means, points=False))
-    return trade_off(
-        name,
-        "Simulated seconds of a run",
-        [(looks[row.cell.protocol], row.spent, row.top1) for row in rows],
-        f"Top-1 by time: {panel}",
-        further=joined,
-        caption=panel,
-    )
+        points = sorted((row.seconds, row.top1.mean) for row in inside)
+        seconds, means = zip(*points, strict=True)
+        lines.append(Line(series=looks[protocol], x=seconds, y=means, points=False))
+    axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
+    return line_chart(name, axes, title=f"Top-1 by time: {panel}", caption=panel)
 
 
 def tau_chart(

@@ -259,6 +259,7 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "begun": 0, "ended": 100}))
     (record.parent / "seed-2.json").unlink()
+    world.made.clear()
     assert command(dry_run=True)
     records = [json.loads(path.read_text()) for path in record.parent.glob("se*-*.json")]
     mean = sum(one["ended"] - one["begun"] for one in records) / 4
