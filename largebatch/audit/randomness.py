@@ -5,6 +5,7 @@ it is: only the noise of augmentation and dropout no longer averages out over th
 is a note. Draws that each epoch repeats are a fault: a sample then has one augmentation only.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch import accelerator
@@ -105,17 +105,34 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     return fine("augmentation", text)
 
 
-def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
-    """Check whether workers draw the same masks of dropout: their generators then have equal bits.
-
-    Nothing is returned for a model without layers of dropout in training mode.
-    """
-    layers = [it for it in model.modules() if isinstance(it, _DropoutNd)]
-    if ranks.size == 1 or not all(ranks.gather(any(it.p and it.training for it in layers))):
-        return []
+def states_of(model: nn.Module) -> dict[str, int]:
+    """Return a fingerprint of each generator that a step may draw from, by its library."""
     device = device_of(model)
-    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
-    if len(set(ranks.gather(fingerprint(place.get_rng_state())))) > 1:
-        return [fine("dropout", "workers draw different masks")]
-    text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
+    states = {
+        "torch": fingerprint(torch.get_rng_state()),
+        "NumPy": fingerprint(np.random.get_state()),
+        "random": fingerprint(random.getstate()),
+    }
+    if accelerator.is_remote(device):
+        place: Any = torch.get_device_module(device)
+        states[device.type] = fingerprint(place.get_rng_state())
+    return states
+
+
+def check_draws(before: dict[str, int], after: dict[str, int], ranks: Ranks) -> list[Finding]:
+    """Check whether workers draw the same random numbers in a step: dropout, mixup, noise.
+
+    The states of the generators are those before and after a call of the step. Nothing is returned
+    for a step that draws none.
+    """
+    own = {name: it for name, it in before.items() if it != after[name]}
+    everyone = ranks.gather(own)
+    drawn = [name for name in own if all(name in it for it in everyone)]
+    if ranks.size == 1 or not drawn:
+        return []
+    equal = [name for name in drawn if all(it[name] == own[name] for it in everyone)]
+    if not equal:
+        return [fine("dropout", f"workers draw different numbers ({', '.join(drawn)}) in a step")]
+    text = f"{ranks.size} of {ranks.size} workers draw the same random numbers in a step "
+    text += f"({', '.join(equal)}): dropout, mixup or noise"
     return [note("dropout", text, _SEED, float(ranks.size))]

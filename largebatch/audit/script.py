@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler
 
-from largebatch.audit.auditing import audit
+from largebatch.audit.auditing import audit_from
 from largebatch.audit.findings import Findings
 from largebatch.audit.ranks import in_one_line
 from largebatch.errors import DataError
@@ -112,6 +112,9 @@ class _Watch:
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
         self.batch: object = None
+        self.read = 0
+        """Number of batches that the script has read in this epoch."""
+
         self.thread: threading.Thread | None = None
         self.result: Findings | BaseException | None = None
         self.batches: SimpleQueue[Any] = SimpleQueue()
@@ -180,8 +183,8 @@ class _Watch:
 
     def _follow(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
-        for batch in own:
-            self.loader, self.batch = loader, batch
+        for number, batch in enumerate(own, 1):
+            self.loader, self.batch, self.read = loader, batch, number
             yield batch
             if self.optimizer is None or self.loader is not loader:
                 continue
@@ -219,7 +222,15 @@ class _Watch:
                 if device.type != "cpu":
                     torch.get_device_module(device).set_device(device)
                 self._wait_for_all()
-                self.result = audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)
+                self.result = audit_from(
+                    self.read,
+                    model=model,
+                    loader=loader,
+                    loss_fn=loss_fn,
+                    optimizer=optimizer,
+                    step=step,
+                    set_epoch=set_epoch,
+                )
             except BaseException as error:  # raised in the main thread
                 self.result = error
             batches.put(None)

@@ -40,6 +40,9 @@ class Subject:
     evaluate: Callable[[], float] | None
     averaged: nn.Module | None
     forward: Forward | None
+    read: int | None = None
+    """Number of batches of the epoch that the script's own loop has read before the audit, which
+    gives it more than the epoch has; None for a step that the script passes."""
 
     def loss_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:  # noqa: ANN401
         """Return a model's loss on a batch, and the number of its labels."""
