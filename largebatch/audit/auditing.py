@@ -21,6 +21,7 @@ from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
 from largebatch.audit.findings import Check, Finding, Findings, Level, fault, fine, note, unknown
 from largebatch.audit.gradient import check_gradient
+from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import check_rates, require_base
@@ -294,7 +295,14 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     return found
 
 
-_CHECKS = (check_updates, check_samples, check_augmentation, check_evaluation, _check_given)
+_CHECKS = (
+    check_updates,
+    check_samples,
+    check_augmentation,
+    check_overlap,
+    check_evaluation,
+    _check_given,
+)
 
 
 def _make_updates(

@@ -140,9 +140,7 @@ def check_gradient(
     for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    return found + _Comparison(
-        update, reference, parameters, ranks, counts, most=most
-    ).findings()
+    return found + _Comparison(update, reference, parameters, ranks, counts, most=most).findings()
 
 
 def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:

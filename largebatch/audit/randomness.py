@@ -6,7 +6,8 @@ is a note. Draws that each epoch repeats are a fault: a sample then has one augm
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch import accelerator
-from largebatch.audit.findings import Finding, fault, fine, note
+from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
+from largebatch.audit.restoring import generators_of
 from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.formatting import plural
@@ -29,6 +31,8 @@ _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""
 
 _SEED = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
+
+SetEpoch = Callable[[int], object]
 
 Draws = npt.NDArray[np.int64]
 """Fingerprints of one sample's draws: epoch x worker x draw."""
@@ -57,15 +61,67 @@ def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
     if not all(ranks.gather(countable)):
         return []
     assert base is not None
-    draws = ranks.attempt("augmentation", "a sample", lambda: _draws_of_one_sample(base))
+    advance = subject.set_epoch
+    draw = partial(_draws_of_one_sample, base, advance)
+    draws = ranks.attempt("augmentation", "a sample", draw)
     everyone = [np.array(own) for own in ranks.gather(draws.tolist())]
+    if all((own[0] == own[1]).all() for own in everyone):
+        repeats = partial(_repeated_epoch, base, advance, by_script=subject.read is not None)
+        found = ranks.attempt("augmentation", "a sample", repeats)
+        if found is not None:
+            return [found]
     if all(len(np.unique(own)) == 1 for own in everyone):
-        text = f"{plural(draws.size, 'draw')} of a sample are equal: none is at random"
+        text = f"{plural(draws.size, 'draw')} of a sample are identical: nothing is random"
         return [fine("augmentation", text)]
+    if all(len(np.unique(epoch)) == 1 for own in everyone for epoch in own):
+        return [fine("augmentation", "draws follow from the sample's number and the epoch")]
     return [compare_draws(everyone)]
 
 
-def _draws_of_one_sample(base: DataLoader[Any]) -> Draws:
+def _repeated_epoch(
+    base: DataLoader[Any], advance: SetEpoch | None, *, by_script: bool
+) -> Finding | None:
+    """Return a finding on a data set that draws by its epoch, which stays the same in the loader.
+
+    It is called where two epochs of the loader had equal draws.
+    """
+    set_by_data = _epoch_setter_of(base.dataset)
+    if advance is not None and _changes_by(advance, base.dataset):
+        text = "the data set draws by its epoch, and each epoch of the loader repeats the first one"
+        remedy = "its processes keep their copies: persistent_workers=False, or share the epoch"
+        return fault("augmentation", text, remedy, float(_DRAWS))
+    if set_by_data is None or not _changes_by(set_by_data, base.dataset):
+        return None
+    if advance is None or by_script:
+        text = "the data set draws by its epoch, and what sets that was not given"
+        return unknown("augmentation", text, "give set_epoch= with all that your loop sets")
+    text = "the data set draws by its epoch, which set_epoch leaves as it is: all epochs repeat"
+    remedy = "set the epoch of the data set too, before each epoch"
+    return fault("augmentation", text, remedy, float(_DRAWS))
+
+
+def _changes_by(advance: SetEpoch, dataset: Any) -> bool:  # noqa: ANN401 -- of any kind
+    """Return True if a sample changes with the epoch, with equal states of the generators."""
+    restore, samples = generators_of(), []
+    for epoch in range(2):
+        restore()
+        advance(epoch)
+        samples.append(fingerprint(dataset[0]))
+    restore()
+    return samples[0] != samples[1]
+
+
+def _epoch_setter_of(dataset: Any) -> SetEpoch | None:  # noqa: ANN401 -- of any kind
+    """Return the `set_epoch` of a data set, or of the one within it."""
+    while dataset is not None:
+        found: SetEpoch | None = getattr(dataset, "set_epoch", None)
+        if found is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def _draws_of_one_sample(base: DataLoader[Any], advance: SetEpoch | None) -> Draws:
     """Return the draws of one sample as the loader seeds its workers, in two epochs."""
     workers = min(base.num_workers, _WORKERS)
     each = _DRAWS // max(1, workers)
@@ -79,7 +135,12 @@ def _draws_of_one_sample(base: DataLoader[Any]) -> Draws:
         multiprocessing_context=base.multiprocessing_context,
         persistent_workers=base.persistent_workers and workers > 0,
     )
-    return np.array([list(probe) for _ in range(2)], dtype=np.int64)
+    epochs = []
+    for epoch in range(2):
+        if advance is not None:
+            advance(epoch)
+        epochs.append(list(probe))
+    return np.array(epochs, dtype=np.int64)
 
 
 def compare_draws(ranks: Sequence[Draws]) -> Finding:

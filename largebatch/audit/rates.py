@@ -195,7 +195,7 @@ def _check_steps(
     (mover, _), times = moves.most_common(1)[0]
     first = next(it for it in whole if id(it.scheduler) == mover)
     name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
-    text = f"{name} moves {times} steps an update"
+    text = f"{name} moves {plural(times, 'step')} an update"
     if times == 1:
         if number and subject.epochs and length == subject.epochs < number:
             text += f"; its length, {length}, is the number of epochs: the run has {number} updates"

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from largebatch.audit.replicas import settings_of
 from largebatch.audit.restoring import generators_of
-from largebatch.models.inputs import logits_of
+from largebatch.audit.subject import scores_in
 from largebatch.models.wrappers import device_of
 
 
@@ -396,7 +396,10 @@ def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
 
 def first_logits(output: object) -> Tensor | None:
     """Return the logits of a model's output, the first of several; None if it has none."""
-    logits: object = logits_of(output)
+    try:
+        logits: object = scores_in(output)
+    except ValueError:  # reported with the pass that is compared with
+        return None
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
     return logits if isinstance(logits, Tensor) else None

@@ -92,9 +92,7 @@ def differences(
     return fault(check, text, _REMEDIES[check], most)
 
 
-def compare_settings(
-    updates: Sequence[Mapping[str, list[float]]], ranks: Ranks
-) -> Finding | None:
+def compare_settings(updates: Sequence[Mapping[str, list[float]]], ranks: Ranks) -> Finding | None:
     """Return a fault that names the first update in which settings differ; None if none does.
 
     `updates` are the results of `settings_of` at each update. Rates that are equal before and after

@@ -1,6 +1,6 @@
 """What a script passes to an audit, and the loss of its model on a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,9 @@ class Subject:
     def loss_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:  # noqa: ANN401
         """Return a model's loss on a batch, and the number of its labels."""
         if self.forward is None:
+            _require_images(model, batch)
             images = images_of(batch).clone()  # the model may change them in place
-            scores, labels = logits_of(model(input_of(model)(images))), labels_of(batch)
+            scores, labels = scores_in(model(input_of(model)(images))), labels_of(batch)
         else:
             scores, labels = self._pair(model, tree_map_only(Tensor, torch.clone, batch))
         loss, labels = self.loss_and_labels(scores, labels.to(device_of(model)))
@@ -59,7 +60,8 @@ class Subject:
         and the labels of the whole batch.
         """
         if self.forward is None:
-            return logits_of(output), labels_of(batch)
+            _require_labels_last(batch)
+            return scores_in(output), labels_of(batch)
         return self._pair(_Replay(self.inner, output), batch)
 
     def loss_and_labels(self, scores: Any, labels: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
@@ -80,6 +82,50 @@ class Subject:
         found = self.forward(model, batch)
         is_pair = isinstance(found, tuple) and len(found) == 2
         return found if is_pair else (found, labels_of(batch))
+
+
+def scores_in(output: Any) -> Any:  # noqa: ANN401 -- of any model
+    """Return the scores in a model's output: `logits`, or the only scores of a mapping.
+
+    Raises ValueError for a mapping of several tensors without `logits`.
+    """
+    if not isinstance(output, Mapping):
+        return logits_of(output)
+    if "logits" in output:
+        return output["logits"]
+    tensors = [it for it in output.values() if isinstance(it, Tensor) and it.ndim]
+    if len(tensors) == 1:
+        return tensors[0]
+    keys = ", ".join(map(str, output)) or "(none)"
+    text = (
+        f"the model returns a dict with the keys {keys}; pass a `forward` that returns the scores"
+    )
+    raise ValueError(text)
+
+
+def _require_images(model: nn.Module, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
+    """Raise ValueError, with what to do, for images that a model of floating weights refuses."""
+    _require_labels_last(batch)
+    images = images_of(batch)
+    weight = next(model.parameters(), None)
+    if images.dtype == torch.uint8 and weight is not None and weight.is_floating_point():
+        raise ValueError(
+            "images are uint8: convert them as your loop does, in `step`, `forward` or the data "
+            "set (ToTensor)"
+        )
+
+
+def _require_labels_last(batch: Any) -> None:  # noqa: ANN401 -- as above
+    """Raise ValueError, with what to do, for a batch whose first entry has class numbers."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return
+    first, second = batch[:2]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return
+    if first.ndim == 1 and not first.is_floating_point() and second.ndim > 1:
+        raise ValueError(
+            "a batch has labels first, then images: pass a `forward` that returns scores and labels"
+        )
 
 
 class _Replay:
