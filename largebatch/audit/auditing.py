@@ -114,10 +114,15 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     )
 
 
-def audit_from(read: int | None, **given: Any) -> Findings:  # noqa: ANN401 -- of `audit`
+def audit_from(
+    read: int | None,
+    progress: Callable[[], object] | None = None,
+    **given: Any,  # noqa: ANN401 -- of `audit`
+) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
-    The other arguments are those of `audit`; None is the same as leaving them out.
+    `progress` is called after each exchange between the workers. The other arguments are those of
+    `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     given = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
@@ -127,7 +132,7 @@ def audit_from(read: int | None, **given: Any) -> Findings:  # noqa: ANN401 -- o
         raise TypeError(
             f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
         )
-    ranks = Ranks(_backend(model))
+    ranks = Ranks(_backend(model), progress)
     found: list[Finding] = []
     try:
         found.append(_check_world(ranks))

@@ -196,30 +196,33 @@ def _check_steps(
     first = next(it for it in whole if id(it.scheduler) == mover)
     name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
     text = f"{name} moves {plural(times, 'step')} an update"
+    if times == 1 and number and subject.epochs and length == subject.epochs < number:
+        text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
+        remedy = "step it once an epoch, or give it a length in updates"
+        return fault("warm-up", text, remedy, number / length)
     if times == 1:
-        if number and subject.epochs and length == subject.epochs < number:
-            text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
-            remedy = "step it once an epoch, or give it a length in updates"
-            return fault("warm-up", text, remedy, number / length)
-        return fine("warm-up", f"{name} moves once an update", figure=1.0)
+        return fine("warm-up", text, figure=1.0)
     if first.is_of_accelerate and times in {workers, workers * micros}:
         remedy = "nothing if its length counts the batches of all workers, before prepare()"
         return note("warm-up", f"{text}, as Accelerate does by design", remedy, float(times))
-    in_batches = max(in_a_row.values()) == 1  # once in each micro-batch
     remedy = "step the scheduler once an update, or count its length in these steps"
-    if not in_batches:
-        text += f", up to {max(in_a_row.values())} of them in a row"
+    if (most := max(in_a_row.values())) > 1:
+        text += f", up to {most} of them in a row"
         return fault("warm-up", text, remedy, float(times))
-    text += ", once in each micro-batch"
     batches = len(subject.loader) if hasattr(subject.loader, "__len__") else 0
-    if not length or not batches:
-        return note("warm-up", text, f"{remedy}; rate= compares the rates", float(times))
+    return _check_length(f"{text}, once in each micro-batch", times, length, batches, micros)
+
+
+def _check_length(text: str, times: int, length: int, batches: int, micros: int) -> Finding:
+    """Return the finding on a scheduler that moves in each micro-batch, from its length."""
+    remedy = "step the scheduler once an update, or count its length in these steps"
     updates = {batches // micros, math.ceil(batches / micros)} - {0}
-    text += f"; its length is {length:,}, an epoch has {batches:,} batches"
-    if length % batches == 0:
-        return fine("warm-up", text, figure=float(times))
-    if any(length % it == 0 for it in updates) and length >= min(updates):
-        return fault("warm-up", f"{text} in {max(updates):,} updates", remedy, float(times))
+    if length and batches:
+        text += f"; its length is {length:,}, an epoch has {batches:,} batches"
+        if length % batches == 0:
+            return fine("warm-up", text, figure=float(times))
+        if any(length % it == 0 for it in updates) and length >= min(updates):
+            return fault("warm-up", f"{text} in {max(updates):,} updates", remedy, float(times))
     return note("warm-up", text, f"{remedy}; rate= compares the rates", float(times))
 
 
