@@ -396,10 +396,7 @@ def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
 
 def first_logits(output: object) -> Tensor | None:
     """Return the logits of a model's output, the first of several; None if it has none."""
-    try:
-        logits: object = scores_in(output)
-    except ValueError:  # reported with the pass that is compared with
-        return None
+    logits: object = scores_in(output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
     return logits if isinstance(logits, Tensor) else None

@@ -145,7 +145,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
         logits, of_batch = subject.scores_and_labels(micro.batch, output)
         labels, given = _labels_of(micro, of_batch)
         labels = labels.to(device) if isinstance(labels, Tensor) else labels
-        loss, labels = subject.loss_and_labels(logits, labels)
+        loss, logits, labels = subject.loss_of(logits, labels)
         samples, divisor, is_weighted = _samples_of(subject.loss_fn, logits, labels, loss)
     scale = _FP16_SCALE if half == torch.float16 else 1.0
     wanted = list(parameters) if first is None else [*parameters, first]
