@@ -140,7 +140,13 @@ def read_epochs(
     if problems or base is None:
         raise NoNumbersError(problems[0])
     places = ranks.attempt(check, "drawing sample numbers", lambda: _read_by(other, base.dataset))
-    return base, epochs, _count_readings(base.dataset, epochs[0], places, ranks)
+    return (
+        base,
+        epochs,
+        _count_readings(
+            base.dataset, epochs[0], places, ranks, is_chosen=check == "evaluation samples"
+        ),
+    )
 
 
 def _read_by(other: object, dataset: Any) -> Numbers:  # noqa: ANN401 -- any kind
@@ -159,14 +165,22 @@ def _count_readings(
     epoch: Epoch,
     of_other: Numbers,
     ranks: Ranks,
+    *,
+    is_chosen: bool,
 ) -> Readings:
+    """Count readings; if the other loader reads other samples of this data set, those are not
+    expected here, and with `is_chosen` only those that are read are.
+    """
     root, held = whole(dataset)
     if len(set(ranks.gather(len(root)))) == 1:
         by = torch.zeros(2, len(root), dtype=torch.int32)
         by[0, epoch.samples] = 1
         by[1, of_other] = 1
         sum_over_workers(by, ranks.backend)
-        held = held[~((by[0] == 0) & (by[1] > 0)).numpy()[held]]
+        of_other_only = ((by[0] == 0) & (by[1] > 0)).numpy()
+        if of_other_only.any() and is_chosen:
+            held = held[(by[0] > 0).numpy()[held]]
+        held = held[~of_other_only[held]]
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
     read, has, before = (
         np.bincount(it, minlength=len(root)) for it in (epoch.samples, held, early)

@@ -856,7 +856,7 @@ def evaluated(
     """Return a loop with an evaluation: a figure of the hits of batches. Class 0 is always chosen,
     without `layers`, in the presence of which the model stays in training mode.
     """
-    data = TensorDataset(torch.randn(len(labels), 8), torch.tensor(labels))
+    data = TensorDataset(random_data(len(labels), seed=7).tensors[0], torch.tensor(labels))
     sampler = divided(data, batch, shuffle=False).sampler if divides else None
     validation = DataLoader(data, batch, sampler=sampler)
     model = parallel(*layers) if layers else DistributedDataParallel(constant_perceptron())
@@ -910,7 +910,7 @@ def evaluation_in_training_mode() -> Arguments:
 @planted("evaluation samples", 16)
 def validation_drops_the_last_batch() -> Arguments:
     """drop_last of the training loader is used for validation too (AReaL 1096)."""
-    data = random_data(80)
+    data = random_data(80, seed=7)
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=False)
     return loop(parallel(), val_loader=DataLoader(data, 32, sampler=sampler, drop_last=True))
 
@@ -918,7 +918,7 @@ def validation_drops_the_last_batch() -> Arguments:
 @planted("evaluation samples", 1, level="note")
 def validation_is_padded() -> Arguments:
     """DistributedSampler repeats the first sample of the validation set (pytorch 25162)."""
-    return loop(parallel(), val_loader=divided(random_data(33), 8, shuffle=False))
+    return loop(parallel(), val_loader=divided(random_data(33, seed=7), 8, shuffle=False))
 
 
 def share(rank: int) -> list[int]:
@@ -930,5 +930,6 @@ def share(rank: int) -> list[int]:
 def validation_is_shuffled_by_rank() -> Arguments:
     """Each worker takes its share of a permutation that it seeds itself (OpenTau 498)."""
     return loop(
-        parallel(), val_loader=DataLoader(Subset(random_data(80), share(dist.get_rank())), 8)
+        parallel(),
+        val_loader=DataLoader(Subset(random_data(80, seed=7), share(dist.get_rank())), 8),
     )
