@@ -279,7 +279,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     after |= unequal
     if settings := compare_settings([it.settings for it in recorder.updates], ranks):
         after["learning rates"] = settings
-        cause = f"correct the learning rates first: {settings.text}"
+        cause = f"correct this first: {settings.text}"
         for check in ("weights", "optimizer state", "averaged weights"):  # follow from the rates
             if check in after and check not in unequal and after[check].level == "fault":
                 after[check] = replace(after[check], remedy=cause)

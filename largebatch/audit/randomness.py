@@ -65,12 +65,11 @@ def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
     draw = partial(_draws_of_one_sample, base, advance)
     draws = ranks.attempt("augmentation", "a sample", draw)
     everyone = [np.array(own) for own in ranks.gather(draws.tolist())]
-    if all((own[0] == own[1]).all() for own in everyone):
+    if all(len(np.unique(own)) == 1 for own in everyone):
         repeats = partial(_repeated_epoch, base, advance, by_script=subject.read is not None)
         found = ranks.attempt("augmentation", "a sample", repeats)
         if found is not None:
             return [found]
-    if all(len(np.unique(own)) == 1 for own in everyone):
         text = f"{plural(draws.size, 'draw')} of a sample are identical: nothing is random"
         return [fine("augmentation", text)]
     if all(len(np.unique(epoch)) == 1 for own in everyone for epoch in own):
@@ -83,7 +82,7 @@ def _repeated_epoch(
 ) -> Finding | None:
     """Return a finding on a data set that draws by its epoch, which stays the same in the loader.
 
-    It is called where two epochs of the loader had equal draws.
+    It is called where all draws of the loader in two epochs were equal.
     """
     set_by_data = _epoch_setter_of(base.dataset)
     if advance is not None and _changes_by(advance, base.dataset):

@@ -622,7 +622,7 @@ def iterable_data_are_not_divided() -> Arguments:
     return loop(parallel(), loader=DataLoader(Stream(), 8))
 
 
-@planted("samples", 8)  # 8 batches, each read by both processes
+@planted("samples", 6)  # 6 batches, each read by both processes
 def each_loader_process_reads_everything() -> Arguments:
     """Each process of a loader reads all of its worker's samples (torch's docs of data)."""
     stream = Stream(dist.get_rank(), 2)
