@@ -10,6 +10,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def _source_of(loader: object, numbers: Numbers) -> tuple[Any, Numbers]:
     assert base is not None  # its sample numbers were drawn
     dataset: Any = whole(base.dataset)[0]
     while True:
-        inner = [it for it in getattr(dataset, "__dict__", {}).values() if isinstance(it, Dataset)]
-        inner = [it for it in inner if hasattr(it, "__len__")]
+        held: list[Any] = [*getattr(dataset, "__dict__", {}).values()]
+        inner = [it for it in held if isinstance(it, Dataset) and hasattr(it, "__len__")]
         if len(inner) != 1 or len(inner[0]) != len(dataset):
             return dataset, numbers
         root, places = whole(inner[0]) if isinstance(inner[0], Subset) else (inner[0], None)
@@ -213,17 +214,19 @@ def _digest_of_images(dataset: Any, numbers: Numbers) -> Digest | None:  # noqa:
     try:
         for source in (twin, dataset):
             try:
-                readings = [_digest_with_seed(source, int(numbers[0]), seed) for seed in (0, 1)]
+                readings = [
+                    _digest_with_seed(source, int(numbers[0]), seed=seed) for seed in (0, 1)
+                ]
             except Exception:  # noqa: S112 -- a transform that is called with names, as albumentations'
                 continue
             if readings[0] == readings[1]:
-                return lambda number, source=source: _digest_with_seed(source, number, 0)
+                return partial(_digest_with_seed, source, seed=0)
     finally:
         restore()
     return None
 
 
-def _digest_with_seed(dataset: Any, number: int, seed: int) -> int:  # noqa: ANN401
+def _digest_with_seed(dataset: Any, number: int, *, seed: int) -> int:  # noqa: ANN401
     for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
         seed_generator(seed)
     sample = dataset[number]

@@ -152,10 +152,11 @@ class Watchdog:
     def _open_store(self) -> Any:  # noqa: ANN401 -- torch's stores
         """Return a connection of this thread to the process group's store; None without one."""
         if self._store is None and dist.is_available() and dist.is_initialized():
+            store: Any = dist.distributed_c10d._get_default_store()
             try:
-                self._store = dist.distributed_c10d._get_default_store().clone()
+                self._store = store.clone()
             except (RuntimeError, NotImplementedError, AttributeError):  # of another kind
-                self._store = dist.distributed_c10d._get_default_store()
+                self._store = store
         return self._store
 
     def _read(self, key: str) -> str:
