@@ -159,6 +159,34 @@ def free_memory_bytes(device: torch.device) -> int:
     return sum(_free_and_held(device))
 
 
+_OUT_OF_MEMORY = (
+    "out of memory",  # the driver's, as torch.AcceleratorError, and Triton's
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # its name from cuDNN 9 on
+)
+"""Texts of the errors of a device without memory that are RuntimeErrors like any other."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of a device that has no memory left: torch's or a library's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError for every error of a device that has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
 def is_crowded(device: torch.device) -> bool:
     """Return True if graphs hold more than a quarter of the memory that is free besides."""
     free, held = _free_and_held(device)
@@ -318,9 +346,10 @@ class _Draws:
         if not self._is_on:  # a thread of autograd, after the block
             sys.setprofile(None)
         elif event == "c_call":
-            owner = getattr(function, "__self__", None)
-            seeds = owner is torch.default_generator and "seed" in getattr(function, "__name__", "")
-            if owner is random._inst or seeds:  # of random.random and the like
+            owner, name = (getattr(function, key, None) for key in ("__self__", "__name__"))
+            # The methods in C that move the generator; torch's compiler reads and restores it.
+            draws = owner is random._inst and name in {"random", "getrandbits", "seed"}
+            if draws or (owner is torch.default_generator and name in {"manual_seed", "seed"}):
                 self.note()
 
     @contextmanager

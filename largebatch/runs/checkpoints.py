@@ -34,6 +34,8 @@ class Evaluated(NamedTuple):
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
+    classes: int
+
 
 def evaluate_checkpoint(
     path: Path,
@@ -54,7 +56,8 @@ def evaluate_checkpoint(
         session.saver.restore(checkpoint, source=str(path))
         found = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
-        return Evaluated(path, checkpoint.progress.updates, found, on_training)
+        classes = checkpoint.recipe.data.classes
+        return Evaluated(path, checkpoint.progress.updates, found, on_training, classes)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
@@ -81,7 +84,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             polish_statistics(session.judge, session.polish.statistics)
             return True
 
-        return record(session, options.out, polish)
+        return record(session, options, polish)
 
 
 def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
+from largebatch import accelerator
 from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
 from largebatch.errors import (
     BackendError,
@@ -167,7 +168,7 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
                         break
         if limit is not None:  # it is the command's, not each start's
             limit_left = max(0.0, limit - (time.monotonic() - start))
-            options = replace(options, time_limit=limit_left)
+            options = replace(options, time_limit=limit_left, whole_limit=limit)
         options = replace(options, resume="auto")
         sys.stderr.write(
             f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
@@ -186,7 +187,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 raise
         gc.collect()  # the tensors of the session before
         left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
-        options = replace(options, resume="auto", time_limit=left)
+        whole_limit = options.whole_limit or limit
+        options = replace(options, resume="auto", time_limit=left, whole_limit=whole_limit)
 
 
 def _run_worker(recipe: Recipe, options: Options) -> Summary:
@@ -218,7 +220,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
         def train() -> bool:
             if session.backend.rank == 0:
                 remember(folder, options)
-                keep(folder, session.backend, session.plan.device_batch)
+                keep(folder, session.backend, session.plan)
             session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
             pipeline = session.pipeline
             remarks: list[str | None] = [
@@ -237,9 +239,8 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
             remarks += [session.proven, recipe.tracking.remark]
             for remark in filter(None, remarks):
                 session.log.note("train", remark)
-            with suppress(torch.OutOfMemoryError), profiler:
+            with suppress(torch.OutOfMemoryError), accelerator.memory_errors(), profiler:
                 return run_stages(profiled, until=until)
             raise halve(session, folder)  # here, where the failed pass is no longer referenced
 
-        resumes, draws = bool(options.resume), options.report
-        return record(session, folder, train, resume=resumes, draws=draws)
+        return record(session, options, train)

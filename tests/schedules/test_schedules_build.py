@@ -1,7 +1,8 @@
 """From the recipe's words to the rate of every step."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lrbench
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from schedules_of import course_of, schedule_of
 
 from largebatch.errors import RecipeError
+from largebatch.recipe import schedule
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
@@ -30,10 +32,15 @@ def pieces(*parts: str) -> str:
 
 
 def test_fujitsus_rates_are_the_published_ones() -> None:
-    rate = schedule_of(load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml"))
-    assert rate(540) == 13.0
-    assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
-    assert rate(1349) == pytest.approx(0.0325)
+    """Update n has the rate of step n: MXNet counts an update before it asks for its rate."""
+    for name, epoch in (("86016_fujitsu", 15), ("86016_hpdc", 15), ("81920_hpdc", 16)):
+        rate = schedule_of(load_recipe(FOLDER / "imagenet" / f"resnet50_{name}.yaml"))
+        assert rate(0) == pytest.approx(13 / (36 * epoch))  # 0.0241 at 86,016, not 0
+        assert rate(36 * epoch - 1) == 13.0
+        # 0.057 -> 0.0325 while polishing; the last step before it has 0.057
+        assert rate(85 * epoch - 1) == pytest.approx(0.057, abs=5e-4)
+        assert rate(88 * epoch - 2) > rate(88 * epoch - 1) == pytest.approx(0.0325)
+        assert rate(90 * epoch - 1) == pytest.approx(0.0325)
 
 
 def test_mlperfs_rates_follow_the_rule() -> None:
@@ -107,6 +114,15 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
     np.testing.assert_allclose(rates[WARMUP:], expected, rtol=1e-12, atol=1e-12)
     ramp = expected[0] * np.arange(WARMUP) / WARMUP
     np.testing.assert_allclose(rates[:WARMUP], ramp, rtol=1e-12)
+
+
+def test_every_kind_has_a_row_on_the_page_of_learning_rates() -> None:
+    sections = (*get_args(schedule.Simple), schedule.Piecewise)
+    kinds = {kind for it in sections for kind in get_args(it.model_fields["kind"].annotation)}
+    page = FOLDER.parent / "docs" / "learning-rates.md"
+    table = page.read_text(encoding="utf-8").partition("| `kind` |")[2].partition("\n\n")[0]
+    first_cells = "".join(line.split("|")[1] for line in table.splitlines()[1:])
+    assert {*re.findall(r"`([\w-]+)`", first_cells)} == kinds
 
 
 @pytest.mark.parametrize(
@@ -196,7 +212,7 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
         ),
         (
             "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1047}}",
-            "decay.cycle .* at most 1046",
+            "decay.cycle .* at most 1,046",
         ),
         ("schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}", "start_lr"),
         ("schedule.start_lr=0.5", "start_lr"),

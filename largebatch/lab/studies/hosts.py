@@ -42,7 +42,16 @@ from largebatch.lab.studies.namespaces import (
 )
 from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    PROBED,
+    Cell,
+    OnHosts,
+    Slot,
+    Study,
+    Values,
+    naming,
+    recipe_of,
+)
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Protocol
@@ -216,6 +225,17 @@ class HostsCell(Cell):
             files = [folder / f"worker-{rank}.json" for rank in range(len(self.hosts))]
             workers = [json.loads(path.read_bytes()) for path in files]
         return {"seed": slot.seed, **combined(workers, self.hosts, updates=self.on_hosts.updates)}
+
+    @property
+    def probe(self) -> "HostsCell":
+        """The cell with few updates."""
+        few = {"warm_up": 1, "updates": PROBED - 1}
+        return replace(self, on_hosts=self.on_hosts.model_copy(update=few))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a start: its probe's, and those of all further updates."""
+        further = self.on_hosts.warm_up + self.on_hosts.updates - PROBED
+        return float(probed["ended"] - probed["begun"] + further * fmean(probed["seconds"]))
 
 
 def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> Json:

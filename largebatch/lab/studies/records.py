@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -72,13 +72,14 @@ R = TypeVar("R", bound=Record)
 def read_as(kind: type[R], record: Mapping[str, Any], *, source: str) -> R:
     """Return a record with its types; raise StudyError if a field is missing or of another type."""
     try:
-        return _adapter(kind).validate_json(json.dumps(record), strict=True)
+        found: R = _adapter(kind).validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
+    return found
 
 
 @cache
-def _adapter(kind: type[R]) -> TypeAdapter[R]:
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

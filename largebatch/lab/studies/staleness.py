@@ -8,12 +8,12 @@ trains any number of learners.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 import numpy as np
@@ -29,10 +29,26 @@ from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line, ratio
+from largebatch.lab.studies.metrics import (
+    Interval,
+    difference,
+    interval,
+    interval_line,
+    ratio,
+    trade_off,
+)
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, Grid, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    Cell,
+    Grid,
+    Slot,
+    Study,
+    Values,
+    naming,
+    of_few_updates,
+    recipe_of,
+)
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -126,6 +142,20 @@ class StalenessCell(Cell):
         del values
         return train(self, seed=slot.seed, options=options)
 
+    @property
+    def probe(self) -> "StalenessCell":
+        """The cell with few updates."""
+        return replace(self, recipe=of_few_updates(self.recipe))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a run: the start, the updates and the evaluations of its stages."""
+        plan = make_plan(self.recipe.model_copy(update={"protocol": None}), workers=1)
+        measured = probed["train_seconds"] + probed["evaluation_seconds"]
+        start = max(0.0, probed["ended"] - probed["begun"] - measured)
+        update = probed["train_seconds"] / max(1, probed["updates"])
+        stages = 1 + (plan.clean_steps > 0) + (self.recipe.polish is not None)
+        return float(start + plan.steps * update + stages * probed["evaluation_seconds"])
+
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
     """Return the cells of a study whose file is in `folder`, each checked and each once.
@@ -190,9 +220,14 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         learners = _Learners(cell, seed, session, must_stop)
         stages: list[Json] = []
         diverged = None
+        train_seconds = 0.0
+        evaluation_seconds = 0.0
 
         def evaluate(stage: str) -> None:
+            nonlocal evaluation_seconds
+            begun = time.monotonic()
             found = evaluator.validation()
+            evaluation_seconds += time.monotonic() - begun
             if not math.isfinite(found.loss):
                 raise DivergedError(f"after {stage} the validation loss is not finite")
             stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
@@ -203,7 +238,9 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                 ("clean", range(plan.train_steps, plan.steps)),
             ):
                 if steps:
+                    begun = time.monotonic()
                     learners.train(steps, clean=stage == "clean")
+                    train_seconds += time.monotonic() - begun
                     evaluate(stage)
             section = session.polish.statistics
             if section is not None:
@@ -223,6 +260,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
+        "train_seconds": train_seconds,
+        "evaluation_seconds": evaluation_seconds,
     }
 
 
@@ -322,9 +361,14 @@ class StalenessRow:
         return interval(self.by_seed.values())
 
     @property
+    def spent(self) -> Interval:
+        """Simulated seconds of a run, over the seeds."""
+        return interval(one.simulated_seconds for one in self.records)
+
+    @property
     def seconds(self) -> float:
-        """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one.simulated_seconds for one in self.records)
+        """Mean of `spent`."""
+        return self.spent.mean
 
     @property
     def counts(self) -> list[int]:
@@ -415,12 +459,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
         waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            shown = points.with_ends("+.2f", " points") if points else "unknown"
+            away = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
             yield Finding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
-                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {away}",
                 doubts=doubts_about_rows([fastest, row]),
             )
 
@@ -617,16 +661,19 @@ def trade_off_chart(
     name: str, panel: str, rows: Sequence[StalenessRow], looks: Mapping[str, Series]
 ) -> Chart:
     """Return top-1 over simulated time, with lines that join cells of equal mu x lambda."""
-    lines = [
-        interval_line(looks[row.cell.protocol], [row.seconds], [row.top1], line=False)
-        for row in rows
-    ]
+    joined = []
     for (protocol, _), inside in diagonals(rows).items():
-        points = sorted((row.seconds, row.top1.mean) for row in inside)
-        seconds, means = zip(*points, strict=True)
-        lines.append(Line(series=looks[protocol], x=seconds, y=means, points=False))
-    axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
-    return line_chart(name, axes, title=f"Top-1 by time: {panel}", caption=panel)
+        ends = sorted((row.seconds, row.top1.mean) for row in inside)
+        seconds, means = zip(*ends, strict=True)
+        joined.append(Line(series=looks[protocol], x=seconds, y=means, points=False))
+    return trade_off(
+        name,
+        "Simulated seconds of a run",
+        [(looks[row.cell.protocol], row.spent, row.top1) for row in rows],
+        f"Top-1 by time: {panel}",
+        further=joined,
+        caption=panel,
+    )
 
 
 def tau_chart(

@@ -72,6 +72,10 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
     bare, own = (seconds(simulated(tmp_path, rows)) for rows in ([], measured))
     for name in ("alone-1", "beside-2", "central-4", "ring-2"):
         assert own[f"lenet5/{name}"] == pytest.approx(bare[f"lenet5/{name}"] + 0.5, rel=0.02), name
+    counted = {"shares": [MODEL], "received": [], "sent": [], "rates": []}
+    one = {**undisturbed(1), "seconds": [GRADIENT + 0.5], "late": 0.0, **counted}
+    doubtful = rows_of([alone], {alone.name: starts_of(alone, {alone.name: {"seed-1": one}})})
+    assert seconds(simulated(tmp_path, doubtful)) == bare  # one start is too few
 
 
 def test_the_page_has_simulations_without_starts(tmp_path: Path) -> None:
