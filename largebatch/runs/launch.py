@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -42,6 +42,7 @@ from largebatch.errors import (
     DivergedError,
     LargebatchError,
     PeerLostError,
+    RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
     shorten,
@@ -77,7 +78,8 @@ def start_workers(
     `forked` does in a copy of this process what the command does. It is used on Linux if no other
     thread runs, whose locks would stay locked in the copies, and if no accelerator was used.
 
-    Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
+    Raises LargebatchError with a worker's message if the user can fix it, RequestedStopError after
+    the first request if the workers do not save, DivergedError if training
     diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
     traceback; KeyboardInterrupt after the second request.
     """
@@ -255,7 +257,7 @@ def _cause(
     rank = min(failures, key=informative)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
-        return LargebatchError("stopped before the workers had finished")
+        return RequestedStopError("stopped before the workers had finished")
     if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
@@ -314,6 +316,11 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
+    leave_with_error(code, message)
+
+
+def leave_with_error(code: int, message: str) -> NoReturn:
+    """Write the error of a worker of start_workers for its launcher, and end the process."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
