@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Check, Finding, Findings, Level, fault, fine, note, unknown
+from largebatch.audit.findings import Check, Finding, Findings, Level, fault, fine, not_examined, note, unknown
 from largebatch.audit.gradient import check_gradient
 from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
@@ -229,20 +229,29 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
                     found.append(stopped.finding)
 
 
-_NOT_GIVEN: dict[str, tuple[Check, str]] = {
-    "base": ("rate for the batch", "base= (a global batch and the rate that trained well with it)"),
-    "epochs": ("updates", "epochs= (the length of the run)"),
-    "val_loader": ("evaluation samples", "val_loader= (the validation loader of this worker)"),
-    "evaluate": ("evaluation mean", "evaluate= (a function that returns your metric)"),
-}
-"""Arguments without which a check is not made, with that check."""
+_NOT_GIVEN: tuple[tuple[str, tuple[Check, ...], str], ...] = (
+    (
+        "base",
+        ("rate for the batch",),
+        "base= (a global batch and the rate that trained well with it)",
+    ),
+    ("epochs", ("updates",), "epochs= (the length of the run)"),
+    (
+        "val_loader",
+        ("held-out samples", "evaluation samples"),
+        "val_loader= (the validation loader of this worker)",
+    ),
+    ("evaluate", ("evaluation mean",), "evaluate= (a function that returns your metric)"),
+)
+"""Arguments without which checks are not made, with these."""
 
 
 def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
     """Return what is not examined because an argument was left out."""
     return [
-        unknown(check, "not examined", f"give {argument}")
-        for name, (check, argument) in _NOT_GIVEN.items()
+        not_examined(check, argument)
+        for name, checks, argument in _NOT_GIVEN
+        for check in checks
         if getattr(subject, name) is None
     ]
 

@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -65,14 +65,20 @@ class Finding:
     figure: float | None = None
     """The number that decides, in the unit that `text` names."""
 
+    argument: str = ""
+    """Argument of `audit` without which the check is not made, and what it is; else empty."""
+
     def __str__(self) -> str:
         """Return the lines of the table for this finding."""
-        text = f"{self.level:8} {self.check:19} {self.text}"
-        lines = _wrap(text, subsequent_indent=" " * _INDENT)
-        if self.remedy:
-            text = f"{'':{_INDENT}}-> {self.remedy}"
-            lines += _wrap(text, subsequent_indent=" " * (_INDENT + 3))
-        return "\n".join(lines)
+        return _lines_of(self.level, self.check, self.text, self.remedy)
+
+
+def _lines_of(level: str, title: str, text: str, remedy: str) -> str:
+    lines = _wrap(f"{level:8} {title:19} {text}", subsequent_indent=" " * _INDENT)
+    if remedy:
+        text = f"{'':{_INDENT}}-> {remedy}"
+        lines += _wrap(text, subsequent_indent=" " * (_INDENT + 3))
+    return "\n".join(lines)
 
 
 def _finding(
@@ -85,6 +91,11 @@ fault = partial(_finding, "fault")
 note = partial(_finding, "note")
 unknown = partial(_finding, "unknown")
 fine = partial(_finding, "fine")
+
+
+def not_examined(check: Check, argument: str) -> Finding:
+    """Return the finding of a check that is not made without this argument of `audit`."""
+    return replace(unknown(check, "not examined", f"give {argument}"), argument=argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,8 @@ class Findings:
     def table(self) -> str:
         """Format the findings in 100 columns, faults first, each with its remedy below.
 
+        Checks that are not made because an argument is missing have one row.
+
         >>> seen = Finding(check="clipping", level="fine", text="none was seen")
         >>> print(Findings((seen,)).table())
         audit: gradients not compared, 1 fine
@@ -135,5 +148,13 @@ class Findings:
             parts = ["gradients not compared"]
         parts += [plural(counts["note"], "note")] * bool(counts["note"])
         parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
+        rows = {level: [str(it) for it in order if it.level == level] for level in levels}
+        missing = [it for it in order if it.argument]
+        rows["unknown"] = [str(it) for it in order if it.level == "unknown" and not it.argument]
+        if missing:
+            text = ", ".join(it.check for it in missing)
+            remedy = "call largebatch.audit in your script with "
+            remedy += ", ".join(dict.fromkeys(it.argument for it in missing))
+            rows["unknown"].append(_lines_of("unknown", "not examined", text, remedy))
         lines = ["audit: " + ", ".join(parts)]
-        return "\n".join([*lines, *map(str, order)])
+        return "\n".join([*lines, *(row for level in levels for row in rows[level])])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from largebatch.audit.findings import Finding, fault, fine, note, unknown
+from largebatch.audit.findings import Finding, fault, fine, not_examined, note, unknown
 from largebatch.audit.ranks import Ranks, StoppedError
 from largebatch.audit.recording import ScheduleStep, Update
 from largebatch.audit.subject import Subject
@@ -185,17 +185,24 @@ def _check_steps(
     # the next one; the audit may begin and end between them.
     whole = [it for it in counted if attempts[0] < it.updates <= attempts[-1]]
     if not whole:
-        rates = f"the rates of {plural(len(attempts), 'update')} were not compared"
-        text = f"{rates}: no scheduler of torch moved between them"
+        argument = "rate= (the rate by update, from the present one)"
+        if not steps:
+            return not_examined("warm-up", argument)
+        text = f"the rates of {plural(len(attempts), 'update')} were not compared: "
         if counted:
-            text = f"{rates}: too few to count the moves of a scheduler"
-        return unknown("warm-up", text, "give rate= (the rate by update, from the present one)")
+            text += "too few to count the moves of a scheduler"
+        else:  # such as step(epoch + batch / batches)
+            text += f"{type(steps[0].scheduler).__name__}.step() is given its place in the schedule"
+        return unknown("warm-up", text, f"give {argument}")
     moves = Counter((id(it.scheduler), it.updates) for it in whole)
     in_a_row = Counter((id(it.scheduler), it.updates, it.passes) for it in whole)
     (mover, _), times = moves.most_common(1)[0]
     first = next(it for it in whole if id(it.scheduler) == mover)
     name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
     text = f"{name} moves {plural(times, 'step')} an update"
+    text += ", as many as there are workers" * (times == workers > 1)
+    if times > 1 and number and length == times * number:
+        return fine("warm-up", f"{text}, and its length, {length:,}, counts them", figure=times)
     if times == 1 and number and subject.epochs and length == subject.epochs < number:
         text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
         remedy = "step it once an epoch, or give it a length in updates"
@@ -207,7 +214,9 @@ def _check_steps(
         return note("warm-up", f"{text}, as Accelerate does by design", remedy, float(times))
     remedy = "step the scheduler once an update, or count its length in these steps"
     if (most := max(in_a_row.values())) > 1:
-        text += f", up to {most} of them in a row"
+        text += f", up to {most} of them in a row" * (most < times)
+        if not number:
+            remedy += "; if it does, epochs= shows that"
         return fault("warm-up", text, remedy, float(times))
     batches = len(subject.loader) if hasattr(subject.loader, "__len__") else 0
     return _check_length(f"{text}, once in each micro-batch", times, length, batches, micros)

@@ -116,11 +116,14 @@ class Watchdog:
         waits = self.thread_of_audit is not None or _waits_in_torch(frame)
         waits = waits and not is_reason and self._error is None
         place = self._place_of(frame)
-        text = f"worker {own_rank()} {what}" + f"; it is at {place}" * bool(place)
-        text += "; --timeout waits longer"
+        text = f"worker {own_rank()} {what}"
         if self._error is not None:
             text = f"worker {own_rank()} failed: {self._error}"
-        _print(text + " (it waits for other workers)" * waits + self._stack_of(frame))
+        elif waits:
+            text += "; it waits for others" + f" at {place}" * bool(place)
+        else:
+            text += f"; it is at {place}" * bool(place) + "; a larger --timeout waits longer"
+        _print(text + self._stack_of(frame))
         if waits:
             # What it prints from here on follows from the exit of the others.
             for stream in (1, 2):
@@ -147,7 +150,9 @@ class Watchdog:
         return f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
 
     def _is_of_script(self, frame: FrameType) -> bool:
-        return Path(frame.f_code.co_filename).resolve().parent == self.path.resolve().parent
+        name = frame.f_code.co_filename
+        is_file = not name.startswith("<")  # as "<frozen runpy>", which has no folder
+        return is_file and Path(name).resolve().parent == self.path.resolve().parent
 
     def _open_store(self) -> Any:  # noqa: ANN401 -- torch's stores
         """Return a connection of this thread to the process group's store; None without one."""

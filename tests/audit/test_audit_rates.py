@@ -1,5 +1,6 @@
 """Rules for rates, warm-up, updates and decay by hand, modes of layers, and when all works."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.audit.findings import Check, Finding, Findings, Level
+from largebatch.audit.findings import Check, Finding, Findings, Level, fine, not_examined
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.rates import check_rates, require_base
+from largebatch.audit.recording import ScheduleStep
 from largebatch.audit.replicas import check_modes
 from largebatch.distributed.serial import Serial
 
@@ -23,6 +25,7 @@ def found(
     group: dict[str, float] | None = None,
     batch: int = BATCH,
     skipped: int = 0,
+    steps: Sequence[ScheduleStep] = (),
     **words: object,
 ) -> dict[str, Finding]:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -37,7 +40,7 @@ def found(
         mock.Mock(rate=rate, micros=1, samples=batch, attempt=skipped + number)
         for number, rate in enumerate(rates)
     ]
-    findings = check_rates(subject, updates, Ranks(Serial(torch.device("cpu"))))
+    findings = check_rates(subject, updates, Ranks(Serial(torch.device("cpu"))), steps)
     return {it.check: it for it in findings}
 
 
@@ -113,6 +116,50 @@ def test_a_schedule_that_moves_too_fast_is_counted(
 ) -> None:
     finding = found(rates, skipped=skipped, rate=lambda update: update + 1.0)["warm-up"]
     assert (finding.level, finding.figure) == (level, figure)
+
+
+def moves(length: int, times: int, *, is_placed: bool = False) -> list[ScheduleStep]:
+    """Return calls of a scheduler in three updates, all of them between two forward passes."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+    return [
+        ScheduleStep(scheduler, update, update, is_placed=is_placed, is_of_accelerate=False)
+        for update in (1, 2, 3)
+        for _ in range(times)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("length", "times", "level"),
+    [
+        pytest.param(5 * BATCHES, 1, "fine", id="once an update"),
+        pytest.param(5 * BATCHES, 2, "fault", id="twice, with a length in updates"),
+        pytest.param(10 * BATCHES, 2, "fine", id="twice, with a length in these moves"),
+        pytest.param(5, 1, "fault", id="a length in epochs"),
+    ],
+)
+def test_moves_of_a_scheduler_are_compared_with_its_length(
+    length: int, times: int, level: str
+) -> None:
+    finding = found([0.1] * 3, steps=moves(length, times), epochs=5)["warm-up"]
+    assert finding.level == level
+
+
+def test_a_scheduler_that_is_given_its_place_is_not_said_to_rest() -> None:
+    placed = found([0.1] * 3, steps=moves(5, 1, is_placed=True))["warm-up"]
+    assert (placed.level, placed.argument) == ("unknown", "")
+    resting = found([0.1] * 3)["warm-up"]
+    assert resting.argument.startswith("rate=")
+
+
+def test_checks_without_their_argument_have_one_row_of_the_table() -> None:
+    missing = [not_examined("updates", "epochs= (a length)"), not_examined("warm-up", "rate= (it)")]
+    table = Findings((fine("samples", "all are read"), *missing)).table()
+    first, *rows = table.splitlines()
+    assert first.endswith("2 unknown, 1 fine")
+    assert [row for row in rows if row.startswith("unknown")] == rows[:1]
+    for part in ("updates", "warm-up", "epochs= (a length)", "rate= (it)"):
+        assert part in table
 
 
 def test_modes_are_compared_of_layers_that_depend_on_them() -> None:

@@ -92,10 +92,11 @@ def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(scr
     ],
 )
 def test_a_worker_that_others_wait_for_is_named(fault: str, words: str, script: Path) -> None:
-    command = [sys.executable, "-m", "largebatch", "audit", "--timeout", "2", str(script), fault]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "largebatch", "audit", "--timeout", "2", script.name, fault]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=script.parent)
     assert done.returncode == USER
     assert words in done.stderr
+    assert "frozen runpy" not in done.stderr  # a stack begins with the script
     last = done.stderr.splitlines()[-1]
     assert "worker 1" in last  # and not worker 0, which waits
 

@@ -31,7 +31,7 @@ def findings_of(loops: Sequence[Loop]) -> dict[str, Findings | str]:
 
 def not_known(findings: Findings) -> list[Finding]:
     """Return the checks that could not be made, without those for which an argument is missing."""
-    return [it for it in findings if it.level == "unknown" and not it.remedy.startswith("give ")]
+    return [it for it in findings if it.level == "unknown" and not it.argument]
 
 
 def run_all(loops: Sequence[Loop]) -> dict[str, Findings | str]:
