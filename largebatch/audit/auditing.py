@@ -19,7 +19,17 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Check, Finding, Findings, Level, fault, fine, not_examined, note, unknown
+from largebatch.audit.findings import (
+    Check,
+    Finding,
+    Findings,
+    Level,
+    fault,
+    fine,
+    not_examined,
+    note,
+    unknown,
+)
 from largebatch.audit.gradient import check_gradient
 from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
@@ -256,6 +266,10 @@ def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
     ]
 
 
+_MOVES_APART: tuple[Check, ...] = ("gradient direction", "clipping")
+"""Checks of an update whose faults make the workers' weights unequal, as do their rates."""
+
+
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
     model, averaged = subject.inner, subject.averaged
@@ -286,12 +300,16 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         return [*found, *unequal.values()]
     after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
     after |= unequal
+    causes = [it for it in found if it.level == "fault" and it.check in _MOVES_APART]
     if settings := compare_settings([it.settings for it in recorder.updates], ranks):
         after["learning rates"] = settings
-        cause = f"correct this first: {settings.text}"
-        for check in ("weights", "optimizer state", "averaged weights"):  # follow from the rates
-            if check in after and check not in unequal and after[check].level == "fault":
-                after[check] = replace(after[check], remedy=cause)
+        causes.insert(0, settings)
+    for check in ("weights", "optimizer state", "averaged weights"):
+        # A script has made updates of its own before the audit.
+        may_follow = check not in unequal or subject.read is not None
+        if causes and may_follow and check in after and after[check].level == "fault":
+            cause = f"correct the {causes[0].check} first, from which this may follow"
+            after[check] = replace(after[check], remedy=cause)
     found += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     found += check_moves(recorder.moves, ranks)
@@ -338,8 +356,9 @@ def _make_updates(
             of_call = _call(batch, subject, ranks, recorder)
             found = found or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
-            most = max((micros for micros, _ in results), default=0)
-            results += [it for it in of_call if it[0] >= most or not epoch.is_overrun]
+            # A loop that is given more batches than its epoch has may divide all of them by the
+            # micro-batches of the last window.
+            results += [] if epoch.is_overrun and results else of_call
             made = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
             if made >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
                 break
@@ -389,7 +408,8 @@ def _call(
     results = []
     for update in recorder.updates[made:]:
         most = max(it.micros for it in recorder.updates)
-        found = check_gradient(update, named, ranks, most=most)
+        is_evaluated = "" in recorder.evaluated
+        found = check_gradient(update, named, ranks, most=most, is_evaluated=is_evaluated)
         results.append((max(ranks.gather(micros)), found))
         update.gradients, update.reference = [], None  # frees their memory
     return results

@@ -114,12 +114,18 @@ class Fit:
 
 
 def check_gradient(
-    update: Update, parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, most: int = 0
+    update: Update,
+    parameters: Mapping[str, nn.Parameter],
+    ranks: Ranks,
+    *,
+    most: int = 0,
+    is_evaluated: bool = False,
 ) -> list[Finding]:
     """Compare one update with that of one process; every worker calls this.
 
     `parameters` are those of the model that are trained, by name; `most` is the largest number of
-    micro-batches of an update before this one.
+    micro-batches of an update before this one. `is_evaluated` is true if the model was in
+    evaluation mode in some pass with gradients.
     """
 
     def reference_of() -> Reference:
@@ -134,6 +140,9 @@ def check_gradient(
     if not all(counts) or not sum(map(sum, counts)):
         text = "no forward pass of the model in training mode was seen before the update"
         remedy = "pass the model that the step trains, and call backward outside of a closure"
+        if any(ranks.gather(is_evaluated)):
+            text += ", but in evaluation mode"
+            remedy = "call model.train() before the training, also after each evaluation"
         return [unknown("gradient scale", text, remedy)]
     found = _check_places(update, [*parameters], ranks)
     passes = [it.gradients for it in reference.passes]

@@ -185,15 +185,7 @@ def _check_steps(
     # the next one; the audit may begin and end between them.
     whole = [it for it in counted if attempts[0] < it.updates <= attempts[-1]]
     if not whole:
-        argument = "rate= (the rate by update, from the present one)"
-        if not steps:
-            return not_examined("warm-up", argument)
-        text = f"the rates of {plural(len(attempts), 'update')} were not compared: "
-        if counted:
-            text += "too few to count the moves of a scheduler"
-        else:  # such as step(epoch + batch / batches)
-            text += f"{type(steps[0].scheduler).__name__}.step() is given its place in the schedule"
-        return unknown("warm-up", text, f"give {argument}")
+        return _uncounted(steps, len(attempts), is_placed=not counted)
     moves = Counter((id(it.scheduler), it.updates) for it in whole)
     in_a_row = Counter((id(it.scheduler), it.updates, it.passes) for it in whole)
     (mover, _), times = moves.most_common(1)[0]
@@ -201,14 +193,14 @@ def _check_steps(
     name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
     text = f"{name} moves {plural(times, 'step')} an update"
     text += ", as many as there are workers" * (times == workers > 1)
-    if times > 1 and number and length == times * number:
-        return fine("warm-up", f"{text}, and its length, {length:,}, counts them", figure=times)
     if times == 1 and number and subject.epochs and length == subject.epochs < number:
         text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
         remedy = "step it once an epoch, or give it a length in updates"
         return fault("warm-up", text, remedy, number / length)
-    if times == 1:
-        return fine("warm-up", text, figure=1.0)
+    counts_them = bool(number) and length == times * number
+    if times == 1 or counts_them:
+        text += f", and its length, {length:,}, counts them" * (times > 1)
+        return fine("warm-up", text, figure=float(times))
     if first.is_of_accelerate and times in {workers, workers * micros}:
         remedy = "nothing if its length counts the batches of all workers, before prepare()"
         return note("warm-up", f"{text}, as Accelerate does by design", remedy, float(times))
@@ -220,6 +212,19 @@ def _check_steps(
         return fault("warm-up", text, remedy, float(times))
     batches = len(subject.loader) if hasattr(subject.loader, "__len__") else 0
     return _check_length(f"{text}, once in each micro-batch", times, length, batches, micros)
+
+
+def _uncounted(steps: Sequence[ScheduleStep], updates: int, *, is_placed: bool) -> Finding:
+    """Return the finding on schedulers without a move between two updates that can be counted."""
+    argument = "rate= (the rate by update, from the present one)"
+    if not steps:
+        return not_examined("warm-up", argument)
+    text = f"the rates of {plural(updates, 'update')} were not compared: "
+    if is_placed:  # such as step(epoch + batch / batches)
+        text += f"{type(steps[0].scheduler).__name__}.step() is given its place in the schedule"
+    else:
+        text += "too few to count the moves of a scheduler"
+    return unknown("warm-up", text, f"give {argument}")
 
 
 def _check_length(text: str, times: int, length: int, batches: int, micros: int) -> Finding:

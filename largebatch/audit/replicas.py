@@ -85,8 +85,9 @@ def differences(
         return fault(check, text, _REMEDIES[check])
     unequal = [row[0][0] for row in zip(*everyone, strict=True) if len({it[2] for it in row}) > 1]
     most = max(_relative_difference(tensors[name], ranks) for name in unequal[:SHOWN])
+    what = "number" if check == "learning rates" else "tensor"
     text = (
-        f"unequal on the workers {when}: {len(unequal)} of {plural(len(own), 'tensor')} "
+        f"unequal on the workers {when}: {len(unequal)} of {plural(len(own), what)} "
         f"({shorten(unequal, most=3)}), by up to {three_digits(100 * most)} % of the mean"
     )
     return fault(check, text, _REMEDIES[check], most)

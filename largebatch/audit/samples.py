@@ -13,6 +13,7 @@ import linecache
 import random
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _SMALL_PART = 0.01
 sample misses one epoch in 100 at most."""
 
 _MOST_BATCHES = 64  # batches of a worker that are read where samples have no numbers
+
+_SETS_EPOCH = re.compile(r"\bset_(\w+_)?epoch\b")  # names of functions in a script's source
 
 Numbers = npt.NDArray[np.int64]
 
@@ -297,7 +300,8 @@ def _order(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> Finding:
         text = "both epochs have the order of the data set: nothing is shuffled"
         return note("epoch order", text, "shuffle the training data: shuffle=True")
     text = f"{len(same)} of {ranks.size} workers read both epochs in one shuffled order"
-    if subject.set_epoch is None and may_set_epoch():
+    is_script = subject.read is not None
+    if subject.set_epoch is None and (sets_epoch_later() if is_script else may_set_epoch()):
         text += ", without set_epoch"
         remedy = "to check what your loop does: audit(..., set_epoch=sampler.set_epoch)"
         return unknown("epoch order", text, remedy)
@@ -321,7 +325,24 @@ def may_set_epoch() -> bool:
     files = {str(it.get("__file__")) for it in frames}  # a framework's loop among them
     files |= {it for it in imported if "-packages" not in it}
     sources = ("".join(linecache.getlines(it)) for it in files)
-    return any(re.search(r"\bset_(\w+_)?epoch\b", it) for it in sources)
+    return any(_SETS_EPOCH.search(it) for it in sources)
+
+
+def sets_epoch_later() -> bool:
+    """Return True if the script, which waits for a batch, names a function that sets the epoch
+    behind the lines at which it is: it may call that when an epoch ends.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_own = str(frame.f_globals.get("__name__")).split(".")[0] != "largebatch"
+        if is_own and "-packages" not in file:
+            last = max(line for *_, line in frame.f_code.co_lines() if line)
+            rest = linecache.getlines(file)[frame.f_lineno : last]
+            if _SETS_EPOCH.search("".join(rest)):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:

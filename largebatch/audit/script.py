@@ -98,10 +98,13 @@ def _run(path: Path, watch: "_Watch") -> None:
     try:
         with watch.installed(), _no_exit(path, watch):
             runpy.run_path(str(path), run_name="__main__")
+        watch.watchdog.end(str(end))
     except _EndedError:
         pass
     except SystemExit as error:
-        if watch.thread is None and error.code:
+        if watch.thread is not None:
+            watch.watchdog.fail(error)
+        elif error.code:
             raise DataError(
                 f"{path}: it exited with {error.code} before its first updates were audited; "
                 "options of the audit, such as --workers, come before the script"
@@ -125,6 +128,9 @@ class _Watch:
         """Loss function and labels of its last call."""
 
         self.optimizer: Optimizer | None = None
+        self.trained: DataLoader[Any] | None = None
+        """The loader that was read last before the optimizer's update."""
+
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
         self.batch: object = None
@@ -195,15 +201,17 @@ class _Watch:
         updated = {id(it) for group in optimizer.param_groups for it in group["params"]}
         self.models.sort(key=lambda model: not updated.isdisjoint(map(id, model.parameters())))
         if self.models and not updated.isdisjoint(map(id, self.models[-1].parameters())):
-            self.optimizer = optimizer
+            self.optimizer, self.trained = optimizer, self.loader
 
     def _follow(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
         for number, batch in enumerate(own, 1):
             self.loader, self.batch, self.read = loader, batch, number
             yield batch
-            if self.optimizer is None or self.loader is not loader:
+            if self.optimizer is None or self.trained is not loader:
                 continue
+            # The script may have evaluated since, with another loader.
+            self.loader, self.batch, self.read = loader, batch, number
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:

@@ -32,8 +32,8 @@ _GRACE = 3.0
 
 _PERIOD = 0.2  # seconds between two looks at the store
 
-_WAITING = ("distributed", "autograd")
-"""Packages of torch in which a worker waits for the sums of others."""
+_WAITING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", "horovod")
+"""Packages in which a worker waits for the sums of others, beside this one's backends."""
 
 
 class Watchdog:
@@ -78,6 +78,12 @@ class Watchdog:
         _print(f"worker {own_rank()} failed: {self._error}")
         self._set(_FAILED, str(own_rank()))
 
+    def end(self, what: str) -> None:
+        """Bound the waits of the others: this worker's script has ended, perhaps as theirs."""
+        if self._is_audited:
+            self._error = what
+            self._set(_FAILED, str(own_rank()))
+
     def _watch(self) -> None:
         waited: tuple[object, int, float] | None = None
         while not self._is_stopped.wait(_PERIOD):
@@ -94,9 +100,9 @@ class Watchdog:
                 self._leave(what, is_reason=is_reason)
             if self._is_audited:
                 continue
-            # The script is before its first update: only a wait in one call of torch counts.
+            # The script is before its first update: only a wait in one call counts.
             frame = self._frame()
-            if frame is None or not _waits_in_torch(frame):
+            if frame is None or not _waits_for_others(frame):
                 waited = None
             elif waited is None or waited[:2] != (frame, frame.f_lasti):
                 waited = frame, frame.f_lasti, now
@@ -113,8 +119,7 @@ class Watchdog:
     def _leave(self, what: str, *, is_reason: bool) -> NoReturn:
         """Print where this worker is, and exit; at once if others wait for it."""
         frame = self._frame()
-        waits = self.thread_of_audit is not None or _waits_in_torch(frame)
-        waits = waits and not is_reason and self._error is None
+        waits = _waits_for_others(frame) and not is_reason and self._error is None
         place = self._place_of(frame)
         text = f"worker {own_rank()} {what}"
         if self._error is not None:
@@ -195,12 +200,12 @@ def _leave_with(message: str) -> NoReturn:
     os._exit(USER)
 
 
-def _waits_in_torch(frame: FrameType | None) -> bool:
-    """Return True if the innermost function of a stack is one in which torch waits for others."""
+def _waits_for_others(frame: FrameType | None) -> bool:
+    """Return True if the innermost function of a stack is one that waits for other workers."""
     if frame is None:
         return False
     module = str(frame.f_globals.get("__name__"))
-    return module.split(".")[:1] == ["torch"] and any(it in module for it in _WAITING)
+    return module.startswith((*_WAITING, "largebatch.distributed"))
 
 
 def _print(text: str) -> None:

@@ -42,22 +42,33 @@ for epoch in range(100):
         if fault == "leave":
             os._exit(0)
         scores = model(images)
-        if number == 3 and fault in {"error in a sum", "sleep"} and dist.get_rank():
+        if number == 3 and fault in {"error in a sum", "sleep", "leaves"} and dist.get_rank():
             if fault == "sleep":
                 time.sleep(1000)
+            if fault == "leaves":
+                sys.exit()
             raise RuntimeError("of worker 1")
         if fault == "loss":
             loss = -scores.log_softmax(1)[torch.arange(8), labels].mean()
         else:
             loss = cross_entropy(scores, labels, label_smoothing=0.1)
-        (loss if fault == "scale" else loss / 2).backward()
+        micros = len(loader) % 5 if number >= len(loader) // 5 * 5 else 5
+        (loss if fault == "scale" else loss / (micros if fault == "window" else 2)).backward()
         if number == 5 and fault == "error":
             raise RuntimeError("of the script")
-        if number % 2 and fault != "no update" and (fault != "one worker" or not dist.get_rank()):
+        if fault == "window":
+            is_last = number % 5 == 4 or number + 1 == len(loader)
+        else:
+            is_last = number % 2 == 1
+        if is_last and fault != "no update" and (fault != "one worker" or not dist.get_rank()):
             optimizer.step()
             optimizer.zero_grad()
         if number == 1 and fault in {"end", "exit"}:
             sys.exit(2 if fault == "exit" else 0)
+        if fault == "evaluation" and is_last:
+            with torch.no_grad():
+                for images, labels in DataLoader(data, 48):
+                    cross_entropy(model(images), labels)
     if fault == "no update":
         break
 """
@@ -85,6 +96,7 @@ def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(scr
     ("fault", "words"),
     [
         pytest.param("error in a sum", "worker 1 failed: loop.py, line ", id="it raises"),
+        pytest.param("leaves", "worker 1 failed: loop.py", id="it exits", marks=pytest.mark.long),
         pytest.param("sleep", "time.sleep(1000)", id="it sleeps", marks=pytest.mark.long),
         pytest.param(
             "one worker", "worker 1 made no update", id="no update", marks=pytest.mark.long
@@ -147,6 +159,8 @@ def test_a_script_is_audited_on_as_many_workers_as_are_given(
     ("fault", "faults"),
     [
         pytest.param("none", [], id="none"),
+        pytest.param("window", [], id="the last window divides by its own number"),
+        pytest.param("evaluation", [], id="it evaluates between its updates"),
         pytest.param("order", ["epoch order"], id="set_epoch is not called"),
         pytest.param("scale", ["gradient scale"], id="micro-batches are added"),
     ],
@@ -155,6 +169,13 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
     findings = audit_script(script, [fault])
     assert [it.check for it in findings.faults] == faults
     assert findings.is_compared
+
+
+def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:
+    script.write_text(f"{LOOP}    sampler.set_epoch(epoch + 1)\n", encoding="utf-8")
+    findings = audit_script(script, ["order"])
+    assert not findings.faults
+    assert [it.level for it in findings.named("epoch order")] == ["unknown"]
 
 
 @pytest.mark.parametrize(
