@@ -31,7 +31,6 @@ from largebatch.audit.samples import (
 )
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
-from largebatch.formatting import plural
 from largebatch.models.inputs import IMAGE_KEYS
 
 _SECONDS = 20.0  # longest time for which a worker reads samples of each of the two data sets
@@ -78,7 +77,7 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
         common = int(((counts[0] > 0) & (counts[1] > 0)).sum())
         if common:
             number = int((counts[1] > 0).sum())
-            text = f"{common:,} of {plural(number, 'validation sample')} are trained on: "
+            text = f"{common:,} of {number:,} validation samples are trained on: "
             text += "both loaders read these numbers of one data set"
             return [fault("held-out samples", text, _REMEDY, common / number)]
     return [_compare_content(training, trained, validation, validated, ranks)]
@@ -148,8 +147,7 @@ def _compare_content(
     common = int((hits > 0).sum())
     everyone = ranks.gather([len(own_training), len(set(own_training) - {0}), is_whole])
     share = common / max(1, len(images))
-    text = f"{common:,} of {plural(len(images), 'validation image')} are training images too, byte "
-    text += "by byte"
+    text = f"{common:,} of {len(images):,} validation images are training images too, byte by byte"
     if not common and not all(it[2] for it in everyone):
         text += f", of those that were read in {_SECONDS:g} s; the others were not compared"
         return unknown("held-out samples", text, "compare the hashes of all images once yourself")
