@@ -90,9 +90,11 @@ def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
     The options get the images of its run if they name none.
     """
     path, checkpoint = find_checkpoint(path)
-    if options.data is None and options.dataset is None:
-        own = remembered(path.parent.parent)
-        options = replace(options, data=own.data, dataset=own.dataset)
+    folder = path.parent.parent
+    named = {"data": options.data, "dataset": options.dataset, "imports": options.imports}
+    own = remembered(folder, {name: value for name, value in named.items() if value})
+    if options.dataset is None:
+        options = replace(options, data=own.data)
     overrides = override_words(options.overrides)
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):

@@ -13,6 +13,7 @@ from largebatch.recipe.data import Data
 from largebatch.recipe.model import Model
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.folder import require_named
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint, require_fit
@@ -60,9 +61,10 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
 
     Raises CheckpointError if `out` holds files or cannot be written.
     """
+    path, checkpoint = find_checkpoint(path)
+    require_named(path.parent.parent, imports=imports, images=True)  # it needs none
     for module in imports:
         import_own(module)
-    path, checkpoint = find_checkpoint(path)
     section, data = checkpoint.recipe.model, checkpoint.recipe.data
     weights = checkpoint.model(source=path)
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, assert_never
 
@@ -21,6 +22,7 @@ from largebatch.errors import (
     DivergedError,
     LargebatchError,
     SmallerBatchError,
+    clip,
     shorten,
 )
 from largebatch.models.wrappers import failures_named
@@ -287,14 +289,45 @@ def remember(folder: Path, options: Options) -> None:
 def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
     """Return options that resume the run of a folder: the remembered ones, except those given.
 
-    Limits, profiles and changes are not remembered. A launcher gives a run its workers.
+    Limits, profiles and changes are not remembered. A launcher gives a run its workers. Raises
+    CheckpointError as `require_named`: code is named again, or does not run.
     """
-    own = Options(**given).without_limits
-    with suppress(OSError, ValidationError):
-        own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
+    require_named(
+        folder, imports=given.get("imports", ()), images=given.get("dataset") or given.get("data")
+    )
+    own = _recorded(folder) or Options(**given)
+    own = replace(own.without_limits, dataset=None, imports=())
+    if given.get("dataset"):
+        own = replace(own, data=None)  # one of the two
     if worker_rank() is not None:
         own = replace(own, workers=1, restarts=0, min_workers=None)
     return replace(own, **{**given, "out": folder, "resume": given.get("resume") or True})
+
+
+def _recorded(folder: Path) -> Options | None:
+    """Return the options of the last command of a run; None if its folder has none."""
+    with suppress(OSError, ValidationError):
+        return _OPTIONS.validate_json((folder / OPTIONS).read_bytes())
+    return None
+
+
+def require_named(folder: Path, *, imports: Sequence[str], images: object) -> None:
+    """Raise CheckpointError unless a command names what the run of a folder needs to import.
+
+    Somebody else may have written the folder, so its record alone never makes code run: `imports`
+    are the command's, and `images` is true if the command names its images or needs none.
+    """
+    own = _recorded(folder)
+    if own is None:
+        return
+    missing = [f"--import {quote(module)}" for module in own.imports] if not imports else []
+    if own.dataset is not None and not images:
+        missing.insert(0, f"--dataset {quote(own.dataset)}")
+    if missing:
+        raise CheckpointError(
+            f"{folder}: this run was made with {clip(shorten(missing, between=' '), 300)}; code "
+            "runs only if the command names it: add this if you trust that code"
+        )
 
 
 def check_folder(folder: Path, *, resume: Resume | None) -> None:

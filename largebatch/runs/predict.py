@@ -26,6 +26,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join
 from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.folder import require_named
 from largebatch.runs.options import Options
 from largebatch.training.checkpoint import require_fit
 from largebatch.training.evaluation import evaluate
@@ -56,6 +57,7 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
     """
     require_torchvision()  # now: threads cannot import it at the same time
     path, checkpoint = find_checkpoint(run)
+    require_named(path.parent.parent, imports=imports, images=True)  # they are its places
     recipe, weights = checkpoint.recipe, checkpoint.model(source=path)
     files, ignored = _list_images(places)
     unreadable: dict[Path, str] = {}
