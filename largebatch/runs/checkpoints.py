@@ -18,8 +18,15 @@ from largebatch.runs.build import open_measuring
 from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
-from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
+from largebatch.training.checkpoint import (
+    Checkpoint,
+    constants_of,
+    load_checkpoint,
+    newest_checkpoint,
+    require_finite,
+)
 from largebatch.training.evaluation import Metrics
+from largebatch.training.session import Session
 from largebatch.training.stages import polish_statistics
 
 
@@ -51,7 +58,7 @@ def evaluate_checkpoint(
     checked = checksum(checkpoint.state["model"])
     facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_measuring(checkpoint.recipe, options, facts) as session:
-        session.saver.restore(checkpoint, source=str(path))
+        _restore(session, checkpoint, source=str(path))
         found = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         return Evaluated(path, checkpoint.progress.updates, found, on_training)
@@ -64,12 +71,12 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     the accuracies before and after.
     """
     check_folder(options.out, resume=None)
-    _, checkpoint, options = _load(path, options)
+    path, checkpoint, options = _load(path, options)
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
     with open_measuring(recipe, options, facts) as session:
         begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
-        session.saver.restore(replace(checkpoint, stages=[], state=begun))
+        _restore(session, replace(checkpoint, stages=[], state=begun), source=str(path))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.plan)
 
@@ -82,6 +89,13 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             return True
 
         return record(session, options.out, polish)
+
+
+def _restore(session: Session, checkpoint: Checkpoint, *, source: str) -> None:
+    """Load a checkpoint to measure it; raise CheckpointError if its weights are not finite."""
+    constants = constants_of(session.state.model)
+    require_finite(checkpoint.state["model"], constants, source=source)
+    session.saver.restore(checkpoint, source=source)
 
 
 def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:

@@ -16,7 +16,7 @@ from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.folder import require_named
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE
-from largebatch.training.checkpoint import Checkpoint, require_fit
+from largebatch.training.checkpoint import Checkpoint, load_weights
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
@@ -68,8 +68,7 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
     section, data = checkpoint.recipe.model, checkpoint.recipe.data
     weights = checkpoint.model(source=path)
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)
-    with require_fit(str(path)):
-        model.load_state_dict(weights)
+    load_weights(model, weights, source=str(path))
     files = {
         WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
         CARD: _card(checkpoint).encode(),

@@ -28,7 +28,7 @@ from largebatch.runs.build import join
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.folder import require_named
 from largebatch.runs.options import Options
-from largebatch.training.checkpoint import require_fit
+from largebatch.training.checkpoint import load_weights
 from largebatch.training.evaluation import evaluate
 
 
@@ -66,8 +66,7 @@ def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -
     scores: list[Tensor] = []
     with join(Options(backend="serial", imports=imports), {"command": "predict"}) as backend:
         model = build_model(recipe, backend.device)
-        with require_fit(str(path)):
-            model.load_state_dict(weights)
+        load_weights(model, weights, source=str(path))
         if recipe.evaluation.views > 1:
             model = MeanOfViews(model, views=recipe.evaluation.views)
         resources = Resources(backend.device, available_cores(), plan.device_batch)
