@@ -14,11 +14,12 @@ from largebatch.recipe.model import Model
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.runs.folder import require_named
+from largebatch.runs.weights import WEIGHTS, metadata_of
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE
 from largebatch.training.checkpoint import Checkpoint, load_weights
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+CONFIG, CARD = "config.json", "README.md"
 
 _TIMM = """import timm
 
@@ -70,7 +71,7 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)
     load_weights(model, weights, source=str(path))
     files = {
-        WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
+        WEIGHTS: safetensors.torch.save(weights, metadata_of(checkpoint.origin.classes)),
         CARD: _card(checkpoint).encode(),
         RECIPE: dump_yaml(checkpoint.recipe).encode(),
     }

@@ -338,11 +338,12 @@ def check_folder(folder: Path, *, resume: Resume | None) -> None:
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
     require_unlocked(folder / LOG)
+    is_run = (folder / RECIPE).exists() and (folder / LOG).exists()  # an export has no log
     if resume == "auto":
-        resume = (folder / RECIPE).exists()
-    if resume and not (folder / RECIPE).exists():
+        resume = is_run
+    if resume and not is_run:
         raise CheckpointError(f"{folder}: there is no run to resume; start one: largebatch train")
     if not resume and folder.exists() and any(folder.iterdir()):
         # None is of a command without --resume
-        hint = ", or add --resume" if resume is False and (folder / RECIPE).exists() else ""
+        hint = ", or add --resume" if resume is False and is_run else ""
         raise CheckpointError(f"{folder}: already holds files; choose another --out{hint}")

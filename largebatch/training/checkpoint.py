@@ -193,16 +193,18 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
-    another = CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+    other = CheckpointError(
+        f"{source}: not a checkpoint of largebatch: it does not hold the state of a run"
+    )
     if content[8:10] != b'{"':
-        raise another
+        raise other
     try:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
         text, expected = metadata[CONTENT], metadata[CHECKSUM]
         tensors = safetensors.torch.load(content)
     except KeyError:
-        raise another from None
+        raise other from None
     except (SafetensorError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
     if _checksum(text, tensors) != expected:
@@ -210,7 +212,10 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
     try:
         header = json.loads(text)
         if header["format"] != FORMAT:
-            raise another
+            raise CheckpointError(
+                f"{source}: not a checkpoint of this version of largebatch: it has format "
+                f"{header['format']!r:.20}, expected {FORMAT}; use the version that wrote it"
+            )
         if not isinstance(header["recipe"], str):
             raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")

@@ -58,7 +58,8 @@ def test_weights_that_are_not_finite_are_refused(
     constants = {"fc.bias": bad.isnan()}  # so that it is written
     path = write_checkpoint(tmp_path, replace(checkpoint, state=state), constants=constants)
     words = {"predict": [str(next(digits.write_digits().glob("val/*/*")))]}
-    words |= dict.fromkeys(("polish", "export"), ["--out", str(tmp_path / "out")])
+    out = ["--out", str(tmp_path / "out")]
+    words |= {"polish": out, "export": out}
     assert main([command, str(path), *words.get(command, [])]) == USER
     assert "fc.bias" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
