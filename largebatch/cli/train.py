@@ -260,15 +260,16 @@ def predict(
         raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")
 
 
-def export(checkpoint: Path, /, *, out: Folder, imports: Imports = ()) -> None:
-    """Write the weights of a saved model, with timm's configuration.
+def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:
+    """Write the weights of a run, with timm's configuration.
 
     Args:
-        checkpoint: A .safetensors file or a run folder.
+        checkpoint: A run folder, or a checkpoint.
         out: New folder.
+        onnx: Write model.onnx too, for images in batches of any size.
         imports: Module to import first: it may register models with timm.
     """
     from largebatch.runs.export import export as write
 
-    for path in write(checkpoint, out, imports=imports):
+    for path in write(checkpoint, out, onnx=onnx, imports=imports):
         print(printable(str(path)))

@@ -218,7 +218,12 @@ def find_saved(
     if exported is not None:
         recipe = load_recipe(exported.parent / RECIPE)
         return Saved(exported, recipe, read_weights(exported), read_classes(exported))
-    path, checkpoint = find_checkpoint(path)
+    try:
+        path, checkpoint = find_checkpoint(path)
+    except CheckpointError as error:
+        hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
+        hint = ", or an export" if path.is_dir() else hint
+        raise CheckpointError(f"{error}{hint}") from None
     weights, classes = checkpoint.state["model"], checkpoint.origin.classes
     return Saved(path, checkpoint.recipe, weights, classes, checkpoint)
 
@@ -232,16 +237,12 @@ def find_export(path: Path) -> Path | None:
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     """Read the newest readable checkpoint of a run folder, or `path` if it is a file."""
     if not path.is_dir():
-        try:
-            return path, load_checkpoint(path)
-        except CheckpointError as error:
-            hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
-            raise CheckpointError(f"{error}{hint}") from None
+        return path, load_checkpoint(path)
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(
-            f"{path}: this folder holds neither {CHECKPOINTS}/step-*.safetensors nor an export; "
-            "give the folder of a run (--out of `largebatch train`), a checkpoint or an export"
+            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give the folder of a "
+            "run (--out of `largebatch train`), a checkpoint"
         )
     return found.path, found.checkpoint
 

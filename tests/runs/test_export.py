@@ -106,6 +106,24 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 
 
+def test_onnx_gives_the_same_logits_for_any_number_of_images(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """Computed by the reference implementation of the ONNX package."""
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install 'largebatch[onnx]'")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    from onnx.reference import ReferenceEvaluator
+
+    out, folder = tmp_path / "out", trained["cifar_resnet8"]
+    assert main(["export", str(folder), "--out", str(out), "--onnx"]) == DONE
+    session = ReferenceEvaluator(str(out / "model.onnx"))
+    for number in (1, 3):
+        images = torch.randn(number, 3, 16, 16)
+        (found,) = session.run(None, {"images": images.numpy()})
+        expected = logits(folder, build("cifar_resnet8", num_classes=10), images)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["resnet10t", "cifar_resnet8"])
 def test_the_lines_of_the_card_predict_as_the_package_does(
     name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -118,6 +118,7 @@ def test_weights_of_another_program_are_evaluated_and_used(
         assert main([command, str(theirs), *more]) == USER
         message = capsys.readouterr().err
         assert "version" not in message
+        assert ("--model" in message) == (command != "export")
         assert message.count("\n") == 1
 
 
