@@ -114,11 +114,12 @@ def _to_onnx(model: nn.Module, side: int, *, name: str) -> bytes:
                 verbose=False,
             )
         assert program is not None  # as always with dynamo
-        return program.model_proto.SerializeToString()
+        content: bytes = program.model_proto.SerializeToString()
     except Exception as error:  # a model of the user's own raises all kinds
         raise CheckpointError(
             f"PyTorch cannot export {name} to ONNX: {clip(reason_of(error), 300)}; leave --onnx out"
         ) from None
+    return content
 
 
 def _card(checkpoint: Checkpoint) -> str:
