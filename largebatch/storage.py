@@ -145,8 +145,17 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
 
 
 def user_cache() -> Path:
-    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or ~/.cache/largebatch."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or ~/.cache/largebatch.
+
+    Raises DataError if this user has no home folder.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(chosen or Path.home() / ".cache") / "largebatch"
+    except RuntimeError:
+        raise DataError(
+            "the cache has no place, because this user has no home folder: set XDG_CACHE_HOME"
+        ) from None
 
 
 def require_new(out: Path) -> None:

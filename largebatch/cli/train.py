@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from largebatch.cli.printing import INTERRUPTED, print_json
-from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
+from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
@@ -79,8 +78,7 @@ def _train(loaded: Recipe, options: Options) -> int:
 
     options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        forks = os.environ.get(COMMAND) == str(os.getpid())
-        summary = start(loaded, options, forks=forks)
+        summary = start(loaded, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:

@@ -332,6 +332,10 @@ def require_named(folder: Path, *, imports: Sequence[str], images: object) -> No
 
 def check_folder(folder: Path, *, resume: Resume | None) -> None:
     """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:  # its name is written into JSON and pages
+        raise CheckpointError(f"{folder}: is not UTF-8; choose another --out") from None
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -9,8 +9,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -25,8 +23,7 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.formatting import plural
-from largebatch.models import is_timms, kernels
-from largebatch.optional import require_timm
+from largebatch.models import kernels
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -89,8 +86,8 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     return summary
 
 
-def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
-    """Do what `run` does, for a loaded recipe; with `forks` workers are copies of this process."""
+def start(recipe: Recipe, options: Options) -> Summary:
+    """Do what `run` does, for a loaded recipe."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
@@ -104,7 +101,7 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
         summary = run_worker(recipe, options)
     else:
         make_plan(recipe, workers=options.workers, backend=options.backend)
-        restarting(recipe, options, forks=forks)
+        restarting(recipe, options)
         summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
     return replace(summary, folder=options.out)
 
@@ -127,7 +124,7 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None:
+def restarting(recipe: Recipe, options: Options) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
@@ -136,10 +133,6 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
     """
     from largebatch.runs.launch import start_workers
 
-    if forks:  # what every worker would import: torch's optimizers its compiler
-        import_module("torch._dynamo")
-        if is_timms(recipe.model.name):
-            require_timm()
     workers, left = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
@@ -147,12 +140,8 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            return start_workers(
-                command,
-                workers=workers,
-                horovod=options.backend == "horovod",
-                forked=partial(run_worker, recipe, options) if forks else None,
-            )
+            horovod = options.backend == "horovod"
+            return start_workers(command, workers=workers, horovod=horovod)
         except SmallerBatchError as error:
             reason = str(error)
         except WorkerFailedError as error:
