@@ -4,6 +4,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import time
 import uuid
 import zlib
@@ -112,6 +113,12 @@ def remove_leftovers(*folders: Path) -> None:
     for folder in folders:
         for path in [*folder.glob(f".*{_PARTIAL}"), *folder.glob(".tmp??????")]:  # of safetensors
             path.unlink(missing_ok=True)
+
+
+def remove_content(folder: Path) -> None:
+    """Remove everything in a folder, and the folder if that is allowed."""
+    with suppress(OSError):
+        shutil.rmtree(folder)
 
 
 def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:

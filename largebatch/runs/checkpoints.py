@@ -25,6 +25,7 @@ from largebatch.runs.build import open_measuring
 from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
 from largebatch.runs.weights import WEIGHTS, named_as, read_classes, read_weights, state_for
+from largebatch.storage import remove_content
 from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageName, Summary
 from largebatch.training.checkpoint import (
     Checkpoint,
@@ -132,7 +133,12 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             polish_statistics(session.judge, session.polish.statistics)
             return True
 
-        return record(session, options.out, polish)
+        try:
+            return record(session, options.out, polish)
+        except (CheckpointError, OSError):  # a full disk: files would block the next try
+            if session.backend.rank == 0:
+                remove_content(options.out)
+            raise
 
 
 def restore(session: Session, saved: Saved) -> None:

@@ -46,7 +46,7 @@ from largebatch.tracking.events import (
     now,
     write_json,
 )
-from largebatch.tracking.log import JsonLines, require_unlocked
+from largebatch.tracking.log import JsonLines, last_event, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
@@ -262,10 +262,14 @@ def require_same_run(
 
 
 def finished_summary(folder: Path, backend: Backend) -> Summary | None:
-    """Return the summary of a finished run on every worker; else None."""
+    """Return the summary of a finished run on every worker; else None.
+
+    A run that was killed while its report was drawn has a summary, and its log has no end.
+    """
     content = None
     with suppress(OSError):
-        content = (folder / SUMMARY).read_bytes() if backend.rank == 0 else None
+        if backend.rank == 0 and isinstance(last_event(folder / LOG), Finish):
+            content = (folder / SUMMARY).read_bytes()
     with suppress(ValidationError):
         summary = TypeAdapter(Summary).validate_json(broadcast_bytes(content, backend))
         return summary if summary.status == "finished" else None

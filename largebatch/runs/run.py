@@ -39,6 +39,7 @@ from largebatch.runs.folder import (
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
+from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
@@ -82,7 +83,7 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     summary = start(recipe, options.without_changes())
     assert summary.folder is not None
     if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
-        sys.stdout.write(printable(f"report: {page}\n"))
+        write_to(sys.stdout, printable(f"report: {page}\n"))
     return summary
 
 
@@ -158,9 +159,10 @@ def restarting(recipe: Recipe, options: Options) -> None:
             limit_left = max(0.0, limit - (time.monotonic() - start))
             options = replace(options, time_limit=limit_left)
         options = replace(options, resume="auto")
-        sys.stderr.write(
+        write_to(
+            sys.stderr,
             f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
-            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n"
+            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n",
         )
 
 
@@ -193,7 +195,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
             finished = finished_summary(folder, session.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
                 if session.backend.rank == 0:
-                    sys.stdout.write(printable(f"{folder}: already finished\n"))
+                    write_to(sys.stdout, printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with

@@ -1,9 +1,11 @@
 """What is polished of a run that has not ended, and under which name the record has it."""
 
+import errno
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +65,24 @@ def test_weights_that_are_not_finite_are_refused(
     assert main([command, str(path), *words.get(command, [])]) == USER
     assert "fc.bias" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_that_blocks_the_next_polishing(
+    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for out in (tmp_path / "polished", tmp_path / "weights.safetensors"):
+        source = unfinished
+        if out.suffix:
+            source = tmp_path / "exported"
+            assert main(["export", str(unfinished), "--out", str(source)]) == DONE
+        words = ["polish", str(source), "--out", str(out), "--samples", "96"]
+        with mock.patch("os.fsync", full):
+            assert main(words) == USER
+        assert "No space left" in capsys.readouterr().err
+        assert main(words) == DONE
 
 
 @pytest.mark.parametrize(
