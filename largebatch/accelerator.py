@@ -3,16 +3,16 @@
 import functools
 import logging
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,6 +65,21 @@ def names() -> list[str]:
         return []
     module = torch.get_device_module(device)
     return [str(module.get_device_name(number)) for number in range(count())]
+
+
+def identity(device: torch.device) -> dict[str, str | None]:
+    """Return the model of an accelerator, such as NVIDIA H200, its driver, and torch's libraries.
+
+    The driver is None if the system does not name it.
+    """
+    name, driver = device.type, None
+    if is_remote(device):
+        name = str(torch.get_device_module(device).get_device_name(device))
+    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        with suppress(OSError):
+            driver = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
+    libraries = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {"device": name, "driver": driver, **libraries}
 
 
 def memory_bytes() -> int:
@@ -185,7 +200,11 @@ class Graph:
     """
 
     failures = 0
-    """Recordings that failed, after which older graphs no longer draw by the seed that is set."""
+    """Recordings that failed, after which older graphs no longer draw by the seed that is set.
+    Those of evaluations are counted over all workers, whose graphs must be the same."""
+
+    _shared_failures = 0
+    """Number of failures that all workers have counted."""
 
     _recording = False
     _invalid: ClassVar[list[object]] = []
@@ -215,6 +234,17 @@ class Graph:
         finally:
             Graph._recording = False
 
+    @classmethod
+    def unshared_failures(cls) -> int:
+        """Return the failures on this worker that `share_failures` has not counted."""
+        return cls.failures - cls._shared_failures
+
+    @classmethod
+    def share_failures(cls, number: int) -> None:
+        """Count the failures of all workers, in place of those of this one."""
+        cls._shared_failures += number
+        cls.failures = cls._shared_failures
+
     def _clean_up(self) -> None:
         """End an invalid recording where torch, before 2.13, thinks that it goes on.
 
@@ -239,12 +269,98 @@ def is_recording() -> bool:
     return Graph._recording
 
 
-class _Copies(TorchDispatchMode):
-    """Collects operations of a device that read tensors of the host, which a replay reads again."""
+_DRAWS = "a pass draws random numbers on the host"
+
+
+class _Draws:
+    """Notes that this thread, or autograd for it, uses a random generator of the host.
+
+    Other threads do too, such as the retries of a tracker and the threads of a data set: the states
+    of the generators do not tell whose numbers were drawn. Generators that a module owns are
+    compared by `watch_host`.
+    """
 
     def __init__(self, found: list[str]) -> None:
+        self._found, self._thread = found, get_ident()
+        self._is_on = False
+
+    def note(self) -> None:
+        """Note a draw of the calling thread if it is one of the passes' threads."""
+        is_own = get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        if self._is_on and is_own and _DRAWS not in self._found:
+            self._found.append(_DRAWS)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the generators of Python and NumPy in this block; those of torch: see `_Copies`."""
+        before = sys.getprofile()
+        with self._numpys():  # which takes the lock itself, at both ends
+            self._is_on = True
+            self.follow_calls()
+            try:
+                yield
+            finally:
+                self._is_on = False
+                sys.setprofile(before)
+
+    def follow_calls(self) -> None:
+        """Watch the calls of the calling thread: autograd's has a profile of its own."""
+        if sys.getprofile() != self._on_call:
+            sys.setprofile(self._on_call)
+
+    def _on_call(self, _: object, event: str, function: object) -> None:
+        if not self._is_on:  # a thread of autograd, after the block
+            sys.setprofile(None)
+        elif event == "c_call":
+            owner = getattr(function, "__self__", None)
+            seeds = owner is torch.default_generator and "seed" in getattr(function, "__name__", "")
+            if owner is random._inst or seeds:  # of random.random and the like
+                self.note()
+
+    @contextmanager
+    def _numpys(self) -> Iterator[None]:
+        """Replace NumPy's generator by one with a watched lock, which every draw takes.
+
+        A profile does not see NumPy's functions, which Cython compiles.
+        """
+        own: Any = get_bit_generator()
+        lock = _NotedLock(own.lock, self.note)
+        # A state is accepted by generators of the same name only.
+        watched = type(type(own).__name__, (type(own),), {"lock": lock})()
+        with own.lock:
+            watched.state = own.state
+        set_bit_generator(watched)
+        try:
+            yield
+        finally:
+            with lock.inner:
+                own.state = watched.state
+            set_bit_generator(own)
+
+
+class _NotedLock:
+    """A lock that calls a function whenever it is taken."""
+
+    def __init__(self, inner: Any, note: Callable[[], None]) -> None:  # noqa: ANN401 -- any lock
+        self.inner, self._note = inner, note
+
+    def __enter__(self) -> object:
+        self._note()
+        return self.inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.__exit__(*error)
+
+
+class _Copies(TorchDispatchMode):
+    """Collects operations of a device that read tensors of the host, which a replay reads again.
+
+    It sees the operations of the thread that enters it, and of autograd's for it.
+    """
+
+    def __init__(self, found: list[str], draws: _Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._found, self._draws = found, draws
 
     supports_higher_order_operators = True
 
@@ -253,11 +369,15 @@ class _Copies(TorchDispatchMode):
         return True  # compiled modules run compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
+        self._draws.follow_calls()
         result = func(*args, **(kwargs or {}))
         aten, packet = torch.ops.aten, getattr(func, "overloadpacket", None)
         copies = packet in {aten.copy_, aten._to_copy}
         read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
         written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if draws and any(not is_remote(it.device) for it in written):
+            self._draws.note()
         reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)
         if reads and any(is_remote(it.device) for it in written):
             self._found.append(f"a pass reads memory of the host ({func})")
@@ -270,18 +390,13 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
     `changed` names what they have changed on the host.
     """
-
-    def generators() -> object:
-        numpys = np.random.get_state(legacy=False)
-        return torch.default_generator.get_state().tolist(), random.getstate(), repr(numpys)
-
-    before = generators()
-    with waits(device) as found, _Copies(found):
+    drawn: list[str] = []
+    draws = _Draws(drawn)
+    with waits(device) as found, draws.watched(), _Copies(found, draws):
         yield found
     if name := changed():
         found.append(f"a pass changes {name}, which a replay would not")
-    if before != generators():
-        found.append("a pass draws random numbers on the host")
+    found += drawn
 
 
 @contextmanager
@@ -367,23 +482,3 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: objec
     assert isinstance(args[0], torch.Tensor)
     with torch.accelerator.device_index(args[0].device.index):
         kernel[grid](*args, num_warps=8, **constants)
-
-
-def try_kernels(name: str, error_of: Callable[[], float]) -> bool:
-    """Return True if kernels run and their error is below 0.01; otherwise log a warning.
-
-    `error_of` runs them and returns their error relative to PyTorch's. It runs in a new thread,
-    without the modes of this one: inference, autocast, checkpointing, default device.
-    """
-    try:
-        with ThreadPoolExecutor(1) as fresh:
-            error = fresh.submit(error_of).result()
-        if error < 0.01:
-            return True
-        reason = f"their error is {error:.2g}"
-    except ImportError:
-        reason = "Triton is not installed"
-    except Exception as problem:  # Triton raises all kinds for a device that it does not know
-        reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
-    _LOG.warning("%s: PyTorch's kernels are used instead of the fused ones (%s)", name, reason)
-    return False

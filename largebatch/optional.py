@@ -1,6 +1,7 @@
 """Optional packages. Each is imported by one function, whose error names the install command."""
 
 import importlib
+import importlib.util
 import sys
 from functools import cache, partial
 from importlib.resources import files
@@ -16,6 +17,7 @@ INSTALL_APEX = (
     "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
     "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
 )
+INSTALL_HEIF = "pip install pillow-heif"
 INSTALL_HOROVOD = f"{files('largebatch') / 'launch' / 'install_horovod.sh'} {sys.executable}"
 
 
@@ -68,6 +70,21 @@ def require_timm() -> ModuleType:
     finally:
         if hides:
             del sys.modules["wandb"]
+
+
+def has_heif() -> bool:
+    """Return True if the package that reads HEIC, the photographs of phones, is installed."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
+@cache
+def require_heif() -> ModuleType:
+    """Import pillow_heif and let Pillow read HEIC with it."""
+    heif = _import(
+        "pillow_heif", "reading HEIC images", package="pillow-heif", install=INSTALL_HEIF
+    )
+    heif.register_heif_opener()
+    return heif
 
 
 def require_mlperf(module: str, purpose: str) -> ModuleType:

@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is unset
 
+# `init` would download weights for the photographs of a test.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Several workers and tests share few cores, where waiting for threads costs more than it gives.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.speed.sources import sources
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
@@ -134,6 +134,7 @@ def rehearse_kernels() -> None:
     """Use BatchNorm's kernels on the CPU, in Triton's interpreter, if gpu.py rehearses there."""
     if "BENCHMARK_INTERPRETS" in os.environ:
         kernels.DEVICES.add("cpu")
+        proof.decide(accelerator.CPU, {proof.BATCHNORM: None})
 
 
 def _wait_for(backend: Backend) -> None:

@@ -174,7 +174,7 @@ def main() -> None:
             layer = Layer(batch, words, kind, device)
             result[f"{batch}x{words} {kind}"] = measured = compare(layer, words, left, args)
             print(f"{batch}x{words} {kind}: {json.dumps(measured['milliseconds'])}", flush=True)
-        result["kernels"] = kernels._WORK.get(device, False)
+        result["kernels"] = kernels.works(device)
     result["settings"] = vars(args)
     print(json.dumps(result, indent=1))
     print(write(name, result))

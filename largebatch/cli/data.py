@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number as Between
 
 from largebatch.cli.recipe import write_recipe
-from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
@@ -22,9 +22,12 @@ from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
+    from largebatch.runs.pretrained import Start
 
 SPLITS = ("train", "val")
 GENERIC = {"data", "dataset", "images", "train"}  # names that do not describe images
+
+NO_WEIGHTS = "none"  # as --weights: begin with random ones
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was stopped by SIGTERM."""
@@ -72,16 +75,17 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
 
 
 def open_indexes(folder: Path) -> "tuple[Index, Index]":
-    """Return the indexes of a folder, built if there are none, and print what they hold.
+    """Return the indexes of a folder, built if there are none; print what they hold, and copies.
 
     Raises DataError if the splits have other classes, or a class has no image.
     """
+    from largebatch.data.datasets.copies import copies_in_folder
     from largebatch.data.index.folder import describe
     from largebatch.data.index.index import check_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
     for split, found in zip(SPLITS, (train, val), strict=True):
-        if ignored := describe(found.ignored, where=split):
+        if ignored := describe(found.ignored, where=split, folder=folder / split):
             print(printable(ignored))
     check_classes(train.root, train.classes, val.classes)
     bad = len(train.bad) + len(val.bad)
@@ -89,6 +93,8 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
         f"{len(val)} validation images{f', {bad} bad ones left out' * bool(bad)}"
     )
+    for line in copies_in_folder(train, val):
+        print(printable(line), flush=True)
     return train, val
 
 
@@ -198,17 +204,18 @@ def init(  # noqa: PLR0913 -- its options
 ) -> None:
     """Write a recipe for a folder of images.
 
+    Photographs of which a class has few begin with weights of ImageNet, if they can be had.
+
     Args:
         folder: DIR/{train,val}/<class>/* or *.tar.
         out: Recipe to write (<name>.yaml).
         name: Name of the recipe and its runs (that of --out, else of the folder, or above "data").
-        weights: Weights to begin with: timm:NAME, a file (then with --model), or a run.
+        weights: Weights to begin with: timm:NAME, a file (then with --model), a run, or none.
         model: Network of largebatch or timm, or torchvision/NAME.
         image_size: Side of the images that the network gets, in pixels.
         minutes: Choose image size and epochs for a run of this time on this machine, measured.
     """
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
-    from largebatch.runs.pretrained import start_with
 
     home, place = Path.home(), folder.resolve()
     places = (one for one in (place, *place.parents) if not home.is_relative_to(one))
@@ -218,11 +225,11 @@ def init(  # noqa: PLR0913 -- its options
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
     train, val = open_indexes(folder)
-    for remark in remarks(train, val, pretrained=weights is not None):
+    start = _start(train, weights, model)
+    pretrained = start is not None and start.model.weights is not None
+    for remark in remarks(train, val, pretrained=pretrained):
         print(printable(remark))
-    start, epochs = None, None
-    if weights is not None or model is not None:
-        start = start_with(weights, model, classes=len(train.classes))
+    epochs = None
     found = survey(train, val, start, image_size=image_size)
     if minutes is not None:
         found, epochs, text = fitted(found, minutes=minutes, fixed=image_size is not None)
@@ -232,3 +239,31 @@ def init(  # noqa: PLR0913 -- its options
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
+
+
+def _start(train: "Index", weights: str | None, model: str | None) -> "Start | None":
+    """Return the model that was asked for, or weights for few photographs if they can be had.
+
+    None: random weights of the network that suits the images.
+    """
+    from largebatch.lab.measure.initial import WEIGHTS, needs_weights
+    from largebatch.runs.pretrained import download_of, start_with
+
+    chosen = None if weights == NO_WEIGHTS else weights
+    lines = []
+    if weights is None and model is None and needs_weights(train):
+        chosen = WEIGHTS
+        lines.append(f"few photographs in a class: begin with {WEIGHTS} (or: --weights none)")
+    if chosen is None and model is None:
+        return None
+    if chosen is not None and (download := download_of(chosen)):
+        lines.append(download)
+    if lines:
+        print("; ".join(lines), flush=True)
+    try:
+        return start_with(chosen, model, classes=len(train.classes))
+    except CheckpointError as error:
+        if weights is not None:
+            raise
+        print(printable(f"without them: {error}"))
+        return None

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
@@ -14,6 +14,9 @@ from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError
 from largebatch.formatting import aligned
 from largebatch.runs.options import AsJson, Given, Workers
+
+if TYPE_CHECKING:
+    import torch
 
 
 def doctor(
@@ -91,10 +94,28 @@ def examine() -> Iterator[tuple[str, str]]:
     }
     for name, (package, use) in checks.items():
         yield name, _outcome(package, use)
+    yield from examine_kernels(accelerator.current())
     cores = available_cores()
     yield "cores", f"{cores}; more --workers than these slow each other down"
     missing = lacking()
     yield "hosts", f"absent  those of studies need {missing}" if missing else "works  in namespaces"
+
+
+def examine_kernels(device: "torch.device") -> Iterator[tuple[str, str]]:
+    """Yield the result of a trial of each kernel and of a graph on this machine's GPU."""
+    from largebatch import proof
+    from largebatch.recipe.loading import load_recipe
+    from largebatch.runs.proving import prove_again
+
+    if reason := proof.switched_off():
+        yield "kernels", f"absent  {reason}"
+        return
+    findings = prove_again(load_recipe("digits_96"), device)
+    if not findings:
+        yield "kernels", "absent  no GPU that has some: PyTorch's operations are used"
+    for part, finding in findings.items():
+        status = "works" if finding.refused is None or finding.is_slow else "BROKEN"
+        yield part, f"{status}  {finding.describe()}"
 
 
 def _as_json(finding: str) -> dict[str, str | None]:

@@ -40,7 +40,7 @@ from largebatch.runs.options import (
     completing,
 )
 from largebatch.schedules.build import build_schedule, follow
-from largebatch.storage import writing
+from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
     from largebatch.lab.mlperf.rules import BrokenRule
@@ -344,5 +344,7 @@ def write_planned(out: Path, text: str) -> None:
 
 def write_recipe(out: Path, text: str) -> None:
     """Write a recipe to a new file; raise LargebatchError if that fails."""
-    with writing(out, error=LargebatchError), out.open("x", encoding="utf-8") as file:
-        file.write(text)
+    if out.exists():
+        raise LargebatchError(f"{out}: exists already; choose another file with --out")
+    with writing(out, error=LargebatchError):
+        write_whole(out, text.encode())  # whole or not at all: a part would block the next try

@@ -45,14 +45,41 @@ def gather_unequal(own: object, group: Group, device: torch.device) -> list[Any]
     (Cauchy-Schwarz), and integer sums are exact.
     """
     content = json.dumps(own, default=str)
-    numbers = _tensor(hashlib.sha256(content.encode()).digest(), device).long()
-    sums = torch.stack([numbers, numbers.square()])
+    digest = [*hashlib.sha256(content.encode()).digest()]
+    numbers = torch.tensor([digest, [byte**2 for byte in digest]])
+    sums = numbers.to(device)  # the rest is computed by the host, which reads the sums anyway
     group.all_reduce(sums).wait()
-    total, squares = sums
-    same = (squares * group.world_size == total.square()).all()
-    if same.item():  # sync: once, before training or in many updates
+    total, squares = sums.tolist()  # sync: once, before training or in many updates
+    pairs = zip(total, squares, strict=True)
+    if all(group.world_size * square == byte**2 for byte, square in pairs):
         return None
     return gather_values(json.loads(content), group, device)
+
+
+def agree(
+    refusals: Mapping[str, str | None], group: Group, device: torch.device
+) -> dict[str, str | None]:
+    """Return why any worker refuses each subject; None if all of them accept it.
+
+    Every worker passes the same subjects and gets the same result, with the reason of the lowest
+    worker that refuses. If all are equal, this is one all-reduce of 512 bytes. `device` is that of
+    the group's tensors.
+
+    >>> from largebatch.distributed.serial import Serial
+    >>> cpu = torch.device("cpu")
+    >>> agree({"kernels": None, "graph": "too slow"}, Serial(cpu), cpu)
+    {'kernels': None, 'graph': 'too slow'}
+    """
+    if group.world_size == 1:
+        return dict(refusals)
+    everyone = gather_unequal(refusals, group, device)
+    if everyone is None:
+        return dict(refusals)
+    agreed: dict[str, str | None] = {}
+    for subject in refusals:
+        reasons = {rank: own[subject] for rank, own in enumerate(everyone) if own[subject]}
+        agreed[subject] = next((f"{it} (worker {rank})" for rank, it in reasons.items()), None)
+    return agreed
 
 
 def gather_values(own: object, group: Group, device: torch.device) -> list[Any]:

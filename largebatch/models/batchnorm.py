@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -88,7 +89,7 @@ class SpanBatchNorm(_BatchNorm):
         if self.training and self.ends_in_relu() and kernels.take(images, span=self.span):
             return self.normalise(images, relu=True)
         out = self.normalise(images) if self.training else super().forward(images)
-        for child in self.children():
+        for child in self._activations():
             out = child(out)
         return out
 
@@ -98,14 +99,24 @@ class SpanBatchNorm(_BatchNorm):
 
     def ends_in_relu(self) -> bool:
         """Return True if the children are a ReLU, and what does nothing, without hooks."""
-        kinds = [type(child) for child in self.children() if type(child) is not nn.Identity]
-        return kinds == [nn.ReLU] and not any(map(has_hooks, self.children()))
+        layers = self._activations()
+        kinds = [type(layer) for layer in layers if type(layer) is not nn.Identity]
+        return kinds == [nn.ReLU] and relu_is_torchs() and not any(map(has_hooks, layers))
+
+    def _activations(self) -> list[nn.Module]:
+        """Return the layers behind the normalisation: timm's, not those that compute weights."""
+        return [child for name, child in self.named_children() if name != "parametrizations"]
 
     def normalise(
         self, images: Tensor, other: Tensor | None = None, *, relu: bool = False
     ) -> Tensor:
         """Normalise in training; `other` and `relu` are for the kernels (see `fusion.py`)."""
         self._check_input_dim(images)
+        if self.moments is not None and getattr(self, "_is_replica", False):
+            raise ValueError(
+                "DataParallel replicates a BatchNorm whose spans are summed over workers: their "
+                "number would be lost with the replica; start one worker per GPU instead"
+            )
         group = self.group if self.track_running_stats else None
         compiled = torch.compiler.is_compiling()
         # A pass within a backward pass is recomputed, and already counted.
@@ -155,9 +166,26 @@ class SpanBatchNorm(_BatchNorm):
             raise ValueError(f"expected N x C x ..., got {input.dim()} dimensions")
 
 
+_CALL = nn.Module.__call__
+_FORWARD = {kind: kind.forward for kind in (nn.ReLU, nn.Identity, SpanBatchNorm)}
+_RELU = F.relu
+"""Functions that a kernel may stand for, unless others are set in their place."""
+
+
+def relu_is_torchs() -> bool:
+    """Return True if PyTorch's ReLU has not been replaced."""
+    return F.relu is _RELU
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if anything besides its forward pass runs when a module is called."""
-    return has_own_hooks(module) or "forward" in vars(module)
+    """Return True if anything besides the forward pass of its class runs when a module is called.
+
+    Also if another one was set: on the module, or on a class that a kernel may stand for.
+    """
+    kind = type(module)
+    if kind in _FORWARD and kind.forward is not _FORWARD[kind]:
+        return True
+    return has_own_hooks(module) or "forward" in vars(module) or kind.__call__ is not _CALL
 
 
 def with_span(model: M, span: int) -> M:

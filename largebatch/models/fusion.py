@@ -14,7 +14,6 @@ import inspect
 import operator
 from collections.abc import Iterator
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from largebatch.models import kernels
-from largebatch.models.batchnorm import SpanBatchNorm, has_hooks
-from largebatch.models.wrappers import mode
+from largebatch.models.batchnorm import SpanBatchNorm, has_hooks, relu_is_torchs
+from largebatch.models.wrappers import mode, set_forward
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -32,6 +31,22 @@ _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 
 _CALLS = {*_RELU, *_ADD, "dropout", "flatten", "is_scripting", "jit", "mean", "pad"}
 """Functions and methods of torch that a forward pass may call; others are not known here."""
+
+_PLACES = (F, torch, Tensor)
+_FUNCTIONS = (
+    "relu",
+    "relu_",
+    "add",
+    "add_",
+    "dropout",
+    "flatten",
+    "mean",
+    "pad",
+)
+"""Where those that may be called are, and under which names."""
+
+_NUM_PAIRS = "_num_paired_layers"
+"""Attribute of the class of a block with pairs: the number of BatchNorm layers in them."""
 
 _REFUSED = {"FOR_ITER", "MAKE_FUNCTION", "STORE_ATTR"}
 """Instructions of a forward pass that torch.fx runs only once, or that hide others."""
@@ -54,8 +69,7 @@ def count_pairs(model: nn.Module) -> tuple[int, int]:
     """Return the number of BatchNorm layers in pairs, and of all that have a span."""
     layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
     inside = sum(layer.ends_in_relu() for layer in layers)
-    passes = [vars(block).get("forward") for block in model.modules()]
-    return inside + sum(getattr(each, "num_pairs", 0) for each in passes), len(layers)
+    return inside + sum(getattr(block, _NUM_PAIRS, 0) for block in model.modules()), len(layers)
 
 
 def describe_pairs(model: nn.Module) -> Iterator[str]:
@@ -79,7 +93,7 @@ def norm_relu(
     `between` are modules behind the BatchNorm that do nothing, unless they have hooks.
     """
     fits = relu is None or type(relu) is nn.ReLU  # also after `pair`
-    if isinstance(norm, SpanBatchNorm) and norm.training and fits:
+    if type(norm) is SpanBatchNorm and norm.training and fits and relu_is_torchs():
         modules = [norm, *between] if relu is None else [norm, *between, relu]
         if not any(map(has_hooks, modules)) and kernels.take(images, other, span=norm.span):
             return norm.normalise(images, other, relu=True)
@@ -94,7 +108,7 @@ def norm_relu(
 
 def _pair_in(block: nn.Module) -> None:
     own: Any = type(block).forward
-    if vars(block).get("forward", MethodType(own, block)) != MethodType(own, block):
+    if "forward" in vars(block) or hasattr(block, _NUM_PAIRS):
         return
     graphs, tracer = [], fx.Tracer()
     tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]  # children stay
@@ -114,19 +128,28 @@ def _pair_in(block: nn.Module) -> None:
     if not num:
         return
     paired: Any = type(fx.GraphModule(block, graph)).forward
-    before = _form(block, names)
+    kind = type(block)
+    before = _form(block, kind, names)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the block's
-        return (paired if _form(self, names) == before else own)(self, *args, **kwargs)
+        if _form(self, kind, names) == before:
+            return paired(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)  # its own, or one that was set later
 
-    forward.num_pairs = num  # type: ignore[attr-defined]  # see count_pairs
-    block.forward = MethodType(forward, block)
+    setattr(set_forward(block, forward), _NUM_PAIRS, num)
 
 
-def _form(block: nn.Module, names: list[str]) -> list[object]:
-    """Return what decides the calls of a forward pass that reads these plain attributes."""
+def _form(block: nn.Module, kind: type[nn.Module], names: list[str]) -> list[object]:
+    """Return what decides the calls of a forward pass that reads these attributes.
+
+    They are the modules, plain attributes and methods of the block, and the functions of torch,
+    each of which may be replaced later.
+    """
     modules = [(name, type(module)) for name, module in block._modules.items()]
-    return [*modules, *((type(it), it) for it in map(block.__dict__.get, names))]
+    methods = [getattr(kind, name, None) for name in ("forward", *names)]
+    functions = [getattr(place, name, None) for place in _PLACES for name in _FUNCTIONS]
+    plain = ((type(it), it) for it in map(block.__dict__.get, names))
+    return [*modules, *methods, *functions, *plain]
 
 
 def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- a method

@@ -8,6 +8,7 @@ from torch import nn
 from largebatch.errors import DeviceMemoryError, RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
+from largebatch.models.wrappers import set_forward
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 
@@ -41,13 +42,13 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
             ) from None
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    if device.type in kernels.DEVICES:
+    if device.type in kernels.DEVICES and recipe.execution.kernels != "torch":
         from largebatch.models.fusion import pair
 
         pair(model)
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
+        set_forward(model, torch.autocast(device.type, dtype)(type(model).forward))
     return model
 
 

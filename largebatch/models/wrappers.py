@@ -6,12 +6,14 @@ polishing need only the inner module, which is complete on every worker under
 DistributedDataParallel.
 """
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +170,42 @@ def has_own_hooks(module: nn.Module) -> bool:
     kinds = "forward", "forward_pre", "backward", "backward_pre"
     own = any(getattr(module, f"_{kind}_hooks") for kind in kinds)
     return own or torch_module._has_any_global_hook()
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> type[nn.Module]:
+    """Give a module, in place, a forward pass (a function of it too) and return its new class.
+
+    An attribute `forward` would be bound to this module, so that a copy of it, or DataParallel's
+    replica, would compute with the weights of the original. The new class is that of the module
+    with this forward pass. Copies are of it too, but pickled ones of the class before.
+    """
+    base = type(module)
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:  # noqa: ANN401 -- as object's
+        return _new, (base,), *base.__reduce_ex__(self, protocol)[2:]
+
+    def copied(self: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+        function, arguments, state, *_ = reduced(self, 4)
+        made: nn.Module = function(*arguments)
+        if memo is not None:
+            memo[id(self)] = made
+            state = copy.deepcopy(state, memo)
+        made.__setstate__(state)
+        made.__class__ = type(self)
+        return made
+
+    names = ("__module__", "__qualname__", "__doc__")
+    content = {name: getattr(base, name) for name in names}
+    content |= {"forward": forward, "__reduce_ex__": reduced}
+    content |= {"__copy__": copied, "__deepcopy__": copied}
+    made = type(base.__name__, (base,), content)
+    module.__class__ = made
+    return made
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    """Return a module without attributes, which a pickled one is read into."""
+    return kind.__new__(kind)
 
 
 def watch_host(model: nn.Module) -> Callable[[], str | None]:

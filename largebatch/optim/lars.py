@@ -70,6 +70,9 @@ class LARS(Tabled):
     and `found_inf` during its step, as for torch's fused optimizers: on an accelerator the host
     does not wait to know whether a step is skipped, except with `kernels="apex"`.
 
+    `kernels="auto"` takes ours on a GPU where they were proven (see `agree_on_kernels` for several
+    workers), `"torch"` PyTorch's operations, `"apex"` those of NVIDIA's apex.
+
     A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state.
     Create a new optimizer after changing such a weight from outside.
 
@@ -97,7 +100,7 @@ class LARS(Tabled):
         clip_ratio: Number | None = None,
         clip_gradient: Number | None = None,
         convention: Convention = "reference",
-        kernels: Kernels = "torch",
+        kernels: Kernels = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -172,7 +175,7 @@ class LARS(Tabled):
         """True if GradScaler leaves unscaling and skipping to `step`; not needed on a CPU."""
         weights = (weight for group in self.param_groups for weight in group["params"])
         kernels = {group["kernels"] for group in self.param_groups}
-        return kernels == {"torch"} and all(weight.device.type != "cpu" for weight in weights)
+        return "apex" not in kernels and all(weight.device.type != "cpu" for weight in weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
@@ -221,11 +224,11 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
             from largebatch.optim.kernels import apex
 
             return apex.update
-        case "torch" if device.type == "cpu":
+        case "auto" | "torch" if device.type == "cpu":
             from largebatch.optim.kernels import fused
 
             return fused.update
-        case "torch":
+        case "auto" | "torch":
             from largebatch.optim.kernels import batched
 
             return batched.update

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.agreement import require_agreement, sum_of_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import running_backend
@@ -309,6 +309,7 @@ def _measure(
     as_input, num_batches, others = input_of(model), 0, _other_buffers(model)
     together = accelerator.is_remote(device_of(model))
     graph = graph and together and not others and needs_host(model) is None
+    graph = graph and proof.uses(proof.GRAPH, device_of(model))
     replayed: Callable[[Tensor], None] | None = None
     with ExitStack() as stack:
         for owner in owners:

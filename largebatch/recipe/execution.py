@@ -86,9 +86,12 @@ class Execution(Section):
     """Updates between comparisons of the workers' weights, which must be the same bits; null: never
     compare them."""
 
-    kernels: Kernels = "torch"
-    """Kernels that compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA
-    only."""
+    kernels: Kernels = "auto"
+    """Kernels of BatchNorm, of LARS and SGD, and of crops of cached images. `auto`: on a GPU those
+    of this package, if a trial before the first update showed that they are right and faster; else
+    PyTorch's. `torch`: PyTorch's for all, and no graph unless `graph` is true. `apex`: as `auto`,
+    but NVIDIA apex's multi-tensor kernels for LARS, on CUDA only. The environment variable
+    LARGEBATCH_KERNELS=torch switches everything off, on all workers if one of them has it."""
 
     compile: Compile = False
     """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead` is
@@ -100,7 +103,8 @@ class Execution(Section):
     """Record an update once for each shape in a CUDA graph and replay it: the host launches one
     graph in place of hundreds of kernels, and results are the same bits. Parts that cannot be
     recorded run without, and the log says why. `auto`: on a GPU, if the network and the optimizer
-    allow it; true: required of the passes; false: never."""
+    allow it, and a trial showed that it has the same numbers and is faster; true: required of the
+    passes; false: never."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""

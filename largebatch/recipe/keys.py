@@ -234,9 +234,9 @@ class Keys(Section):
     scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
     it needs a device batch of whole BatchNorm spans that is smaller than the global batch.
     `gradient_norm`: the norm of the gradient of every update. `trust_ratios`: the factors of LARS,
-    by layer. `system`: processor, memory and GPU of every worker, 200 times in a
-    run. `generalization_gap`: at the end of every stage the loss on all images trained on, shown as
-    validation images are, and the validation loss minus it; one forward pass over them."""
+    by layer. `system`: processor, memory, GPU and bytes read from disks of every worker, 200 times
+    in a run. `generalization_gap`: at the end of every stage the loss on all images trained on,
+    shown as validation images are, and the validation loss minus it; one forward pass over them."""
 
     @property
     def train_samples(self) -> int:

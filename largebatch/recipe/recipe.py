@@ -73,7 +73,8 @@ class Recipe(Tabular, Keys):
     @property
     def without_machine_settings(self) -> Self:
         """The recipe for evaluation or polishing, on a machine that may lack its kernels."""
-        return self.with_execution(kernels="torch").model_copy(
+        kernels = "torch" if self.execution.kernels == "torch" else "auto"
+        return self.with_execution(kernels=kernels).model_copy(
             update={"reduction": Reduction(), "protocol": None}
         )
 

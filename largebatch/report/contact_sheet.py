@@ -21,7 +21,7 @@ from torch import Tensor
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
-from largebatch.errors import clip
+from largebatch.errors import clip, printable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
@@ -80,7 +80,7 @@ def show(pipeline: Pipeline) -> Shown:
     of_checks = (pipeline.clean_request(validation, one[None]) for row in checks for one in row)
     evaluation = iter([*_images(pipeline.decode(validation, of_checks))])
     return Shown(
-        classes=tuple(index.classes[label] for label in labels),
+        classes=tuple(printable(index.classes[label]) for label in labels),
         training=tuple(tuple(training[row :: len(samples)]) for row in range(len(samples))),
         clean=tuple((image,) for image in clean),
         evaluation=tuple(tuple(islice(evaluation, len(row))) for row in checks),

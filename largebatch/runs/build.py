@@ -26,6 +26,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import fitted_plan, kept_plan
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
+from largebatch.runs.proving import settle, switch_off, wait_for_proof
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
@@ -79,6 +80,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         began, begun = time.time(), time.monotonic()
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         section, device = recipe.model, backend.device
+        wait_for_proof(device)
         model = build_model(recipe, device)
         require_trainable(model, section.name)
         require_storable(model, section.name)
@@ -110,6 +112,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         ):
             plan = pipeline.plan
             pipeline.chosen.extend(chosen)
+            proven = settle(recipe, pipeline, model, backend, options.imports)
             if recipe.execution.compile:
                 from largebatch.models.compiled import compile_model
 
@@ -132,6 +135,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
                     alone=alone,
                     wants_stop=wants_stop,
                     began=began,
+                    proven=proven,
                 )
 
 
@@ -141,6 +145,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
     facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
     device_batch, folder = recipe.execution.device_batch, options.data
     with join(options, facts) as backend:
+        switch_off(here, backend.device)
         alone = make_plan(recipe.mathematics)
         plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
         model = build_model(recipe, backend.device)

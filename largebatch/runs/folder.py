@@ -176,6 +176,7 @@ def _finish(
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
         weights_sha256=state.weights_sha256,
+        kernels=session.proven,
         stages=tuple(state.stages),
         status=status,
         diverged=diverged,

@@ -78,7 +78,7 @@ def start_workers(
     port = listener.getsockname()[1]
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
-        server = _horovods_server(workers)
+        server = horovods_server(f"localhost:{workers}", address=HOST, interface=loopback())
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
         group = _Workers(
             name="workers",
@@ -111,27 +111,30 @@ def start_workers(
 
 
 @contextmanager
-def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
+def horovods_server(placement: str, *, address: str, interface: str) -> Iterator[dict[str, str]]:
     """Run the server through which Horovod's workers find each other; yield its variables.
 
-    horovodrun's own server is not used, because it listens on all interfaces.
+    `placement` has hosts and numbers of workers as horovodrun's -H has them (a:2,b:2). They reach
+    the server at `address`, and each other through the network interface of this name. horovodrun's
+    own server is not used, because it listens on all interfaces.
     """
     require_horovod()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    with RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0) as server:
-        server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
+    hosts = parse_hosts(placement)
+    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
+        server.init(get_host_assignments(hosts, sum(host.slots for host in hosts)))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield {
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
                 "HOROVOD_CONTROLLER": "gloo",
                 "HOROVOD_CPU_OPERATIONS": "gloo",
-                "HOROVOD_GLOO_IFACE": loopback(),
+                "HOROVOD_GLOO_IFACE": interface,
                 "HOROVOD_HOSTNAME": "localhost",
-                "NCCL_SOCKET_IFNAME": loopback(),
+                "NCCL_SOCKET_IFNAME": interface,
             }
         finally:
             server.shutdown()  # else its thread would use the closed socket

@@ -19,6 +19,7 @@ from typing import get_type_hints as hints_of
 from cyclopts import Group, Parameter, Token
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.errors import LargebatchError
 from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import override_words
 
@@ -58,6 +59,18 @@ def _updates(_: object, tokens: Sequence[Token]) -> tuple[int, int]:
 def _positive(_: object, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:
         raise ValueError("Expected a number above 0.")
+
+
+def _as_utf8(path: Path, option: str) -> Path:
+    """Return a path, which options.json and the log hold; raise LargebatchError if they cannot."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise LargebatchError(
+            f"--{option} {path}: the name of a folder on this path is not UTF-8, so that no record "
+            "can hold it; rename it, or pass a link to it: ln -s FOLDER NAME"
+        ) from None
+    return path
 
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
@@ -158,8 +171,8 @@ class Changes:
         object.__setattr__(self, "overrides", override_words(self.overrides))
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {"out", "data"} and isinstance(value, str):
-                object.__setattr__(self, field.name, Path(value))
+            if field.name in {"out", "data"} and value is not None:
+                object.__setattr__(self, field.name, _as_utf8(Path(value), field.name))
             elif isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
 

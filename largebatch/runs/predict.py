@@ -46,7 +46,7 @@ class Predictions(NamedTuple):
     """Reasons by path."""
 
     ignored: str
-    """Line with the numbers of files in folders that are not read; empty if there are none."""
+    """Line for each folder with the numbers of files that are not read; empty if there are none."""
 
 
 def predict(
@@ -101,15 +101,19 @@ def predict(
 def _list_images(places: Iterable[Path]) -> tuple[list[Path], str]:
     """Return the files among places and the images in their folders, each once, in order."""
     found: list[Path] = []
-    ignored: list[Path] = []
+    lines: list[str] = []
     for place in places:
         if not place.is_dir():
             found.append(place)
+            continue
+        ignored: list[str] = []
         for folder, below, names in os.walk(place):
             below[:] = sorted(filter(visible, below))
-            for name in sorted(filter(visible, names)):
-                (found if is_image(name) else ignored).append(Path(folder, name))
-    return list(dict.fromkeys(found)), describe(by_suffix(map(str, ignored)), where="folders")
+            shown = sorted(filter(visible, names))
+            found += [Path(folder, name) for name in shown if is_image(name)]
+            ignored += [name for name in shown if not is_image(name)]
+        lines.append(describe(by_suffix(ignored), where=str(place), folder=place))
+    return list(dict.fromkeys(found)), "\n".join(filter(None, lines))
 
 
 def _decode(

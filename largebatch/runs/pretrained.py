@@ -4,11 +4,18 @@ The recipe that polishes them follows from the folder of images and from how the
 prepares images; the rest is the polishing of our own runs. Only running means and variances change.
 """
 
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.agreement import checksum
@@ -89,6 +96,9 @@ class Start:
 TIMM = "timm:"
 """Before the name of weights that timm downloads."""
 
+TRIES, PAUSE, TIMEOUT = 3, 1.0, 5.0
+"""Attempts to reach the place of weights, the seconds between them, and those that one may take."""
+
 _COLORS = {"mean", "std", "interpolation"}
 
 
@@ -97,7 +107,7 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
 
     `weights` are `timm:NAME`, which are downloaded once into NAME.safetensors here, a file of the
     model `name`, or a run, a checkpoint or an export of this package. Raises CheckpointError if
-    they cannot be read or do not fit, RecipeError for an unknown model.
+    they cannot be read, downloaded or do not fit, RecipeError for an unknown model.
     """
     section: dict[str, Any] = {"name": name}
     data: dict[str, Any] = {}
@@ -126,16 +136,101 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
     return Start(model=model, data=data, image_size=size, has_batchnorm=normalized)
 
 
+def download_of(weights: str) -> str | None:
+    """Return a line about the download that `start_with` will make; None if it makes none."""
+    name = weights.removeprefix(TIMM)
+    if name == weights or _file_of(name).exists():
+        return None
+    zoo.require_known(name)
+    address = _address(name)
+    if address is None or _is_offline():
+        return None
+    with torch.device("meta"):  # only the shapes
+        model = zoo.build(name, num_classes=1000, arguments={})
+    megabytes = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e6
+    return f"downloading {weights} from {address} (about {megabytes:.0f} MB)"
+
+
 def _download(name: str) -> Path:
     zoo.require_known(name)
-    path = Path(f"{name}.safetensors")
-    if not path.exists():
-        try:
+    path = _file_of(name)
+    if path.exists():
+        return path
+    address = _address(name)
+    try:
+        if address is not None and _is_offline():
+            raise OSError("they are not in the cache of the hub, and HF_HUB_OFFLINE is set")
+        if address is not None:
+            _require_reachable(address)
+        with _quiet("huggingface_hub", "timm"):
             state = require_timm().create_model(name, pretrained=True).state_dict()
-        except Exception as error:  # of the network, the hub or timm
-            raise CheckpointError(
-                f"{TIMM}{name}: timm cannot load these weights: {reason_of(error)}; or download "
-                f"them elsewhere, and pass --weights FILE --model {name}"
-            ) from None
+    except Exception as error:  # of the network, the hub or timm
+        raise CheckpointError(
+            f"{TIMM}{name}: these weights cannot be loaded: {reason_of(error)}. Write {path} where "
+            f"there is a network, and copy it to this folder: {_writes(name)}"
+        ) from None
+    with writing(path, hint="make room, or begin without: --weights none"):
         write_whole(path, safetensors.torch.save(state, metadata={"format": "pt"}))
     return path
+
+
+def _file_of(name: str) -> Path:
+    return Path(f"{name}.safetensors")
+
+
+def _writes(name: str) -> str:
+    """Return a command that writes timm's weights to the file that they are loaded from."""
+    saved = f"timm.create_model('{name}', pretrained=True).state_dict(), '{_file_of(name)}'"
+    return f'python -c "import timm, safetensors.torch; safetensors.torch.save_file({saved})"'
+
+
+def _address(name: str) -> str | None:
+    """Return where timm downloads weights from; None if they are in the cache of the hub."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    config = require_timm().get_pretrained_cfg(name)
+    if not config.hf_hub_id:
+        return str(config.url)
+    files = ("model.safetensors", "pytorch_model.bin")
+    if any(isinstance(try_to_load_from_cache(config.hf_hub_id, file), str) for file in files):
+        return None
+    return str(constants.ENDPOINT)
+
+
+def _is_offline() -> bool:
+    """Return True if the user forbids the hub's library to use the network."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _require_reachable(address: str) -> None:
+    """Raise OSError unless a server answers, whatever it says.
+
+    The hub's own attempts take a minute and print a line each.
+    """
+    for attempt in range(1, TRIES + 1):
+        try:
+            with urllib.request.urlopen(address, timeout=TIMEOUT):  # noqa: S310 -- timm's address
+                return
+        except urllib.error.HTTPError:
+            return
+        except OSError as error:
+            if attempt == TRIES:
+                reason = getattr(error, "reason", error)
+                raise OSError(f"{address} cannot be reached ({reason})") from None
+        time.sleep(PAUSE)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Hide the warnings of packages."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

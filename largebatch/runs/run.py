@@ -212,7 +212,9 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
                 keep(folder, session.backend, session.plan.device_batch)
             session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
             pipeline = session.pipeline
-            remarks = [*(pipeline.remarks if checkpoint is None else pipeline.chosen)]
+            remarks: list[str | None] = [
+                *(pipeline.remarks if checkpoint is None else pipeline.chosen)
+            ]
             if recipe.precision != "fp32" and session.backend.device.type == "cpu":
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
@@ -223,7 +225,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks += describe_pairs(session.state.model)
             if options.resume == "auto" and checkpoint is None:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
-            remarks.append(recipe.tracking.remark)
+            remarks += [session.proven, recipe.tracking.remark]
             for remark in filter(None, remarks):
                 session.log.note("train", remark)
             with suppress(torch.OutOfMemoryError), profiler:

@@ -112,10 +112,11 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     alone: bool = False,
     wants_stop: Callable[[], bool] = lambda: False,
     began: float | None = None,
+    proven: str | None = None,
 ) -> Session:
     """Build what runs the stages; its records go into the run folder. `alone` as in build_state.
 
-    `began` is the start of this worker in seconds since 1970.
+    `began` is the start of this worker in seconds since 1970, `proven` as in Session.
     """
     plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
     polish = recipe.polish or Polish.model_construct()
@@ -166,6 +167,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         judge=judge,
         polish=polish,
         began=time.time() if began is None else began,
+        proven=proven,
     )
 
 

@@ -1,6 +1,7 @@
 """The environment of a run: versions, the commit of the source tree, and the resources it uses."""
 
 import importlib.metadata
+import math
 import platform
 import resource
 import subprocess
@@ -17,7 +18,7 @@ from largebatch.optional import require_psutil
 
 _PACKAGES = (
     *("largebatch", "torch", "torchvision", "timm", "numpy", "horovod", "nvidia-dali-cuda120"),
-    *("pytorch-optimizer", "schedulefree"),
+    *("pytorch-optimizer", "schedulefree", "triton", "apex"),
 )
 
 
@@ -78,11 +79,19 @@ class Sampler:
         self._device = device
         self._process.cpu_percent()  # counts from here on
         self._before = time.perf_counter()
+        self._bytes_before = self._bytes_read()
 
     def read(self) -> list[float]:
         """Return the numbers of events.SYSTEM, in their order."""
-        now = time.perf_counter()
+        now, total = time.perf_counter(), self._bytes_read()
         seconds, self._before = now - self._before, now
+        read_bytes, self._bytes_before = total - self._bytes_before, total
         memory, peak = float(self._process.memory_info().rss), float(peak_resident_bytes())
         used = [self._process.cpu_percent(), memory, *accelerator.usage(self._device)]
-        return [*used, seconds, peak]
+        return [*used, seconds, peak, read_bytes]
+
+    def _bytes_read(self) -> float:
+        """Return the bytes that this process has read from disks; NaN if they are not counted."""
+        with suppress(Exception):  # macOS has no counters; in a container /proc may be hidden
+            return float(self._process.io_counters().read_bytes)
+        return math.nan

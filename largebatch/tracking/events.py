@@ -116,6 +116,9 @@ class System(_StageEvent):
     """Seconds of this record: since the previous one, or since the start of this part."""
 
     peak_memory_bytes: tuple[Measured, ...] = ()
+    read_bytes: tuple[Measured, ...] = ()
+    """Bytes that the worker's process has read from disks since the previous record, without those
+    of the system's cache; NaN if the system does not count them."""
 
 
 SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
@@ -132,6 +135,11 @@ class Evaluation(_StageEvent):
     top5: float
     loss: Measured
     samples: int
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    """Confidence of the correct images, as in training.Metrics; NaN in older logs."""
+
     seconds: float = math.nan
 
 
@@ -287,6 +295,9 @@ class Summary(Tabular):
     """Metrics after the last stage that was kept."""
 
     weights_sha256: str | None = None
+    kernels: Printable | None = None
+    """Which kernels and graphs were used, and what their trials showed; null on a CPU."""
+
     stages: tuple[StageResult, ...]
     status: Status
     diverged: Printable | None = None

@@ -4,6 +4,7 @@ Each worker counts over its own share, which may be empty. Counts are summed ove
 workers. Means of batch means and samplers that pad would give wrong results.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.formatting import plural
@@ -45,6 +46,15 @@ class Metrics:
     """Mean cross-entropy, without label smoothing."""
 
     samples: int
+    average_confidence: float = math.nan
+    """Mean over the correct samples of the highest probability that the model gives to a class:
+    LRBench's AC (arXiv:1908.06477). NaN without a correct sample, as the next two."""
+
+    confidence_deviation: float = math.nan
+    """Standard deviation of these probabilities over the correct samples (CD)."""
+
+    class_confidence_deviation: float = math.nan
+    """Standard deviation over the classes with a correct sample of their mean (CDAC)."""
 
 
 @torch.no_grad()
@@ -90,7 +100,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     with mode(model, training=False):
         as_input = input_of(model)
         call: Callable[[Tensor], Any] = model
-        if graph and needs_host(model) is None:
+        if graph and proof.uses(proof.GRAPH, device) and needs_host(model) is None:
             call = accelerator.Replayed(
                 lambda images: scores_of(model(images)), device, partial(watch_host, model)
             )
@@ -105,8 +115,8 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
             labels = tally.add(scores, labels)
             each(scores, labels)
     tally.sum(backend)
-    table = tally.table.numpy().sum(axis=1).tolist()
-    samples, (correct, top5, loss) = int(table[0]), table[1:]
+    samples = int(tally.table[0].sum().item())
+    correct, top5, loss = tally.table[1:4].numpy().sum(axis=1).tolist()
     if expected is not None and samples != expected:
         raise ValueError(
             f"{samples} samples were counted on {plural(backend.world_size, 'worker')}, expected "
@@ -115,17 +125,44 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
     if not samples:
         raise ValueError("there is nothing to evaluate: no worker was given a batch")
     return Metrics(
-        top1=correct / samples, top5=top5 / samples, loss=loss / samples, samples=samples
+        top1=correct / samples,
+        top5=top5 / samples,
+        loss=loss / samples,
+        samples=samples,
+        **_confidences(tally.table.numpy()),
     )
+
+
+def _confidences(table: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the metrics of confidence, none without a correct sample; `table` is that of _Tally.
+
+    Deviations divide by the number of samples or classes. The sums are of numbers from 0 to 1 in
+    float64, so the difference of squares is exact to 1e-15.
+    """
+    correct, sums, squares = table[1], table[4], table[5]
+    number = correct.sum()
+    if not number:
+        return {}
+    mean = sums.sum() / number
+    of_classes = sums[correct > 0] / correct[correct > 0]
+    return {
+        "average_confidence": float(mean),
+        "confidence_deviation": math.sqrt(max(0.0, squares.sum() / number - mean**2)),
+        "class_confidence_deviation": float(of_classes.std()),
+    }
+
+
+_ROWS = 6  # of the table of a tally
 
 
 class _Tally:
     """Counts in float64, where integers below 2**53 are exact; nothing waits until `sum`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.table = torch.zeros(4, 0, dtype=torch.float64, device=device)
-        """By class: samples, correct ones, those whose label is among the five highest scores, and
-        the sum of the losses. It has no columns until the first batch."""
+        self.table = torch.zeros(_ROWS, 0, dtype=torch.float64, device=device)
+        """By class: samples, correct ones, those whose label is among the five highest scores, the
+        sum of the losses, that of the confidences of correct ones, and that of their squares. It
+        has no columns until the first batch."""
 
         self._outside, self._limits = torch.zeros(3, dtype=torch.int64, device=device).split([1, 2])
         """Number of labels that are not classes; the smallest of these and the largest, or 0."""
@@ -138,19 +175,26 @@ class _Tally:
         self._limits = torch.stack(torch.cat([self._limits, outside]).aminmax())
         logits, labels = logits.flatten(0, -2), within.flatten()
         if not self.table.shape[1]:
-            self.table = self.table.new_zeros(4, logits.shape[1])
+            self.table = self.table.new_zeros(_ROWS, logits.shape[1])
         best = five_best(logits).eq(labels.unsqueeze(1))
-        loss = F.cross_entropy(logits.double(), labels, reduction="none")
-        rows = torch.stack([torch.ones_like(loss), best[:, 0], best.any(1), loss])
+        log_probabilities = logits.double().log_softmax(1)
+        loss = F.nll_loss(log_probabilities, labels, reduction="none")
+        confidence = log_probabilities.amax(1).exp().where(best[:, 0], 0.0)
+        samples = torch.ones_like(loss)
+        rows = torch.stack(
+            [samples, best[:, 0], best.any(1), loss, confidence, confidence.square()]
+        )
         self.table = self.table.index_add(1, labels, rows)
         return within
 
     def sum(self, backend: Backend) -> None:
         width = self.table.shape[1]
-        own = torch.tensor([width, width**2, width > 0])
+        failed = accelerator.Graph.unshared_failures()
+        own = torch.tensor([width, width**2, width > 0, failed])
         found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
         backend.all_reduce(found).wait()
-        total, squares, counting, outside = found.tolist()  # sync: how wide the table is
+        total, squares, counting, failed, outside = found.tolist()  # sync: how wide the table is
+        accelerator.Graph.share_failures(failed)
         common = total // max(1, counting)
         if (common * counting, common * total) != (total, squares):  # some differ from their mean
             widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
@@ -162,7 +206,7 @@ class _Tally:
                 f"{outside} labels, such as {' and '.join(map(str, such))}, are not class numbers: "
                 f"the model has {common} classes, 0 to {common - 1}; leave unlabelled samples out"
             )
-        table = self.table if width else self.table.new_zeros(4, common)
+        table = self.table if width else self.table.new_zeros(_ROWS, common)
         sum_over_workers(table, backend)
         self.table = table.cpu()  # sync: the result is wanted
 

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.data.types import Batch
+from largebatch.distributed.agreement import agree
 from largebatch.distributed.backend import in_graphs
 from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
@@ -96,6 +97,7 @@ class Graphs:
         self._excluded: dict[str, str] = {}  # parts that are not recorded, and why
         self._read: list[object] = []
         self._noted, self._drops = "", 0
+        self._has_watched = False  # True from the second update of a shape to the next one
         over_workers = [it for it in work.spans.groups if not in_graphs(it)]
         if is_on_several_devices(work.model):
             self._exclude(OPTIMIZER, "the model is on several devices")
@@ -105,6 +107,7 @@ class Graphs:
             self._exclude(PASSES, "a BatchNorm span is summed over workers, and not by NCCL")
         elif not in_graphs(work.spans.backend) or not in_graphs(work.reducer.workers):
             self._exclude(SUMS, "only NCCL's sums can be recorded")
+        self._agree()
 
     def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
         """Do the passes of a micro-batch; a graph of the last one may do the rest too."""
@@ -142,17 +145,21 @@ class Graphs:
             self._do(OPTIMIZER, work.update)
         for name in self._computed:  # the next replay overwrites them
             setattr(work.results, name, getattr(work.results, name).clone())
+        self._has_watched = self._shape.updates == _WARM_UP
 
     def _begin(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
         self._shape = _Shape(None)
+        if self._has_watched:  # which may have found something on one worker
+            self._has_watched = False
+            self._agree()
         if {PASSES, OPTIMIZER} <= self._excluded.keys():
             self._say()
             return
         self._drop_outdated()
         form = _form(batch)
         key = form, len(self._work.frozen)
-        if key not in self._shapes and self._pool() and accelerator.is_crowded(self._device):
+        if key not in self._shapes and self._pool() and self._is_crowded():
             self._shapes.clear()  # its first updates cannot use the memory of other graphs
         self._shape = self._shapes.pop(key, _Shape(form))
         self._shapes[key] = self._shape  # the newest is the last
@@ -200,18 +207,32 @@ class Graphs:
     def _record(
         self, key: object, parts: list[str], passes: Callable[[], object] = lambda: None
     ) -> _Graph | None:
-        """Record parts; nothing is computed. Return None if that failed, without a trace.
+        """Record parts on all workers; nothing is computed. Return None if that failed on any.
 
-        Raises torch.OutOfMemoryError, also without a trace.
+        Nothing then remains of it. Raises torch.OutOfMemoryError, also without a trace.
         """
+        if not self._shape.updates:  # dropped in this update
+            return None
+        before = set(self._excluded)
+        self._record_here(key, parts, passes)
+        self._agree()
+        if before != self._excluded.keys():
+            self._shapes.clear()
+            self._shape = _Shape(None)
+            accelerator.Graph.share_failures(1)  # on some worker
+            return None
+        if parts[-1] == [it for it in _PARTS if it not in self._excluded][-1]:
+            self._say()
+        return self._shape.graphs[key]
+
+    def _record_here(self, key: object, parts: list[str], passes: Callable[[], object]) -> None:
+        """Record parts on this worker, or exclude the one that cannot be recorded."""
         work, reducer, spans, shape = self._work, self._work.reducer, self._work.spans, self._shape
         held, counts, is_summed = [*reducer.held()], spans.counts, spans.is_summed
         handled = sys.exception()  # by the caller
-        if not shape.updates:  # dropped in this update
-            return None
         if PASSES in parts and (name := shape.changed()):
             self._exclude(PASSES, f"{name} changes between updates, which a replay would not see")
-            return None
+            return
         results, part = work.results, parts[0]
         steps = {PASSES: passes, SUMS: work.sum, OPTIMIZER: work.update}
         try:
@@ -237,14 +258,10 @@ class Graphs:
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._exclude(part, f"recording failed ({reason})")
-            return None
         finally:
             reducer.hold(held)
             reducer.in_passes = True
             spans.counts, spans.is_summed, work.results = counts, is_summed, results
-        if part == [it for it in _PARTS if it not in self._excluded][-1]:
-            self._say()
-        return shape.graphs[key]
 
     def _replay(self, graph: _Graph) -> None:
         work, reducer, spans = self._work, self._work.reducer, self._work.spans
@@ -298,14 +315,31 @@ class Graphs:
             return getattr(optimizer, "can_replay", lambda: None)()
 
     def _exclude(self, part: str, reason: str) -> None:
-        """Do without a graph of a part; raise RecipeError if one of the passes is required."""
+        """Do without a graph of a part on this worker; `_agree` follows on all of them."""
         if part in self._excluded:
             return
         self._excluded[part] = reason
         if part == PASSES:
-            if self._use is True:
-                raise refused(reason)
             self._exclude(SUMS, "they follow the passes")
+
+    def _agree(self) -> None:
+        """Exclude what any worker excludes; raise RecipeError on all if that is required.
+
+        NCCL waits without end for a worker whose graphs are different. So every worker calls this
+        at the same places: before the first update, after the second one of a shape, which decides
+        what is recorded, and after a recording, before it is replayed.
+        """
+        own = {part: self._excluded.get(part) for part in _PARTS}
+        for part, reason in agree(own, self._work.reducer.workers, self._device).items():
+            if reason is not None:
+                self._exclude(part, reason)
+        if self._use is True and PASSES in self._excluded:
+            raise refused(self._excluded[PASSES])
+
+    def _is_crowded(self) -> bool:
+        """Return True if graphs leave too little memory for others on any worker."""
+        reason = "crowded" if accelerator.is_crowded(self._device) else None
+        return any(agree({"memory": reason}, self._work.reducer.workers, self._device).values())
 
     def _say(self) -> None:
         """Note which parts of an update are not recorded, and why."""
@@ -320,6 +354,17 @@ class Graphs:
 def refused(reason: str) -> RecipeError:
     """Return the error of a graph that is required and cannot be."""
     return RecipeError(f"execution.graph: true: {reason}; set graph: auto, or false")
+
+
+def uses_graphs(use: UseGraph, device: torch.device) -> bool:
+    """Return True if updates are recorded; raise RecipeError if that is required and refused."""
+    require_graphs(use, device)
+    if use is False or device.type not in accelerator.GRAPHS:
+        return False
+    reason = proof.refusal(proof.GRAPH, device)
+    if reason is not None and use is True:
+        raise refused(reason)
+    return reason is None
 
 
 def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = False) -> None:

@@ -25,7 +25,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
 from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
-from largebatch.training.graph import Graphs, UseGraph, require_graphs
+from largebatch.training.graph import Graphs, UseGraph, uses_graphs
 
 _LOG = logging.getLogger(__name__)
 
@@ -238,9 +238,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         measure_norm=measure_norm,
         follow=follow,
     )
-    require_graphs(graph, reducer.device)
-    has_graphs = graph is not False and reducer.device.type in accelerator.GRAPHS
-    parts = Graphs(work, graph, note) if has_graphs else work
+    parts = Graphs(work, graph, note) if uses_graphs(graph, reducer.device) else work
     for step in steps:
         model.train()
         accelerator.seed(seed(step), reducer.device)

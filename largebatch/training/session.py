@@ -130,6 +130,9 @@ class Session(Training):
     began: float = field(default_factory=time.time)
     """Start of this worker's construction, in seconds since 1970."""
 
+    proven: str | None = None
+    """Which kernels and graphs are used, and what their trials showed; None on a CPU."""
+
     @property
     def evaluator(self) -> Evaluator:
         """Measures the current model."""

@@ -1,7 +1,11 @@
 """A recipe for a folder of one's own: it is complete, and every assumption is printed."""
 
+import os
 import re
+import resource
 import shlex
+import signal
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +26,7 @@ from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs import pretrained
 
 
 @pytest.fixture
@@ -98,6 +103,72 @@ def test_weights_of_timm_are_loaded_once_and_prepare_the_images(
     assert not Path("other.yaml").exists()
 
 
+def test_few_photographs_begin_with_pretrained_weights_or_it_is_said_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a network at first; then with a file that was copied to this folder."""
+    from huggingface_hub import constants
+
+    timm, name = require_timm(), "resnet10t.c3_in1k"
+    write_classes(Path("few/train"), side=80, cat=6, dog=5)
+    write_classes(Path("few/val"), side=80, cat=2, dog=2)
+    monkeypatch.setattr(initial, "WEIGHTS", f"timm:{name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder.parent / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server has this port
+    monkeypatch.setattr(pretrained, "PAUSE", 0)
+    attempts: list[str] = []
+    urlopen = urllib.request.urlopen
+
+    def counted(address: str, timeout: float) -> object:
+        attempts.append(address)
+        return urlopen(address, timeout=timeout)
+
+    monkeypatch.setattr(urllib.request, "urlopen", counted)
+    assert main(["init", "few", "--name", "offline"]) == DONE
+    printed = capsys.readouterr()
+    assert attempts == [constants.ENDPOINT] * 3
+    assert printed.err == ""
+    downloads = [line for line in printed.out.splitlines() if "downloading" in line]
+    assert len(downloads) == 1
+    (command,) = re.findall(r'python -c "(.*)"', printed.out)
+    assert load_recipe(Path("offline.yaml")).model.weights is None
+    with monkeypatch.context() as elsewhere:
+        create = timm.create_model
+        elsewhere.setattr(timm, "create_model", lambda name, pretrained: create(name))
+        exec(command)
+    assert main(["init", "few", "--name", "online"]) == DONE
+    assert "downloading" not in capsys.readouterr().out
+    assert load_recipe(Path("online.yaml")).model.weights == f"{name}.safetensors"
+    for number, words in enumerate((["--weights", "none"], ["--model", "resnet18"])):
+        assert main(["init", "few", "--name", f"random-{number}", *words]) == DONE
+        assert load_recipe(Path(f"random-{number}.yaml")).model.weights is None
+    assert main(["init", str(folder)]) == DONE  # not photographs: 12 pixels
+    assert load_recipe(Path("my-data.yaml")).model.weights is None
+    assert len(attempts) == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        pytest.param((97, 1, 2), "97 % of the training images are cat", id="of three classes"),
+        pytest.param((4, 36, 0), "90 % of the training images are dog", id="of two classes"),
+        pytest.param((30, 20, 10), None, id="uneven"),
+        pytest.param((25, 10, 0), None, id="two uneven classes"),
+    ],
+)
+def test_a_data_set_of_nearly_one_class_is_said(
+    numbers: tuple[int, ...], said: str | None, folder: Path
+) -> None:
+    index = load_or_read(folder, "val")
+    labels = np.repeat(np.arange(3), numbers)
+    classes = index.classes[: len(np.unique(labels))]
+    train = replace(index, labels=labels, classes=classes)
+    lines = [line for line in initial.remarks(train, index, pretrained=True) if " % of" in line]
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines if said)
+
+
 def test_minutes_choose_size_and_epochs_by_the_measured_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +189,10 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
     chosen = {}
     for minutes in ("3", "1", "0.4"):
         name = f"minutes-{minutes.replace('.', '-')}"
-        assert main(["init", "large", "--minutes", minutes, "--name", name]) == DONE
+        assert (
+            main(["init", "large", "--minutes", minutes, "--name", name, "--weights", "none"])
+            == DONE
+        )
         recipe = load_recipe(Path(f"{name}.yaml"))
         epochs = recipe.duration.epochs or 0
         chosen[minutes] = recipe.data.image_size, epochs
@@ -127,7 +201,7 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
         total = epochs * 3 * (recipe.data.image_size / 128) ** 2
         assert 0.5 * 60 * float(minutes) < total < 60 * float(minutes)
     assert [size for size, _ in chosen.values()] == [128, 96, 64]
-    assert main(["init", "large", "--minutes", "0.01", "--name", "none"]) == USER
+    assert main(["init", "large", "--minutes=0.01", "--name=none", "--weights=none"]) == USER
     assert "--minutes" in capsys.readouterr().err
     assert not Path("none.yaml").exists()
 
@@ -135,10 +209,10 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
 def test_what_is_wrong_with_the_photographs_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "train/cat/new.HEIC").write_bytes(b"x")
+    (folder / "train/cat/new.BMP").write_bytes(b"x")
     assert main(["init", str(folder), "--name", "first"]) == DONE
     printed = capsys.readouterr().out
-    for words in ("1 .heic", "cat 16, dog 4, yak 4", "4 training images", "6 validation images"):
+    for words in ("1 .bmp", "cat 16, dog 4, yak 4", "4 training images", "6 validation images"):
         assert words in printed
     for split in ("train", "val"):
         (folder / split / "empty").mkdir()
@@ -214,3 +288,38 @@ def test_what_cannot_be_used_is_refused(
         assert main(["init", words]) == USER
         assert name in capsys.readouterr().err
     assert Path("my-data.yaml").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index is not stored, and half of a recipe is not left."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        assert main(["init", str(folder)]) == USER
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "my-data.yaml" in capsys.readouterr().err
+    assert not [path for path in folder.parent.rglob("*") if "my-data" in path.name]
+    assert main(["init", str(folder)]) == DONE
+
+
+def test_names_that_are_not_utf_8_are_read_or_refused_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A class may have such a name; a folder that a run records may not."""
+    for split in ("train", "val"):
+        (folder / split / "dog").rename(folder / split / os.fsdecode(b"d\xfeg"))
+    assert main(["init", str(folder)]) == DONE
+    assert main(["data", "show", "my-data.yaml", "--data", str(folder), "--out", "s.png"]) == DONE
+    other = folder.rename(os.fsdecode(b"b\xffd"))
+    words = ["my-data.yaml", "--set", "schedule.warmup=null", "--set", "polish=null"]
+    assert main(["train", *words, "--data", str(other), "--out", "run"]) == USER
+    assert "--data" in capsys.readouterr().err
+    assert main(["train", *words, "--data", "my data", "--out", str(other / "run")]) == USER
+    assert "--out" in capsys.readouterr().err
+    Path("link").symlink_to(other)
+    assert main(["train", *words, "--data", "link", "--out", "run", "--max-steps", "1"]) == DONE

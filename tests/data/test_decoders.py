@@ -47,6 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         "other/alpha.png": (alpha, {}),
         "other/grey with alpha.png": (alpha.convert("LA"), {}),
         "other/tall é ✓.png": (tall, {}),
+        "web/lossy.webp": (rgb, {"quality": 70}),
+        "web/lossless.WEBP": (tall, {"lossless": True, "format": "webp"}),
+        "web/alpha.webp": (alpha, {"quality": 70}),
+        "web/turned.webp": (rgb, {"exif": exif}),
     }
     root = tmp_path_factory.mktemp("images")
     for name, (image, options) in images.items():

@@ -34,6 +34,7 @@ def encoded(
 
 JPEG = encoded("jpeg")
 PNG = encoded("png")
+ANIMATION = encoded("webp", save_all=True, append_images=[Image.new("RGB", (48, 31))])
 THUMBNAIL = b"\xff\xe1" + struct.pack(">H", 8 + len(JPEG)) + b"Exif\0\0" + JPEG
 
 GOOD = {
@@ -47,6 +48,9 @@ GOOD = {
     "grey PNG": encoded("png", mode="L"),
     "a palette": encoded("png", mode="P"),
     "transparency": encoded("png", mode="RGBA"),
+    "WebP": encoded("webp"),
+    "lossless WebP": encoded("webp", lossless=True),
+    "transparent WebP": encoded("webp", mode="RGBA"),
 }
 
 
@@ -81,8 +85,11 @@ def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
 
 BAD = {
     "empty": (b"", "the file is empty"),
-    "a web page": (b"<html>not found</html>", "not a JPEG or PNG"),
-    "a GIF": (encoded("gif", mode="P"), "not a JPEG or PNG"),
+    "a web page": (b"<html>not found</html>", "not a JPEG, PNG, WebP"),
+    "a GIF": (encoded("gif", mode="P"), "not a JPEG, PNG, WebP"),
+    "sound": (b"RIFF" + struct.pack("<I", 36) + b"WAVEfmt " + bytes(28), "not a JPEG, PNG, WebP"),
+    "a film": (b"\0\0\0\x10ftypisom" + bytes(99), "not a JPEG, PNG, WebP"),
+    "an animation": (ANIMATION, "2 images"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
     "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
@@ -114,7 +121,7 @@ def test_real_jpegs_have_pillows_size(real_data: Path) -> None:
     assert number == 100
 
 
-FORMS = ("jpeg", "png")
+FORMS = ("jpeg", "png", "webp")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Pillow's, of what it finds in damaged files
 

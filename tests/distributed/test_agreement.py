@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from largebatch import load_recipe, run
 from largebatch.distributed import agreement
 from largebatch.distributed.agreement import (
+    agree,
     checksum,
     require_agreement,
     require_same_bits,
@@ -57,6 +58,24 @@ def of_a_run(*overrides: str, command: str = "train", **options: object) -> Fact
     recipe = load_recipe(DIGITS, overrides)
     shared = replace(Options(out=Path()), **cast("Any", options)).shared
     return {"command": command, **recipe.model_dump(mode="json"), **shared}
+
+
+def test_what_one_worker_refuses_no_worker_uses() -> None:
+    own: list[dict[str, str | None]] = [
+        {"kernels": None, "graph": None, "crops": "slow"},
+        {"kernels": None, "graph": "a hook", "crops": "slow"},
+        {"kernels": None, "graph": "another hook", "crops": "slow"},
+    ]
+
+    def work(worker: Thread) -> tuple[dict[str, str | None], int]:
+        agreed = agree(own[worker.rank], worker, CPU)
+        return agreed, worker.calls
+
+    results = on_threads(work, workers=3)
+    expected = {"kernels": None, "graph": "a hook (worker 1)", "crops": "slow (worker 0)"}
+    assert all(agreed == expected for agreed, _ in results)
+    own[1:] = [own[0], own[0]]
+    assert on_threads(work, workers=3) == [(own[0], 1)] * 3  # one all-reduce
 
 
 @settings(max_examples=25)

@@ -22,8 +22,9 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrize import register_parametrization
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, kernels, with_span
 from largebatch.models.batchnorm import SpanBatchNorm, Spans
@@ -490,10 +491,92 @@ def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any)
 
 
 @runs
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (Block, "forward", lambda self, x: self.fc(x)),
+        (Block, "out", lambda self, x: self.fc(x)),
+        (nn.ReLU, "forward", lambda _, x: x.abs()),
+        (nn.Identity, "forward", lambda _, x: x.neg()),
+        (SpanBatchNorm, "forward", lambda _, x: x + 1),
+        (F, "relu", lambda x, inplace=False: x.abs()),
+    ],
+)
+def test_what_is_patched_after_pairing_is_called(
+    place: Any,  # noqa: ANN401 -- a class or a module
+    name: str,
+    value: Any,  # noqa: ANN401 -- a function
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = with_span(Block().to(DEVICE), 2)
+    plain = copy.deepcopy(block)
+    assert pair(block) == (1, 1)
+    images = draw(6, 3)
+    before = block(images)
+    monkeypatch.setattr(place, name, value)
+    assert torch.equal(block(images), plain(images))
+    assert not torch.equal(block(images), before)
+
+
+class Doubled(nn.Module):
+    """Parametrization of a weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@runs
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parametrized_layer_normalises_with_the_weight_that_is_computed(*, before: bool) -> None:
+    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
+    if before:
+        register_parametrization(block.bn, "weight", Doubled())
+    assert pair(block) == (int(not before), 1)
+    if not before:
+        register_parametrization(block.bn, "weight", Doubled())
+    plain = nn.BatchNorm1d(3).to(DEVICE)
+    plain.weight.data *= 2
+    torch.testing.assert_close(block(images), F.relu(plain(block.fc(images))), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(block(images).square().sum(), list(block.bn.parameters())[-1:])
+    assert grad.abs().sum() > 0
+    other = Block()
+    register_parametrization(other.bn, "weight", Doubled())
+    with pytest.raises(ValueError, match="layer bn"):
+        with_span(other, 2)
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """Return a replica as torch.nn.parallel.replicate makes it, of the same device."""
+    made: nn.Module = module._replicate_for_data_parallel()
+    for name, weight in module.named_parameters(recurse=False):
+        setattr(made, name, weight)
+    return made
+
+
+@runs
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "replica"])
+def test_a_copy_of_a_block_computes_with_its_own_weights(way: str) -> None:
+    """DataParallel's replicas have the attributes of the original and other weights."""
+    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
+    assert pair(block) == (1, 1)
+    twin: Any = replica(block) if way == "replica" else getattr(copy, way)(block)
+    assert type(twin) is type(block)
+    assert count_pairs(twin) == (1, 1)
+    twin._modules = {**twin._modules, "fc": nn.Linear(3, 3).to(DEVICE)}
+    assert torch.equal(twin(images), Block.forward(twin, images))
+    assert not torch.equal(twin(images), block(images))
+    replica(block.bn)(images)  # as torch's
+    Spans(block, CPU)
+    with pytest.raises(ValueError, match="DataParallel"):
+        replica(block.bn)(images)
+
+
+@runs
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: dict[torch.device, bool] = {}
-    monkeypatch.setattr(kernels, "_WORK", tried)
+    tried: dict[tuple[str, torch.device], str | None] = {}
+    monkeypatch.setattr(proof, "DECISIONS", tried)
+    monkeypatch.setattr(proof, "prove", lambda *_: {proof.BATCHNORM: proof.Finding()})
     for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
         compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
         assert bool(tried) == isinstance(model, SpanBatchNorm)
@@ -509,22 +592,6 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(
     with FakeTensorMode(allow_non_fake_inputs=True):
         accelerator.launch(kernel, (1,), torch.empty(1, device="cuda:1"))
     guard.assert_called_once_with(1)
-
-
-def test_kernels_that_fail_on_a_device_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
-    monkeypatch.setattr(kernels, "_WORK", {})
-
-    def fail() -> None:
-        raise RuntimeError("sm_20 is not supported")
-
-    monkeypatch.setattr(kernels, "batchnorm", fail)
-    for _ in range(2):
-        assert not kernels.take(torch.zeros(2, 3))
-    (record,) = caplog.records
-    assert "sm_20" in record.getMessage()
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])

@@ -90,7 +90,7 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
     ("options", "message"),
     [
         ({"convention": "nesterov"}, "reference, scaled-momentum, outside, fujitsu"),
-        ({"kernels": "triton"}, "kernels must be one of torch, apex, got 'triton'"),
+        ({"kernels": "triton"}, "kernels must be one of auto, torch, apex"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"momentum": math.nan}, r"momentum must be in \[0, 1\), got nan"),
         ({"eta": 0.0}, "eta must be above 0 and finite, got 0.0"),

@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.optim import kernels
 from largebatch.optim.kernels import batched, fused, table
 from largebatch.optim.lars import LARS
@@ -321,6 +321,7 @@ def on_two_devices() -> None:
     sim = device.simulate()
     device.use_kernels()
     kernels.DEVICES.add("cpu")
+    proof.decide(torch.device("cpu"), {proof.OPTIMIZER: None})
     weights = parameters(torch.float32)
     weights[::2] = [nn.Parameter(weight.detach().to(sim)) for weight in weights[::2]]
     optimizer = LARS(weights, eta=0.02, weight_decay=0.05)

@@ -27,7 +27,7 @@ ROTATED = 6
 
 
 def write_photos(folder: Path, *, seed: int, number: int) -> None:
-    """Write photographs of two classes, of all shapes, some of them rotated."""
+    """Write JPEGs and WebPs of two classes, of all shapes, some of them rotated."""
     random = np.random.default_rng(seed)
     exif = Image.Exif()
     exif[274] = ROTATED
@@ -37,7 +37,8 @@ def write_photos(folder: Path, *, seed: int, number: int) -> None:
             height, width = random.integers(20, 40, 2)
             noise = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
             photo = Image.fromarray(noise)
-            photo.save(folder / name / f"{row}.jpg", exif=exif if row % 3 == 0 else b"")
+            kind = "webp" if row % 4 == 2 else "jpg"
+            photo.save(folder / name / f"{row}.{kind}", exif=exif if row % 3 == 0 else b"")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,9 @@ def test_predictions_are_those_of_the_evaluation(
     run = write_checkpoint(tmp_path, replace(checkpoint, recipe=other))
     found = predict(run, [photos / "data/val"])
     assert [str(path.relative_to(photos / "data/val")) for path in found.paths] == [
-        f"{name}/{row}.jpg" for name in ("cat", "dog") for row in range(5)
+        f"{name}/{file}"
+        for name in ("cat", "dog")
+        for file in ("0.jpg", "1.jpg", "2.webp", "3.jpg", "4.jpg")
     ]
     torch.testing.assert_close(found.probabilities, expected, rtol=0, atol=0)
     out = tmp_path / "classes.csv"
@@ -113,7 +116,7 @@ def test_images_that_cannot_be_read_are_named_and_the_others_predicted(
     content[45:60] = bytes(15)
     broken.write_bytes(content)
     (tmp_path / "folder/text.jpg").write_text("no image")
-    (tmp_path / "folder/new.heic").write_bytes(b"x")
+    (tmp_path / "folder/new.bmp").write_bytes(b"x")
     run, places = str(photos / "run"), [tmp_path / "folder", tmp_path / "nowhere.jpg"]
     assert main(["predict", run, *map(str, places), str(good)]) == USER
     printed = capsys.readouterr()
@@ -123,7 +126,7 @@ def test_images_that_cannot_be_read_are_named_and_the_others_predicted(
     assert float(row["probability_1"]) == pytest.approx(
         float(expected.probabilities.max()), abs=5e-5
     )
-    for name in ("broken.png", "text.jpg", "nowhere.jpg", "3 images of 4", ".heic"):
+    for name in ("broken.png", "text.jpg", "nowhere.jpg", "3 images of 4", ".bmp"):
         assert name in printed.err
     with pytest.raises(DataError, match=r"broken\.png"):
         predict(photos / "run", places)

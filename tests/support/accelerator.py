@@ -39,6 +39,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import largebatch.accelerator
+from largebatch import proof
 from largebatch.data.decoders import pixel_cache
 from largebatch.models import kernels
 from largebatch.optim import kernels as lars_kernels
@@ -705,6 +706,7 @@ def simulate() -> torch.device:
     _autocast()
     _device_constructors()  # of torch, before some are replaced: torch.device("meta") needs them
     for target, name, replacement in (
+        (proof, "prove", lambda _, parts, *__, **___: {it: proof.Finding() for it in parts}),
         (torch, "Event", Event),
         (torch, "Stream", Stream),
         (torch.accelerator, "synchronize", synchronize),
@@ -758,13 +760,13 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
         elif computes:
             launch(kernel, grid, *raws, **constants)
 
-    works = {} if computes else {torch.device(NAME, 0): True}  # a trial needs results
+    parts = (proof.BATCHNORM, proof.OPTIMIZER, proof.CROPS)
+    proof.decide(torch.device(NAME, 0), dict.fromkeys(parts))  # as if they were tried
     for target, name, replacement in (
         (largebatch.accelerator, "launch", launch_on_raw),
         (kernels, "DEVICES", {NAME} if of_models else set()),
         (lars_kernels, "DEVICES", {NAME}),
         (pixel_cache, "DEVICES", {NAME} if of_images else set()),
-        *((module, "_WORK", dict(works)) for module in (kernels, lars_kernels)),
     ):
         mock.patch.object(target, name, replacement).start()
 

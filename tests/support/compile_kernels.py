@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.types import Request, View
 from largebatch.models.kernels import fused
@@ -105,7 +105,8 @@ def main() -> None:
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.norms(torch.ones(()))
     table.update([rule], torch.ones(()), torch.zeros(()))
-    pixel_cache.DEVICES, pixel_cache._WORK = {"cpu"}, {torch.device("cpu"): True}
+    pixel_cache.DEVICES = {"cpu"}
+    proof.decide(torch.device("cpu"), {proof.CROPS: None})
     uploaded = pixel_cache.Uploaded(np.arange(2), torch.zeros(2, 32, 32, 3).byte())
     view = View(image_size=32, mean=(0.5,) * 3, std=(0.2,) * 3, interpolation="bilinear")
     request = Request(np.arange(2), np.array([[0, 0, 32, 32]] * 2), np.zeros(2, dtype=np.bool_))

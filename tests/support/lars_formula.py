@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from largebatch import proof
 from largebatch.optim import kernels
 from largebatch.optim.kernels import apex, batched, fused, table
 from largebatch.optim.lars import LARS
@@ -37,6 +38,7 @@ def choose_path(monkeypatch: pytest.MonkeyPatch) -> Path:
             if torch.cuda.is_available():
                 pytest.skip("Triton's interpreter needs a process without a GPU")
             monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+            monkeypatch.setitem(proof.DECISIONS, (proof.OPTIMIZER, torch.device("cpu")), None)
             monkeypatch.setattr(table, "CHUNK", 1024)  # several programs for some tensors
             return
         monkeypatch.setattr(kernels, "DEVICES", set())

@@ -11,7 +11,7 @@ import pytest
 from largebatch.lab.studies.namespaces import lacking
 from largebatch.lab.studies.runner import Runs, kind_of
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell, Machine, load_study
+from largebatch.lab.studies.study import RATE, Cell, Machine, load_study
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
 
 Json = dict[str, Any]
@@ -150,16 +150,31 @@ def opened(folder: Path, study: Json = POLICIES, **changes: Any) -> Runs:  # noq
     return Runs(cells=cells, store=Store(folder / "out"), machine=Machine())
 
 
+def undisturbed(seed: int, *, cell: str = "digits/one", place: int | None = None) -> Json:
+    """Return the common part of the record of a run of 12 s on a quiet machine of four cores.
+
+    The runs of a cell follow each other; `place` is that of the run, else its seed.
+    """
+    recipe, _, variant = cell.partition("/")
+    begun = 1e9 + 1000 * sum(cell.encode()) + 20 * (seed if place is None else place)
+    return {
+        "recipe": recipe, "variant": variant, "seed": seed, "commit": "0" * 40, "host": "node-7",
+        "hardware": "x86_64", "begun": begun, "ended": begun + 12, "cores": 4, "other_cores": 0.02,
+    }  # fmt: skip
+
+
 def a_record(top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]] = ()) -> Json:
     """Return the record of a run of 12 updates of a second, evaluated after these updates."""
     return {
-        "rate": None,
+        **undisturbed(seed),
+        "values": {},
         "top1": top1,
+        "top5": min(1.0, top1 + 0.05),
+        "average_confidence": 0.5 + top1 / 4,
+        "confidence_deviation": 0.25 - top1 / 8,
+        "class_confidence_deviation": 0.125 - top1 / 16,
         "loss": 1 - top1,
-        "seed": seed,
         "folder": f"/runs/seed-{seed}",
-        "host": "node-7",
-        "hardware": "x86_64",
         "evaluations": [
             {"step": step, "seconds": float(step), "top1": found} for step, found in evaluations
         ],
@@ -179,6 +194,9 @@ class Policy:
     trials: Mapping[float, float] = field(default_factory=lambda: {0.5: 0.8, 0.2: 0.5, 1.25: 0.6})
     """Accuracies of the search, by rate: the recipe's own, then 0.4 and 2.5 times it."""
 
+    scaled: Mapping[float, float] = field(default_factory=dict)
+    """Top-1 of every seed at multiples of the rate."""
+
     diverged: Sequence[int] = ()
     """Seeds."""
 
@@ -190,12 +208,14 @@ def records_of(cell: TrainedCell, policy: Policy) -> dict[str, Json]:
     for slot in cell.slots:
         if slot.trial:
             rate = list(policy.trials)[slot.trial - 1]
-            record = {**a_record(policy.trials[rate], seed=100), "rate": rate}
+            record = {**a_record(policy.trials[rate], seed=100), "values": {RATE: rate}}
         else:
             top1, reached = policy.top1[slot.seed - 1], policy.reached[slot.seed - 1]
+            if slot.scale != 1:
+                top1, reached = policy.scaled[slot.scale], None
             steps = [] if reached is None else [(reached - 1, 0.85), (reached, 0.9)]
             record = a_record(top1, seed=slot.seed, evaluations=steps)
-            record |= {"rate": best}
+            record |= {"values": {RATE: best}, "scale": slot.scale}
             if slot.seed in policy.diverged:
                 record["diverged"] = "the loss is infinite"
         records[slot.name] = record
@@ -219,6 +239,7 @@ def measured(
         },
         "search": {"trials": 3, "held_out": 300},
         "seeds": seeds,
+        "robustness_seeds": seeds if any(one.scaled for one in policies.values()) else 0,
         **changes,
     }
     cells = cells_in(folder, **parts)

@@ -201,3 +201,40 @@ def test_workers_with_other_classes_are_an_error_on_all_of_them() -> None:
         return str(found.value)
 
     assert on_threads(work, workers=2) == ["workers have scores for other classes: [3, 4]"] * 2
+
+
+@pytest.mark.parametrize("batch", [1, 64, 211])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_confidence_is_that_of_numpy(batch: int, dtype: torch.dtype) -> None:
+    """One class has no sample, one no correct sample, and one comes only at the end."""
+    classes, absent, never, late = 11, 4, 7, 10
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, late, (211,), generator=generator)
+    labels[labels == absent] = 0
+    labels[-3:] = late
+    logits = torch.randn(211, classes, generator=generator)
+    logits[torch.arange(211), labels] += 2.0
+    logits[:, never] -= 100.0
+    logits = logits.to(dtype)
+    batches = zip(logits.split(batch), labels.split(batch), strict=True)
+    found = evaluate(nn.Identity(), batches)
+    scores, truth = logits.double().numpy(), labels.numpy()
+    confidence = 1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1)
+    correct = scores.argmax(axis=1) == truth
+    of_classes = [
+        confidence[correct & (truth == label)].mean()
+        for label in range(classes)
+        if (correct & (truth == label)).any()
+    ]
+    assert len(of_classes) == classes - 2
+    assert (found.average_confidence, found.confidence_deviation) == pytest.approx(
+        (confidence[correct].mean(), confidence[correct].std()), rel=1e-9
+    )
+    assert found.class_confidence_deviation == pytest.approx(np.std(of_classes), rel=1e-9)
+
+
+def test_without_a_correct_sample_there_is_no_confidence() -> None:
+    found = evaluate(nn.Identity(), [(-torch.eye(3), torch.arange(3))])
+    assert found.top1 == 0
+    assert math.isnan(found.average_confidence)
+    assert math.isnan(found.class_confidence_deviation)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import accelerator
 import late_group
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import hidden_matrices, param_groups
 from largebatch.models.batchnorm import with_span
 from largebatch.optim import kernels as lars_kernels
-from largebatch.optim.adamw import build_adamw
+from largebatch.optim.adamw import FusedAdamW, build_adamw
 from largebatch.optim.lars import LARS
 from largebatch.optim.muon import Muon
 from largebatch.optional import require_torchvision
@@ -651,6 +652,72 @@ def test_the_optimizer_has_its_own_graph_where_passes_or_sums_have_none(
     assert "optimizer" not in found.notes[-1]
     parts = [number / found.launches[1] for number in found.launches]
     assert "".join("." if it > 0.85 else "r" if it > 0.3 else "w" for it in parts) == replayed
+
+
+class Accompanied(nn.Identity):
+    """Another thread draws random numbers during its passes, as a tracker's retries do."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            for draw in (random.random, np.random.rand, partial(torch.rand, 1)):
+                other.submit(draw).result()
+        return images
+
+
+def accompanied() -> nn.Module:
+    return nn.Sequential(Accompanied(), small())
+
+
+def test_random_numbers_of_other_threads_do_not_take_the_graph() -> None:
+    found = compared(Case(steps=4, optimizer=adamw), accompanied)
+    assert found.notes == ["an update is one CUDA graph"]
+
+
+class WaitsAlone(FusedAdamW):
+    """Waits for the device in a graph, which is an error there, on worker 1."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 -- as torch's
+        found = super().step(closure)
+        if is_recording() and dist.get_rank() == 1:
+            self.param_groups[0]["params"][0].sum().item()
+        return found
+
+
+def waiting(network: nn.Module) -> Optimizer:
+    return WaitsAlone([{"params": list(network.parameters())}], lr=0.01)
+
+
+def with_one_that_refuses() -> list[tuple[str, Found, Found]]:
+    """Train where worker 1 has a hook, waits for the device, or cannot record the optimizer."""
+
+    def unlike(name: str) -> nn.Module:
+        other = nn.Sequential(nn.Identity(), small())
+        return planted(name) if dist.get_rank() == 1 else other
+
+    results = []
+    with late_workers() as backend:
+        # The numbers are the same: factors of the planted layers are 1.
+        for name in ("a hook", "item"):
+            case = Case(steps=4, optimizer=adamw)
+            results.append((name, *without_and_with(backend, case, partial(unlike, name))))
+        case = Case(steps=6, optimizer=waiting)
+        results.append(("recording failed", *without_and_with(backend, case, small)))
+        # An evaluation whose recording fails on one worker drops the graphs of all.
+        Graph.failures += dist.get_rank()
+        before = Graph.failures
+        evaluate(small().to(backend.device), batches_of([(8, 16)], backend.device), backend)
+        assert Graph.failures == before + (dist.get_rank() == 0)
+    return results
+
+
+def test_all_workers_do_without_what_one_of_them_cannot_record() -> None:
+    """NCCL waits for workers without a graph, or with another one, without end."""
+    for name, eager, found in on_forked_workers(with_one_that_refuses, workers=2):
+        assert_same_bits(found, eager)
+        assert len(found.notes) == 1
+        assert "(worker 1)" in found.notes[0], name
+        part = "optimizer (" if name == "recording failed" else "forward and backward ("
+        assert part in found.notes[0]
 
 
 def watch_threads(device: torch.device | None = None) -> None:

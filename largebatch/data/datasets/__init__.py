@@ -3,6 +3,7 @@
 The archives must be on disk: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,12 +29,11 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     """Write the data set `name` from `source`, an archive or its folder, to `out` as shards.
 
     `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
-    the division, and with `drop_bad` the images that cannot be used. Raises DataError if files are
-    missing; the message says which are expected.
+    the division, copies, and with `drop_bad` the images that cannot be used. Raises DataError if
+    files are missing; the message says which are expected.
     """
     from largebatch.data.datasets import arrays, image_folder, parquet
     from largebatch.data.datasets.packing import open_packed, write_shards
-    from largebatch.errors import shorten
     from largebatch.storage import require_new
 
     official = ("cifar10", "cifar100", "mnist", "fashion-mnist")
@@ -44,9 +44,9 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         "webdataset": open_packed,
     }
     require_new(out)
-    with openers[name](source, **(options or {})) as data_set:
-        bad = write_shards(
+    with warnings.catch_warnings(), openers[name](source, **(options or {})) as data_set:
+        warnings.simplefilter("ignore")  # of Pillow, about images that are checked here
+        remarks = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )
-    left_out = [f"{len(bad)} images left out:\n  " + shorten(bad, between="\n  ")] if bad else []
-    return [*data_set.remarks, *left_out]
+        return [*data_set.remarks, *remarks]

@@ -10,12 +10,14 @@ import hashlib
 import os
 import posixpath
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
 
+from largebatch.data.datasets.copies import digest_of
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, in_parts
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import measure_bytes
@@ -40,7 +42,15 @@ class _Image(NamedTuple):
     archive: Path
     path: str  # path in the archive
     name: str  # path within its class
-    read: Callable[[str], bytes]  # of the archive, which takes a path
+    files: "_Files"  # of the archive
+
+
+class _Files(NamedTuple):
+    """The files of a folder, a zip or a tar."""
+
+    paths: list[str]
+    read: Callable[[str], bytes]
+    num_bytes: Callable[[str], int]  # length of a file, without reading it
 
 
 Classes = dict[str, list[_Image]]  # images of a split by class name
@@ -53,7 +63,8 @@ def open_archives(
     """List the images of `source`: a folder, an archive, or a folder with one archive per split.
 
     `val_name` is the name of the validation split. With `val_fraction` that fraction of every
-    class is used for validation, chosen by `seed` and the names.
+    class is used for validation, chosen by `seed` and the names; byte-equal images of a class stay
+    together.
     """
     names = (TRAIN, val_name) if val_fraction is None else (TRAIN,)
     if val_name == TRAIN:
@@ -63,58 +74,85 @@ def open_archives(
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder; {LAYOUT}")
     with ExitStack() as stack:
-        splits: dict[str, Classes] = {name: {} for name in names}
-        unread: list[str] = []
-        for archive, split in _archives(source, names).items():
-            try:
-                paths, read = _open_files(archive, stack)
-            except DataError:
-                raise
-            except Exception as error:  # each of their modules raises many types
-                raise DataError(
-                    f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
-                ) from error
-            shown = [path for path in paths if all(map(visible, path.split("/")))]
-            images = [path for path in shown if is_image(path.rpartition("/")[2])]
-            placed = _placed(archive, images, (split,) if split else names)
-            for path, (name, class_name, rest) in placed.items():
-                image = _Image(archive, path, rest, read)
-                splits[name].setdefault(class_name, []).append(image)
-            unread += set(shown) - placed.keys()
-        remarks = list(filter(None, [describe(by_suffix(unread), where=str(source))]))
+        splits, ignored = _list_images(source, names, stack)
+        stack.enter_context(_explaining(ignored))
         for split in names:
             if not splits[split]:
-                found = "".join(f" ({remark})" for remark in remarks)
-                raise DataError(f"{source}: there are no images of {split}{found}; {LAYOUT}")
+                raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
         train, val = splits[TRAIN], splits[names[-1]]
-        remarks += _without_images(source, train)
+        remarks = [*ignored, *_without_images(source, train)]
         if val_fraction is not None:
             val = _split_off(train, val_fraction, seed)
             remarks.append(
                 f"val: {val_fraction:.4g} of every class, at least one image: the names with the "
-                f"smallest hashes with seed {seed}; the same names give the same division"
+                f"smallest hashes with seed {seed}; the same names give the same division, and "
+                "copies of an image in one class are on one side"
             )
         classes, of_val = (sorted(images, key=os.fsencode) for images in (train, val))
         check_classes(source, classes, of_val)
-
-        def samples(split: str) -> Iterator[Sample | Unusable]:
-            """Read the images in the order of class folders, so that sample numbers are equal."""
-            images = [
+        # In the order of class folders, so that the numbers of samples are those of the folder.
+        images_of = {
+            split: [
                 (image, label)
                 for label, name in enumerate(classes)
-                for image in sorted(of[split][name], key=lambda image: os.fsencode(image.name))
+                for image in sorted(images[name], key=lambda image: os.fsencode(image.name))
             ]
+            for split, images in {TRAIN: train, VAL: val}.items()
+        }
+
+        def samples(split: str) -> Iterator[Sample | Unusable]:
+            images = images_of[split]
             return in_parts(lambda row: _read(*images[row]), len(images))
 
-        of = {TRAIN: train, VAL: val}
-        sizes = {split: sum(map(len, images.values())) for split, images in of.items()}
-        yield DataSet(classes, sizes, samples, remarks)
+        def name(split: str, row: int) -> str:
+            return images_of[split][row][0].path
+
+        sizes = {split: len(images) for split, images in images_of.items()}
+        yield DataSet(classes, sizes, samples, remarks, name)
+
+
+def _list_images(
+    source: Path, names: Sequence[str], stack: ExitStack
+) -> tuple[dict[str, Classes], list[str]]:
+    """Return the images of each split, and a line about ignored files if there are some."""
+    splits: dict[str, Classes] = {name: {} for name in names}
+    unread: list[str] = []
+    archives = _archives(source, names)
+    for archive, split in archives.items():
+        try:
+            files = _open_files(archive, stack)
+        except DataError:
+            raise
+        except Exception as error:  # each of their modules raises many types
+            raise DataError(
+                f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
+            ) from error
+        shown = [path for path in files.paths if all(map(visible, path.split("/")))]
+        images = [path for path in shown if is_image(path.rpartition("/")[2])]
+        placed = _placed(archive, images, (split,) if split else names)
+        for path, (name, class_name, rest) in placed.items():
+            image = _Image(archive, path, rest, files)
+            splits[name].setdefault(class_name, []).append(image)
+        unread += [path for path in shown if path not in placed]
+    unpacked = source if source.is_dir() and source in archives else None
+    ignored = describe(by_suffix(unread), where=str(source), folder=unpacked)
+    return splits, [ignored] if ignored else []
+
+
+@contextmanager
+def _explaining(ignored: Sequence[str]) -> Iterator[None]:
+    """Add the line about ignored files to an error, of which they may be the cause."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError("\n".join([str(error), *ignored])) from error
 
 
 def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
     """Move the images of every class whose names have the smallest hashes into the result.
 
-    Adding images to one class does not change another.
+    Copies of an image move together, as the first of them, if not too many. Adding images to one
+    class does not change another.
     """
     moved: Classes = {}
     for name, images in classes.items():
@@ -125,8 +163,43 @@ def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
                 "validation and none for training: add images, or lower --val-fraction"
             )
         ranked = sorted(images, key=partial(_hash, f"{seed}/{name}/"))
-        moved[name], classes[name] = ranked[:number], ranked[number:]
+        groups = _with_copies(ranked)
+        of_val: list[_Image] = []
+        of_train: list[_Image] = []
+        for copies in groups:
+            fits = len(of_val) + len(copies) <= number
+            (of_val if fits else of_train).extend(copies)
+        if not of_val:  # every image has more copies than are to be moved
+            of_val = min(groups, key=len)
+            of_train = [image for image in ranked if image not in of_val]
+        if not of_train:
+            raise DataError(
+                f"class {name}: its {len(images)} images are copies of one, byte for byte, which "
+                "cannot be used for both training and validation: add other images"
+            )
+        moved[name], classes[name] = of_val, of_train
     return moved
+
+
+def _with_copies(images: Sequence[_Image]) -> list[list[_Image]]:
+    """Group the images that are equal byte for byte, in the order of the first of each group."""
+    lengths = [_num_bytes(image) for image in images]
+    shared = Counter(lengths)
+    groups: dict[object, list[_Image]] = {}
+    for image, length in zip(images, lengths, strict=True):
+        key: object = image.path  # an image of a length of its own is not read
+        if length and shared[length] > 1:
+            key = digest_of(image.files.read(image.path))
+        groups.setdefault(key, []).append(image)
+    return list(groups.values())
+
+
+def _num_bytes(image: _Image) -> int:
+    """Return the length of an image; 0 if it cannot be read, which is reported when it is."""
+    try:
+        return image.files.num_bytes(image.path)
+    except OSError:
+        return 0
 
 
 def _hash(before: str, image: _Image) -> bytes:
@@ -207,24 +280,32 @@ def _listed_classes(archive: Path, split: str, paths: list[str]) -> dict[str, st
 
 def _read(image: _Image, label: int) -> Sample | Unusable:
     try:
-        content = image.read(image.path)
+        content = image.files.read(image.path)
         measure_bytes(content)
     except Exception as error:  # as above
         return Unusable(f"{image.archive}: {image.path}", str(error) or type(error).__name__)
     return Sample(content, image.path.rpartition(".")[2], label)
 
 
-def _open_files(archive: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], bytes]]:
-    """Return the paths in a folder, a zip or a tar, and what reads one until the stack closes."""
+def _open_files(archive: Path, stack: ExitStack) -> _Files:
+    """Return the files in a folder, a zip or a tar; they can be read until the stack closes."""
     if archive.is_dir():
-        return list(_walk(archive)), lambda path: (archive / path).read_bytes()
+        return _Files(
+            paths=list(_walk(archive)),
+            read=lambda path: (archive / path).read_bytes(),
+            num_bytes=lambda path: (archive / path).stat().st_size,
+        )
     file = stack.enter_context(archive.open("rb"))
     start = file.read(2)
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     if start != b"PK":
         places = _unique(_tar_places(archive, file, end=length))
-        return list(places), lambda path: os.pread(file.fileno(), *places[path])
+        return _Files(
+            paths=list(places),
+            read=lambda path: os.pread(file.fileno(), *places[path]),
+            num_bytes=lambda path: places[path][0],
+        )
     opened = stack.enter_context(zipfile.ZipFile(file))
     files = [info for info in opened.infolist() if not info.is_dir()]
     infos = _unique((_clean(info.filename), info) for info in files)
@@ -234,7 +315,11 @@ def _open_files(archive: Path, stack: ExitStack) -> tuple[list[str], Callable[[s
             f"{archive}: {length:,} bytes would unpack to {unpacked:,}, and images hardly compress "
             "(a decompression bomb?)"
         )
-    return list(infos), lambda path: opened.read(infos[path])
+    return _Files(
+        paths=list(infos),
+        read=lambda path: opened.read(infos[path]),
+        num_bytes=lambda path: infos[path].file_size,
+    )
 
 
 def _unique(files: Iterable[tuple[str, _File]]) -> dict[str, _File]:

@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from largebatch.data.datasets.copies import MOST, Copies, Fingerprint, fingerprint
 from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
-from largebatch.data.index.headers import JPEG
+from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.storage import PART, THREADS, Progress, new_folder
+
+AT_A_TIME = 32  # number of samples whose fingerprints are taken together; photographs are large
 
 TRAIN, VAL = SPLITS = ("train", "val")
 
@@ -45,6 +49,8 @@ class DataSet:
     """Function that yields the samples of a split in order."""
 
     remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
+    name: Callable[[str, int], str] = "{} image {}".format
+    """Name of a sample in the source, by its split and position, for messages."""
 
 
 @contextmanager
@@ -69,9 +75,10 @@ def open_packed(source: Path) -> Iterator[DataSet]:
 def write_shards(
     data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
 ) -> list[str]:
-    """Write a data set atomically into a new folder and return the bad images, which are left out.
+    """Write a data set atomically into a new folder and return lines to print about it.
 
-    Raises DataError that lists the first bad images, unless `drop_bad`.
+    These are the bad images, which are left out, and copies. Raises DataError that lists the first
+    bad images, unless `drop_bad`.
     """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
@@ -80,19 +87,22 @@ def write_shards(
         )
     total, done = sum(data_set.sizes.values()), 0
     bad: list[str] = []
+    copies = Copies(data_set.name)
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         for split in data_set.sizes:
             used: set[int] = set()
             with open_shards(folder / split, shard_bytes=shard_bytes) as write:
-                for sample in data_set.samples(split):
+                samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
+                for position, (sample, found) in enumerate(samples):
                     done += 1
                     if isinstance(sample, Unusable):
                         bad.append(str(sample))
                     else:
                         write(sample)
                         used.add(sample.label)
+                        copies.add(split, position, sample.label, found)
                     if done % PART == 0 or done == total:
                         progress(done, total)
             missing = set(range(len(data_set.classes))) - used
@@ -108,7 +118,21 @@ def write_shards(
                 "or leave them out: the same `largebatch data import` with --drop-bad\n  "
                 + shorten(bad, between="\n  ")
             )
-    return bad
+    left_out = [f"{len(bad)} images left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    return [*left_out, *copies.remarks()]
+
+
+def _with_fingerprints(
+    samples: Iterable[Sample | Unusable], *, looks: bool
+) -> Iterator[tuple[Sample | Unusable, Fingerprint]]:
+    def prepare(sample: Sample | Unusable) -> tuple[Sample | Unusable, Fingerprint]:
+        content = b"" if isinstance(sample, Unusable) else sample.content
+        return sample, fingerprint(content, looks=looks)
+
+    rest = iter(samples)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="copies") as pool:
+        while part := list(islice(rest, AT_A_TIME)):
+            yield from pool.map(prepare, part)
 
 
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
@@ -119,8 +143,12 @@ def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
 
 
 def extension_of(content: bytes) -> str:
-    """Return the file extension of an encoded JPEG or PNG."""
-    return "jpg" if content.startswith(JPEG) else "png"
+    """Return the file extension of an encoded image."""
+    if content.startswith(JPEG):
+        return "jpg"
+    if is_webp(content):
+        return "webp"
+    return "heic" if is_heic(content) else "png"
 
 
 @contextmanager

@@ -1,18 +1,22 @@
 """Parquet files in the layout of the Hugging Face hub: encoded images and class numbers.
 
 The files of a split have its name in theirs, such as `data/train-00000-of-00002.parquet`, or in
-that of a folder, such as `default/train/0000.parquet`. The columns and the names of the classes
-are in the schema, where the library `datasets` writes them. Images keep their bytes and order.
+that of a folder, such as `default/train/0000.parquet`. A folder may hold several configurations,
+which are different data, and files of an earlier or interrupted download: exactly one complete set
+of files is imported for each split, or none. The columns and the names of the classes are in the
+schema, where the library `datasets` writes them. Images keep their bytes and order.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, extension_of
+from largebatch.data.index.folder import visible
 from largebatch.data.index.headers import BadImageError, measure_bytes
 from largebatch.data.index.shards import Unusable
 from largebatch.errors import DataError, shorten
@@ -34,7 +38,7 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
     `val_name` is the name of the validation split.
     """
     parquet = require_parquet()
-    files = _files(source, (val_name,) if val_name else VAL_NAMES)
+    files = _files(source, (val_name.lower(),) if val_name else VAL_NAMES)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for path in (path for split in files.values() for path in split):
@@ -58,24 +62,124 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
         others = sorted(set(source.rglob("*.parquet")) - opened.keys())
         names = shorten([path.relative_to(source).as_posix() for path in others])
         remarks = [f"{source}: {len(others)} other files ignored: {names}"] if others else []
-        yield DataSet(columns[2], sizes, samples, remarks)
+
+        def name(split: str, row: int) -> str:
+            for path in files[split]:
+                number = opened[path].metadata.num_rows
+                if row < number:
+                    return f"{path.relative_to(source).as_posix()}, row {row}"
+                row -= number
+            raise IndexError(row)
+
+        yield DataSet(columns[2], sizes, samples, remarks, name)
+
+
+class _File(NamedTuple):
+    path: str  # relative to the source
+    configuration: str  # its folders and the words before the split
+    split: str
+    series: str  # file name without its number: the files of one set differ in the number alone
+    number: int
+    total: int | None  # N of `-of-N`
+
+
+_OF_TOTAL = re.compile(r"(?P<text>.*?)-?(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)")
+_NUMBERED = re.compile(r"(?P<text>\D*?)(?:(?:^|[-_.])(?P<number>\d+)(?P<rest>.*))?")
+_FINGERPRINT = re.compile("-[0-9a-f]{16}")  # of each file, as older versions of `datasets` added
+HIVE = "split="
+"""Before the name of a split in that of a folder, as DuckDB and Spark write it."""
 
 
 def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
-    splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
-    names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.parquet"))
-    for name in names:
-        words = set(re.split(r"[^a-z0-9]+", name.lower()))
-        for split, wanted in {TRAIN: [TRAIN], VAL: val_names}.items():
-            if not words.isdisjoint(wanted):
-                splits[split].append(source / name)
-    if not all(splits.values()) or not set(splits[TRAIN]).isdisjoint(splits[VAL]):
-        raise DataError(
-            f"{source}: expected data/train-*.parquet and data/validation-*.parquet, as on the "
-            "Hugging Face hub; if validation has another name: --val-name test; found "
-            f"{shorten(names)}"
-        )
-    return splits
+    """Return the files of both splits in order; raise DataError unless they are one whole set."""
+    names = [path.relative_to(source) for path in source.rglob("*.parquet")]
+    shown = sorted(name.as_posix() for name in names if all(map(visible, name.parts)))
+    if TRAIN in val_names:
+        raise DataError(f"--val-name {TRAIN}: that is the training split; choose another name")
+    configurations: dict[str, dict[str, list[_File]]] = defaultdict(lambda: defaultdict(list))
+    for file in (_parsed(name, {TRAIN, *val_names}) for name in shown):
+        configurations[file.configuration][file.split].append(file)
+    pairs = [
+        (splits[TRAIN], splits[name])
+        for splits in configurations.values()
+        for name in val_names
+        if {TRAIN, name} <= splits.keys()
+    ]
+    if len(pairs) == 1 and not any(map(_fault, pairs[0])):
+        train, val = (sorted(files, key=_number) for files in pairs[0])
+        return {
+            TRAIN: [source / file.path for file in train],
+            VAL: [source / file.path for file in val],
+        }
+    found = [
+        f"{configuration or '.'}: "
+        + ", ".join(split + _fault(files) for split, files in sorted(splits.items()))
+        for configuration, splits in configurations.items()
+    ]
+    raise DataError(
+        f"{source}: expected one configuration with the splits {TRAIN} and "
+        f"{' or '.join(val_names)}, each one whole set of files (data/train-00000-of-00002.parquet "
+        f"or default/train/0000.parquet); found {shorten(found, between='; ')}. Choose a "
+        "configuration by its folder, as DIR/default; a split that validates by --val-name test; "
+        "move files of other sets away"
+    )
+
+
+def _parsed(name: str, known: Collection[str]) -> _File:
+    """Return what the path of a file says; a split of another name than the known is kept apart.
+
+    The name of the file counts first, `words-SPLIT-00000-of-00002`, then those of its folders.
+    """
+    *folders, file = name.split("/")
+    stem = file.removesuffix(".parquet")
+    match = _OF_TOTAL.fullmatch(stem) or _NUMBERED.fullmatch(stem)
+    parts: dict[str, str | None] = match.groupdict() if match else {}
+    text, number, total = parts.get("text") or "", parts.get("number"), parts.get("total")
+    rest = parts.get("rest") or ""
+    if _FINGERPRINT.fullmatch(rest):
+        rest = ""
+    words, _, split = text.lower().rpartition("-")
+    if rest or not text:  # as `train-0-extra`, which is not a part of train
+        words, split = "", stem
+    if split not in known:
+        of_folders = [folder.lower().removeprefix(HIVE) for folder in folders]
+        inner = next((folder for folder in reversed(of_folders) if folder in known), None)
+        if inner is None and folders and not text:
+            inner = of_folders[-1]  # a folder of numbered files is a split, such as `test`
+        if inner is not None:
+            words, split = "", inner
+    around = [folder for folder in folders if folder.lower().removeprefix(HIVE) != split]
+    return _File(
+        path=name,
+        configuration="/".join([*around, words] if words else around),
+        split=split,
+        series=f"{text}#{rest} of {int(total)}" if total else f"{text}#{rest}",
+        number=int(number or 0),
+        total=int(total) if total else None,
+    )
+
+
+def _number(file: _File) -> int:
+    return file.number
+
+
+def _fault(files: Sequence[_File]) -> str:
+    """Return why the files of a split are not one whole set, in brackets; empty if they are.
+
+    Numbers begin with 0 or 1. Without `-of-N` a missing last file cannot be seen.
+    """
+    series = sorted({file.series for file in files})
+    if len(series) > 1:
+        return f" (files of {len(series)} sets: {shorten(series)})"
+    numbers = sorted(file.number for file in files)
+    total = files[0].total or len(numbers)
+    if numbers in (list(range(total)), list(range(1, total + 1))):
+        return ""
+    if len(set(numbers)) < len(numbers):
+        return " (two files of one number)"
+    if files[0].total is None:
+        return f" (numbers {shorten(list(map(str, numbers)))}: some are missing)"
+    return f" ({len(numbers)} of {total} files)"
 
 
 def _columns(schema: Any, path: Path) -> _Columns:  # noqa: ANN401 -- pyarrow is optional

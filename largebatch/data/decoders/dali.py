@@ -6,6 +6,7 @@ vertically for UPSIDE and horizontally for MIRRORED. DALI decodes only a box: th
 out, and the resized square is oriented.
 """
 
+import io
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -21,12 +22,13 @@ from torch.utils import dlpack
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
 from largebatch.data.decoders.torchvision import to_pillow
-from largebatch.data.index.headers import TRANSPOSED
+from largebatch.data.index.headers import START, TRANSPOSED, is_heic
 from largebatch.data.index.index import Index
 from largebatch.data.types import (
     Batch,
     Batches,
     BoolArray,
+    Bytes,
     Decode,
     IntArray,
     Request,
@@ -144,14 +146,28 @@ def _inputs(
     tensors = dali.tensors
     for reading in readings:
         boxes, flips = _as_stored(index, reading.request)
+        samples = reading.request.samples.tolist()
+        contents = [
+            _for_dali(index, sample, content)
+            for sample, content in zip(samples, reading.contents, strict=True)
+        ]
         inputs = (
-            tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
+            tensors.TensorListCPU([tensors.TensorCPU(content, "") for content in contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
             flips.astype(np.int32),
         )
         under_way.append((reading, inputs))
         yield inputs
+
+
+def _for_dali(index: Index, sample: int, content: Bytes) -> Bytes:
+    """Return an encoded image; one of a format that DALI does not read as the pixels in a PPM."""
+    if not is_heic(content[:START].data):
+        return content
+    ppm = io.BytesIO()
+    to_pillow(index, sample, content).save(ppm, format="ppm")
+    return np.frombuffer(ppm.getvalue(), np.uint8)
 
 
 def _name_culprit(index: Index, under_way: Iterable[_UnderWay]) -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.data.augment import clean_request, reflected, translate
 from largebatch.data.decoders.prefetch import Part, Transfer, ahead, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
@@ -75,9 +75,6 @@ AT_ONCE = 2**25
 
 DEVICES = {accelerator.TRITON}
 """Types of devices with the kernel."""
-
-_WORK: dict[torch.device, bool] = {}
-"""Result of the trial on each device, of its first batch."""
 
 BLOCK = 1024  # numbers of a batch that a program of the kernel writes
 
@@ -311,18 +308,11 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         accelerator.launch(cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)
         return out
 
-    def error(request: Request, numbers: Tensor) -> float:
-        accelerator.synchronize(pixels.device)  # a trial has a stream of its own
-        return 1.0 - by_kernel(numbers).equal(by_pytorch(request, numbers))  # sync: once a device
-
     with closing(ahead(map(number, requests))) as numbered:
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
             whole = len(request.samples) > 0 and (request.boxes[:, 2:] == size).all()
-            if whole and pixels.device.type in DEVICES and pixels.device not in _WORK:
-                tried = partial(error, request, numbers)
-                _WORK[pixels.device] = accelerator.try_kernels("cached pixels", tried)
-            if whole and _WORK.get(pixels.device):
+            if whole and pixels.device.type in DEVICES and proof.uses(proof.CROPS, pixels.device):
                 yield Batch(by_kernel(numbers), numbers[-1])
             else:
                 yield Batch(by_pytorch(request, numbers), numbers[-1])

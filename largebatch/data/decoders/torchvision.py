@@ -13,10 +13,11 @@ from PIL import Image
 
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
+from largebatch.data.index.headers import is_heic
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.errors import DataError
-from largebatch.optional import require_torchvision
+from largebatch.optional import require_heif, require_torchvision
 
 METHODS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -75,6 +76,8 @@ def to_pillow(index: Index, sample: int, content: Bytes) -> Image.Image:
 
 def decode_upright(content: bytes | memoryview, orientation: int) -> Image.Image:
     """Decode an image to RGB, with its EXIF orientation applied."""
+    if is_heic(content):
+        require_heif()
     with Image.open(io.BytesIO(content)) as image:
         pixels = image.convert("RGB")
     return pixels if orientation == 1 else pixels.transpose(METHODS[orientation])

@@ -12,9 +12,16 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from largebatch.errors import DataError, shorten
+from largebatch.optional import INSTALL_HEIF, has_heif
 
-EXTENSIONS = (".jpeg", ".jpg", ".png")
+HEIC = (".heic", ".heif")
+"""Suffixes of photographs of phones, which are read where pillow-heif is installed."""
+
+EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp", *(HEIC if has_heif() else ()))
 """Suffixes of the images that are read, in lower case."""
+
+CONVERTIBLE = (*HEIC, ".avif", ".bmp", ".jfif", ".jp2", ".tif", ".tiff")
+"""Suffixes of images that ImageMagick converts to one JPEG each."""
 
 SYSTEM = frozenset({"@eadir", "#recycle", "$recycle.bin", "lost+found", "__macosx"})
 """Folders, in lower case, of thumbnails and deleted files; they are skipped like hidden ones."""
@@ -134,14 +141,28 @@ def by_suffix(paths: Iterable[str]) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-def describe(ignored: Mapping[str, int], *, where: str) -> str:
+def describe(ignored: Mapping[str, int], *, where: str, folder: Path | None = None) -> str:
     """Return a line with the numbers of ignored files; empty if there are none.
 
-    >>> describe({".gif": 4}, where="train")
-    'train: ignored files: 4 .gif; read are .jpeg .jpg .png, to which ImageMagick converts images'
+    The command that converts them is for the files in `folder`; None: they are in an archive.
+
+    >>> describe({".gif": 4}, where="train").partition(";")[0]
+    'train: ignored files: 4 .gif'
     """
     if not ignored:
         return ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in ignored.items())
-    read = f"{' '.join(EXTENSIONS)}, to which ImageMagick converts images"
-    return f"{where}: ignored files: {kinds}; read are {read}"
+    text = f"{where}: ignored files: {kinds}; read are {' '.join(EXTENSIONS)}"
+    if not set(HEIC).isdisjoint(ignored):
+        text += f". To read {' and '.join(HEIC)}: {INSTALL_HEIF}"
+    convertible = [kind for kind in ignored if kind in CONVERTIBLE]
+    if convertible:
+        place = "DIR" if folder is None else shlex.quote(str(folder))
+        names = " -o ".join(f"-iname '*{kind}'" for kind in convertible)
+        if len(convertible) > 1:
+            names = rf"\( {names} \)"
+        # The name of each file is kept, so that none replaces a JPEG beside it.
+        command = rf"find {place} {names} -exec convert {{}} {{}}.jpg \;"
+        unpack = "unpack it into DIR, and " if folder is None else ""
+        text += f". To convert them, with ImageMagick: {unpack}{command}"
+    return text

@@ -1,7 +1,8 @@
-"""The size of an encoded JPEG or PNG by its header, and the reasons why an image cannot be used.
+"""The size of an encoded image by its header, and the reasons why an image cannot be used.
 
-An image is checked by its header, which Pillow reads, and by its end marker; pixels are not
-decoded. Other formats, and pixels that the decoders show differently, are refused.
+An image is checked by its header, which Pillow reads, and by its end marker, or by the lengths
+that WebP and HEIC begin with; pixels are not decoded. Other formats, and pixels that the decoders
+show differently, are refused.
 """
 
 import contextlib
@@ -14,6 +15,10 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from largebatch.errors import MissingPackageError
+from largebatch.optional import require_heif
 
 Read = Callable[[int, int], bytes]
 """Returns `length` bytes from `position` of the encoded image, fewer at its end."""
@@ -27,9 +32,14 @@ MAX_BYTES = 2**29  # twice the bytes of Pillow's maximum number of pixels
 HEAD, TAIL = 4096, 64  # bytes read from either end; MAX_HEADER bytes if the header is longer
 MAX_HEADER = 2**23  # bytes of a header: Pillow takes seconds for the worst content
 
+START = 12  # bytes from which the format is known
 JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24  # position of the byte of a PNG that holds the bits per channel
+
+RIFF, WEBP = b"RIFF", b"WEBP"  # the first four bytes of a WebP, and those after its length
+FTYP = b"ftyp"  # after the four bytes of a length: the first box of a HEIC
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 ORIENTATION, MOST_ORIENTATION = 274, 8  # EXIF's tag of orientation, and its largest value
 TRANSPOSED = (5, 6, 7, 8)  # orientations that exchange height and width
@@ -53,18 +63,32 @@ def measure(read: Read, num_bytes: int) -> Size:
         raise BadImageError("the file is empty")
     if num_bytes > MAX_BYTES:
         raise BadImageError(f"it has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}")
-    start = read(0, len(PNG))
+    start = read(0, START)
     if start.startswith(JPEG):
         size, header = _header(read, JpegImageFile)
         _require_end(read, num_bytes, JPEG_END, after=len(header))
-    elif start == PNG:
+    elif start.startswith(PNG):
         size, header = _header(read, PngImageFile)
         if header[PNG_DEPTH] > 8:
             raise BadImageError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
         _require_end(read, num_bytes, PNG_END, after=len(header))
+    elif is_webp(start):
+        size = _webp_size(read(0, num_bytes))
+    elif is_heic(start):
+        size = _heic_size(read(0, num_bytes))
     else:
-        raise BadImageError("not a JPEG or PNG image")
+        raise BadImageError("not a JPEG, PNG, WebP or HEIC image")
     return size
+
+
+def is_webp(content: bytes | memoryview) -> bool:
+    """Return True if an encoded image is a WebP."""
+    return content[:4] == RIFF and content[8:START] == WEBP
+
+
+def is_heic(content: bytes | memoryview) -> bool:
+    """Return True if an encoded image is a HEIC."""
+    return content[4:8] == FTYP and content[8:START] in HEIC_BRANDS
 
 
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
@@ -95,6 +119,40 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
     raise BadImageError("it is truncated in the header")
+
+
+def _webp_size(content: bytes) -> Size:
+    """Measure a WebP. Its EXIF is after the pixels, and Pillow checks that it is whole."""
+    try:
+        image = WebPImageFile(io.BytesIO(content))
+    except Exception as error:  # as above
+        raise BadImageError(f"its header cannot be read: {error}") from None
+    if image.n_frames > 1:
+        raise BadImageError(f"it is an animation of {image.n_frames} images, expected one image")
+    return _displayed(image)
+
+
+def _heic_size(content: bytes) -> Size:
+    """Measure a HEIC, which Pillow decodes upright with pillow-heif."""
+    try:
+        require_heif()
+    except MissingPackageError as error:
+        raise BadImageError(str(error)) from None
+    start = 0
+    while start < len(content):  # boxes, each with its length
+        length = int.from_bytes(content[start : start + 4])
+        if length == 1:  # the length is in the next eight bytes
+            length = int.from_bytes(content[start + 8 : start + 16])
+        if length == 0:  # the last box
+            break
+        start += max(length, 8)
+    if start > len(content):
+        raise BadImageError(f"it is truncated: it has {len(content):,} of {start:,} bytes")
+    try:
+        image = Image.open(io.BytesIO(content))
+    except Exception as error:  # as above
+        raise BadImageError(f"its header cannot be read: {error}") from None
+    return _displayed(image)
 
 
 def require_mode(mode: str) -> None:

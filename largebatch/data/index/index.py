@@ -29,6 +29,7 @@ from safetensors.numpy import load, save
 
 from largebatch.data.index.folder import (
     CLASSES,
+    EXTENSIONS,
     File,
     layout,
     list_ignored,
@@ -220,7 +221,7 @@ def open_content(
     """
     reasons = []
     for content in find_stored(root, split):
-        changed = difference(content, root, every_file=every_file)
+        changed = _read_now(content) or difference(content, root, every_file=every_file)
         if changed is None:
             return content
         reasons.append(f"{changed} (the index is {content.file})")
@@ -297,6 +298,12 @@ def check_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
         )
     if len(train) == 1:
         raise DataError(f"{root}: has one class, {train[0]}; expected two or more")
+
+
+def _read_now(content: Content) -> str | None:
+    """Return which files were left out when an index was built and are images now."""
+    kinds = [kind for kind in content.header["ignored"] if kind in EXTENSIONS]
+    return f"its {shorten(kinds)} files are read now" if kinds else None
 
 
 def difference(content: Content, root: Path, *, every_file: bool) -> str | None:

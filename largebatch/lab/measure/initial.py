@@ -47,7 +47,13 @@ EVALUATIONS, STATISTICS = 20, 10_000
 
 FEW, FEW_VALIDATING, MOST_TUNED = 20, 100, 250
 """Images of a class, and of validation, below which `init` warns, and of a class up to which it
-recommends pretrained weights."""
+takes pretrained weights."""
+
+WEIGHTS = "timm:resnet18.a1_in1k"
+"""Pretrained weights of ImageNet for few photographs: of the network that `init` takes without."""
+
+UNEVEN = 4
+"""Images of one class for each of another, on average, from which `init` warns."""
 
 LADDER, USED = (192, 160, 128, 96, 64), 0.85
 """Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
@@ -146,8 +152,32 @@ def _resize(size: int, ratio: float) -> int:
     return size + 2 * round(size * (ratio - 1) / 2)
 
 
+def needs_weights(train: Index) -> bool:
+    """Return True for photographs of which there are few in a typical class.
+
+    ImageNet's weights fit photographs; smaller images, such as letters, are not.
+    """
+    middle = int(np.median(np.minimum(train.heights, train.widths)))
+    return _typical(train) <= MOST_TUNED and middle > SMALL
+
+
+def _typical(train: Index) -> int:
+    return int(np.median(np.bincount(train.labels, minlength=len(train.classes))))
+
+
 def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
-    """Yield what is too little for a good model, and what to do about it."""
+    """Yield what keeps a model from being good, and what to do about it."""
+    for split, index in {"training": train, "validation": val}.items():
+        numbers = np.bincount(index.labels, minlength=len(index.classes))
+        most, number = int(numbers.argmax()), int(numbers.max())
+        others = (len(index) - number) / (len(numbers) - 1)
+        if number >= UNEVEN * others and 2 * number > len(index):
+            share = 100 * number / len(index)
+            yield (
+                f"{share:.0f} % of the {split} images are {index.classes[most]}: a model that "
+                f"always answers this is {share:.0f} % right; add images of other classes, and "
+                "judge by the accuracy of each class"
+            )
     counts = np.bincount(train.labels, minlength=len(train.classes))
     few = [f"{name} {n}" for name, n in zip(train.classes, counts, strict=True) if n < FEW]
     if few:
@@ -155,11 +185,12 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
             f"fewer than {FEW} training images: {shorten(few)}; such classes are hardly learned: "
             "add images"
         )
-    typical = int(np.median(counts))
+    typical = _typical(train)
     if typical <= MOST_TUNED and not pretrained:
         yield (
-            f"{typical} training images in a typical class: at most {MOST_TUNED}: begin with "
-            "pretrained weights, such as --weights timm:resnet50.a1_in1k"
+            f"{typical} training images in a typical class, at most {MOST_TUNED}: from random "
+            "weights a model learns little of so few; begin with --weights timm:NAME, a file of "
+            "timm or torchvision with its --model, or a run on more images"
         )
     if len(val) < FEW_VALIDATING:
         yield (

@@ -19,7 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from largebatch.formatting import MISSING, plural
+from largebatch.errors import shorten
+from largebatch.formatting import MISSING
+from largebatch.lab.studies import correlations
+from largebatch.lab.studies.doubts import Finding, doubts_about
 from largebatch.lab.studies.metrics import (
     ENOUGH_SEEDS,
     Interval,
@@ -27,22 +30,26 @@ from largebatch.lab.studies.metrics import (
     cost,
     difference,
     interval,
+    interval_line,
     ratio,
     trade_off,
 )
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Slot, Study
+from largebatch.lab.studies.study import RATE, Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
+    Chart,
     Code,
     Column,
     Page,
+    Panel,
     Part,
     Section,
     Series,
     Table,
     columns_over,
+    line_chart,
     series,
 )
 
@@ -54,7 +61,9 @@ _NOTE = (
 )
 _POLICIES = (
     "A cost is that of updates and evaluations up to the first evaluation at the target, of the "
-    "seeds that reached it. Held-out images chose peak_lr."
+    "seeds that reached it. Held-out images chose peak_lr. AC is the average confidence of correct "
+    "images, CD its deviation over these images, and CDAC that of the averages of the classes "
+    "(LRBench, arXiv:1908.06477). The mean over multiples of the rate is over their logarithm."
 )
 _SETTINGS = (
     "Training is the time of the updates. The rest is of all workers, from their set-up to the last"
@@ -92,53 +101,63 @@ class Ranking:
     """The policies of one recipe of a study, the best first; those without a score last."""
 
     target: float | None
-    """The accuracy whose cost ranks them; None: they are ranked by their accuracy."""
+    """The accuracy whose cost ranks them; None: they are ranked by accuracy."""
+
+    robust: bool = False
+    """True: by the accuracy at multiples of the rate found, else at this rate."""
 
     ranked: tuple[Ranked, ...]
 
     @property
     def doubts(self) -> list[str]:
-        """What is missing, and what speaks against the best policy; none recommend it."""
-        first, found = self.ranked[0], []
-        unfinished = [one.policy for one in self.ranked if not one.results.finished]
-        if unfinished:
-            found.append(f"not finished: {', '.join(unfinished)}")
-        if not first.scores:
-            what = "has a seed" if self.target is None else f"reached {self.target:.2%}"
-            return [*found, f"no policy {what}"]
-        if len(self.ranked) == 1:
-            found.append("only one policy was measured")
-        if len(first.scores) < ENOUGH_SEEDS:
-            found.append(f"{plural(len(first.scores), 'seed')}, of {ENOUGH_SEEDS} that are needed")
+        """What speaks against the best policy, or is missing."""
+        first, *others = self.ranked
         cell = first.results
-        if cell.diverged:
-            found.append(f"{cell.diverged} of {len(cell.seeds)} seeds of {first.policy} diverged")
+        runs = [one.results.runs for one in others]
+        found = doubts_about([cell.runs], others=runs, study=(), of_time=False)
+        scored = "has a seed" if self.target is None else f"reached {self.target:.2%}"
+        if self.robust:
+            scored = "has a seed with every multiple of the rate"
+        if not first.scores:
+            return [*found, f"no policy {scored}"]
+        if not others:
+            found.append("only one policy was measured")
+        if len(first.scores) < min(ENOUGH_SEEDS, len(cell.seeds)):
+            found.append(
+                f"too few seeds to judge: {first.policy} {scored} {len(first.scores)} times"
+            )
         if cell.edge:
             found.append(
                 f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
                 "be beyond"
             )
-        level = [one.policy for one in self.ranked if one.is_level]
+        level = [one.policy for one in others if one.is_level]
         if level:
             names = ", ".join([first.policy, *level])
             found.append(f"within the noise of each other, so in no order: {names}")
         return found
 
     @property
-    def finding(self) -> str:
-        """The best policy with its rate, and what is missing."""
-        first, doubts = self.ranked[0], self.doubts
-        parts = [f"insufficient data: {missing}" for missing in doubts]
-        if first.scores:
-            head = "tentative" if doubts else "recommended"
-            by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
-            rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
-            parts = [f"{head} by {by}: {first.policy}{rate}", *parts]
-        return "; ".join(parts)
+    def finding(self) -> Finding:
+        """The best policy with its rate."""
+        first = self.ranked[0]
+        by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
+        if self.robust:
+            by = "robustness to the rate"
+        rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
+        return Finding(
+            about=f"{first.results.cell.configuration}, by {by}",
+            text=f"{first.policy} is recommended{rate}",
+            doubts=self.doubts,
+        )
 
 
-def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Ranking:
+def rank(
+    cells: Sequence[CellResults], *, target: float | None = None, robust: bool = False
+) -> Ranking:
     """Rank the policies of one recipe by the cost of a target, a fraction, else by accuracy.
+
+    `robust`: by the mean accuracy at multiples of the rate found (metrics.Robustness.areas).
 
     The order is by divergence, then by the number of seeds that reached the target, then by the
     mean. A policy without a score, or that alone diverged, is worse than the first; another is
@@ -160,8 +179,11 @@ def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Rankin
 
     scored = []
     for cell in cells:
-        scores = {run.seed: score(run) for run in cell.seeds}
-        known = {seed: value for seed, value in scores.items() if value is not None}
+        if robust:
+            known = cell.robustness.areas if cell.robustness else {}
+        else:
+            scores = {run.seed: score(run) for run in cell.seeds}
+            known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
     compared = []
@@ -174,7 +196,7 @@ def rank(cells: Sequence[CellResults], *, target: float | None = None) -> Rankin
         only_it_diverged = one.results.diverged > 0 and not first.results.diverged
         is_level = bool(one.scores) and not only_it_diverged and not is_sure
         compared.append(replace(one, against=against, is_level=is_level))
-    return Ranking(target=target, ranked=(first, *compared))
+    return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
 def reached_at(run: Result, target: float) -> Measurement | None:
@@ -193,7 +215,8 @@ def costs(cell: CellResults, target: float) -> list[Measurement]:
 
 def schedule(best: CellResults) -> Code:
     """Return the schedule of a policy at its rate, as a section of a recipe."""
-    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), best.rate)
+    values = best.seeds[0].values if best.seeds else {}
+    recipe = best.cell.recipe_of(Slot(name="seed-1", seed=1), values)
     text = "schedule:\n" + textwrap.indent(dump_yaml(recipe.schedule), "  ")
     return Code(name=f"schedule of {best.cell.variant}", text=text)
 
@@ -213,6 +236,9 @@ class Measure(NamedTuple):
     higher: bool = False
     """True if the highest value is best."""
 
+    of_time: bool = False
+    """True if it needs a quiet machine."""
+
 
 def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
     """Return the function of a run that is its usage of this name, times a factor.
@@ -223,10 +249,26 @@ def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
 
 
 TOP1 = Measure("Top-1", "%", ".2f", "the highest top-1", lambda run: 100 * run.top1, higher=True)
-TRAINING = Measure("Training time", "s", ",.1f", "the shortest training", used("train_seconds"))
-CPU = Measure("Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"))
+TRAINING = Measure(
+    "Training time", "s", ",.1f", "the shortest training", used("train_seconds"), of_time=True
+)
+CPU = Measure(
+    "Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"), of_time=True
+)
 MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6))
 MEASURES = TOP1, TRAINING, CPU, MEMORY
+READ = used("read_bytes", 1e-6)
+
+CORRELATED: correlations.Results = {
+    **{measure.title: measure.of for measure in MEASURES},
+    "Images/s": lambda run: math.nan if run.diverged else run.images_per_second or math.nan,
+    "Cores used": used("cores"),
+    "Read from disk": READ,
+}
+"""Results whose correlations with settings are shown."""
+
+TIMED = {TRAINING.title, CPU.title, "Images/s", "Cores used"}
+"""Those of them that need a quiet machine."""
 
 
 class Transfer(NamedTuple):
@@ -267,6 +309,41 @@ def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -
     return (max if higher else min)(means, key=lambda name: means[name], default=None)
 
 
+def gap_between(
+    values: Mapping[int, float], best: Mapping[int, float], *, higher: bool, together: int
+) -> Interval | None:
+    """Return how far values are from the best ones, by pairs of seeds.
+
+    A difference of accuracies, a ratio of costs; one of so many `together`. None if seeds are
+    missing, and for a cost of 0, which has no ratio.
+    """
+    if not best or values.keys() != best.keys():
+        return None
+    if higher:
+        return difference(values, best, together=together)
+    if min(*values.values(), *best.values()) <= 0:
+        return None
+    return ratio(values, best, together=together)
+
+
+def level_with(
+    best: str, settings: Mapping[str, Mapping[int, float]], *, higher: bool
+) -> list[str]:
+    """Return the settings within the noise of seeds of the best one, all compared together.
+
+    A setting that lacks seeds is one of them unless all its values are missing, as those of runs
+    that diverged are.
+    """
+    level = []
+    for name, values in settings.items():
+        if name == best or not values:
+            continue
+        gap = gap_between(values, settings[best], higher=higher, together=len(settings) - 1)
+        if gap is None or (gap.high >= 0 if higher else gap.low <= 1):
+            level.append(name)
+    return level
+
+
 def transfer_matrix(
     values: Mapping[str, Mapping[str, Mapping[int, float]]], *, higher: bool
 ) -> list[list[Transfer]]:
@@ -280,18 +357,12 @@ def transfer_matrix(
     def transfer(best_of: str, used_on: str) -> Transfer:
         settings = values[used_on]
         value, own = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
-        gap, together = None, max(1, len(settings) - 1)
-        if own and value.keys() == own.keys():
-            if higher:
-                gap = difference(value, own, together=together)
-            elif min(*value.values(), *own.values()) > 0:
-                gap = ratio(value, own, together=together)
         return Transfer(
             best_of=best_of,
             used_on=used_on,
             setting=best[best_of],
             value=interval(value.values()) if value else None,
-            gap=gap,
+            gap=gap_between(value, own, higher=higher, together=max(1, len(settings) - 1)),
         )
 
     return [[transfer(best_of, used_on) for used_on in values] for best_of in values]
@@ -309,44 +380,75 @@ def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer
     ]
 
 
-def _matrix_of(cells: Sequence[CellResults], measure: Measure) -> list[list[Transfer]]:
-    """Return the transfer matrix over the seeds that all settings of a recipe have run.
+def compared_values(
+    cells: Sequence[CellResults], measure: Measure
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the values of a measure by recipe, setting and seed, where it was measured.
 
-    Else a setting of an unfinished study that has more seeds would win by that alone.
+    Only seeds that all settings of a recipe have run: else a setting of an unfinished study that
+    has more seeds would win by that alone.
     """
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
         own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
         common = set.intersection(*({run.seed for run in one.seeds} for one in own))
+        measured = {run.seed: measure.of(run) for run in cell.seeds if run.seed in common}
         values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
-            run.seed: value
-            for run in cell.seeds
-            if run.seed in common and math.isfinite(value := measure.of(run))
+            seed: value for seed, value in measured.items() if math.isfinite(value)
         }
-    return transfer_matrix(values, higher=measure.higher)
+    return values
 
 
-def findings(cells: Sequence[CellResults]) -> Iterator[str]:
+def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
     """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
+    every = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
     for measure in MEASURES:
-        matrix = _matrix_of(cells, measure)
-        form, unit = measure.form, f" {measure.unit}"
-        parts = [
-            f"{row[0].setting} on {row[0].best_of}, {own.with_ends(form, unit)}"
-            for place, row in enumerate(matrix)
-            if (own := row[place].value)
-        ]
-        parts += [
-            f"on {one.used_on} that of {one.best_of} is {one.describe(measure)}"
-            for one in lost(matrix, higher=measure.higher)
-        ]
-        if parts:
-            yield f"{measure.best.capitalize()}: {'; '.join(parts)}."
+        values = compared_values(cells, measure)
+        noise = dict[str, str]()
+        for recipe, settings in values.items():
+            best = best_setting(settings, higher=measure.higher)
+            own = {
+                cell.cell.variant: cell.runs for cell in cells if cell.cell.configuration == recipe
+            }
+            if best is None:
+                if any(settings.values()):
+                    yield Finding(
+                        about=f"{recipe}, {measure.best}", text="",
+                        doubts=["no setting was measured with every seed"],
+                    )  # fmt: skip
+                continue
+            others = [runs for name, runs in own.items() if name != best]
+            doubts = doubts_about([own[best]], others=others, study=every, of_time=measure.of_time)
+            if not others:
+                doubts.append("only one setting was measured")
+            level = level_with(best, settings, higher=measure.higher)
+            if level:
+                names = shorten([best, *level])
+                noise[recipe] = f"within the noise of each other, so in no order: {names}"
+                doubts.append(noise[recipe])
+            value = interval(settings[best].values())
+            yield Finding(
+                about=f"{recipe}, {measure.best}",
+                text=f"{best}, {value.with_ends(measure.form, f' {measure.unit}')}",
+                doubts=doubts,
+            )
+        for one in lost(transfer_matrix(values, higher=measure.higher), higher=measure.higher):
+            compared = [
+                cell.runs for cell in cells if cell.cell.configuration in {one.used_on, one.best_of}
+            ]
+            doubts = doubts_about(compared, study=every, of_time=measure.of_time)
+            if one.best_of in noise:
+                doubts.append(f"{one.best_of}: {noise[one.best_of]}")
+            yield Finding(
+                about=f"{one.used_on} with the setting that has {measure.best} on {one.best_of}",
+                text=f"{one.setting} is {one.describe(measure)} from its own best",
+                doubts=doubts,
+            )
 
 
 def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     """Return the table of a measure, for the best setting of a recipe on each other one."""
-    rows = _matrix_of(cells, measure)
+    rows = transfer_matrix(compared_values(cells, measure), higher=measure.higher)
     settings = [row[0].setting or MISSING for row in rows]
     columns = [Column("Best setting of", [row[0].best_of for row in rows], details=settings)]
     columns += [
@@ -378,13 +480,16 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     for cell in cells:
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
-    ranked, sentences, sections = list[Ranked](), list[str](), list[Section]()
+    ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
     for recipe, some in recipes.items():
         title, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
         if not is_of_settings:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
+            if any(cell.scaled for cell in some):
+                rankings.append(rank(some, robust=True))
+                parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
-            sentences += [f"{recipe}: {each.finding}." for each in rankings]
+            found += [each.finding for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_spent, target=highest.target or math.inf, name="step")
@@ -398,7 +503,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
             parts.insert(0, trade_off(f"cost-{recipe}", title, points))
         sections.append(Section(title=recipe, parts=parts))
     if is_of_settings:
-        title, note, sentences = "Settings", _SETTINGS, list(findings(cells))
+        title, note, found = "Settings", _SETTINGS, list(findings(cells))
+        found += correlations.findings(recipes, CORRELATED, timed=TIMED)
+        sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
         if len(recipes) > 1 and len(variants) > 1:
             tables = [matrix(cells, measure) for measure in MEASURES]
@@ -410,13 +517,25 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=sentences,
-        is_sound=all(cell.finished and len(cell.seeds) >= ENOUGH_SEEDS for cell in cells),
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=(title, list(looks.values())),
         sections=[Section(title=title, parts=[table], notes=[note]), *sections],
         source="the records of a study",
     )
+
+
+def _robustness(name: str, cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Chart:
+    """Return the chart of the accuracy at multiples of the rate found."""
+    lines = []
+    for cell in cells:
+        if cell.robustness is not None:
+            by_scale = cell.robustness.by_scale
+            means = [mean.scaled(100) for mean in by_scale.values()]
+            lines.append(interval_line(looks[cell.cell.variant], list(by_scale), means))
+    panel = Panel(lines=lines, x="Multiple of the rate found", y="Top-1, %", log="x")
+    return line_chart(name, panel, title="Robustness to the rate")
 
 
 def _mean(
@@ -446,7 +565,30 @@ def _table_of_policies(
             Column(f"reached {of}", reached),
         ]
     below = [row.against and row.against.scaled(100).with_ends(".2f") for row in rows]
+    details += [
+        column("AC", _mean(lambda run: run.average_confidence), ".4f"),
+        column("CD", _mean(lambda run: run.confidence_deviation), ".4f"),
+        column("CDAC", _mean(lambda run: run.class_confidence_deviation), ".4f"),
+    ]
+    scales = sorted(
+        {scale for cell in cells if cell.robustness for scale in cell.robustness.by_scale}
+    )
+    for scale in scales:
+        if scale != 1:
+            details.append(column(f"Top-1 at {scale:g} x the rate, %", _at_scale(scale), ".2f"))
+    details.append(column("Mean over the multiples, %", _over_scales, ".2f"))
     return _table(cells, looks, "Policy", [Column("Points below the best", below)], details)
+
+
+def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
+    def value(cell: CellResults) -> float | None:
+        return cell.robustness and 100 * cell.robustness.by_scale[scale].mean
+
+    return value
+
+
+def _over_scales(cell: CellResults) -> float | None:
+    return cell.robustness and 100 * fmean(cell.robustness.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
@@ -462,6 +604,7 @@ def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]
     details = [
         column("GPU, %", _mean(used("gpu_percent")), ".0f"),
         column("GPU memory, MB", _mean(used("gpu_memory_bytes", 1e-6)), ",.0f"),
+        column("Read from disk, MB", _mean(READ), ",.1f"),
     ]
     return _table(cells, looks, "Setting", resources, details)
 
@@ -474,6 +617,9 @@ def _table(
     details: Sequence[Column],
 ) -> Table:
     column = columns_over(cells)
+    keys = dict.fromkeys(
+        key for cell in cells for run in cell.seeds for key in run.values if key != RATE
+    )
     printed = [
         column(variant, lambda cell: cell.cell.variant, None),
         column("Recipe", lambda cell: cell.cell.configuration, None),
@@ -481,13 +627,19 @@ def _table(
         column("±", _mean(TOP1.of, "reach"), ",.2f"),
         *compared,
         column("peak_lr", lambda cell: cell.rate, ",.8g"),
+        *(column(key, _found(key), ",.8g") for key in keys),
         column("Seeds", lambda cell: len(cell.seeds), "d"),
         column("Diverged", lambda cell: cell.diverged, "d"),
     ]
     loss = column("Loss: validation − training", _mean(lambda run: run.loss_difference), ".4f")
+    top5 = column("Top-5, %", _mean(lambda run: 100 * run.top5), ".2f")
     return Table(
         name="variants",
-        columns=[*printed, *details, loss],
+        columns=[*printed, top5, *details, loss],
         series=[looks[cell.cell.variant] for cell in cells],
         printed={one.title for one in printed},
     )
+
+
+def _found(key: str) -> Callable[[CellResults], float | None]:
+    return lambda cell: cell.seeds[0].values.get(key) if cell.seeds else None

@@ -2,7 +2,10 @@
 
     python -m largebatch.lab.studies.hosts FOLDER
 
-is one worker. It makes the updates of `largebatch train`, by the same stage.
+is one worker. It makes the updates of `largebatch train`, by the same stage, in three segments: the
+warm-up, one update, and one update plus the timed ones. No worker sends anything at either end of a
+segment, when the counters of its host's link are read. What is sent besides updates is the same in
+the last two segments, so the difference of their counters is the traffic of the timed updates.
 """
 
 import json
@@ -11,27 +14,42 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated, Literal
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST, BackendName
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
+from largebatch.lab.protocols.server import divide
+from largebatch.lab.studies import words
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
-from largebatch.lab.studies.namespaces import CARD, Command, addresses, run_on_hosts
+from largebatch.lab.studies.namespaces import (
+    CARD,
+    Command,
+    Counters,
+    addresses,
+    read_counters,
+    run_on_hosts,
+)
+from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
+from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, Values, naming, recipe_of
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.pages import (
     Chart,
+    Column,
     Line,
     Panel,
     Series,
@@ -52,6 +70,8 @@ IDEAL = "ideal"
 
 _PORT = 29_500
 _SHOWN_LINES = 20
+
+_UNTIMED = 1  # updates at the start of the last two segments
 
 
 class PacedCriterion:
@@ -88,14 +108,41 @@ class PacedCriterion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Result of one start of the workers of a cell."""
+class StartRecord(Record):
+    """Record of one start of the workers of a cell."""
 
-    seconds: list[float]
+    seconds: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """Seconds of each timed update, on the first worker or server."""
+
+    late: Share
+    """Fraction of gradients that took longer than their set time."""
+
+    shares: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    """Bytes of the weights on each server; without servers those of all weights."""
+
+    received: tuple[float, ...]
+    sent: tuple[float, ...]
+    """Bytes of payload in an update by host, from the counters of its network interface."""
+
+    rates: tuple[tuple[str, ...], ...]
+    """Learning rate of every update on every worker that updates weights, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Result of one start of the workers of a cell, or of a simulated one."""
+
+    seconds: Sequence[float]
     """Seconds of each timed update, on the first worker or server."""
 
     late: float = 0.0
     """Fraction of gradients that took longer than their set time."""
+
+    shares: Sequence[int] = ()
+    """Bytes of the weights on each server; without servers those of all weights."""
+
+    record: StartRecord | None = None
+    """None for a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,51 +161,83 @@ class HostsCell(Cell):
 
     on_hosts: OnHosts
     look: str
-    """Name of its layout or place, which have one colour each on the page."""
+    """Name of its layout or place; each has a colour on the page."""
+
+    backend: BackendName = "torch"
+    """Library that sums the gradients of several workers."""
 
     @property
     def definition(self) -> Json:
         """Recipe, times and placement."""
-        on_hosts = self.on_hosts.model_dump(mode="json", exclude={"workers"})
+        elsewhere = {"workers", "megabits", "paper"}  # where they decide, or after the starts
         return {
             "recipe": self.recipe.model_dump(mode="json"),
-            "on_hosts": on_hosts,
+            "on_hosts": self.on_hosts.model_dump(mode="json", exclude=elsewhere),
             "samples": self.samples,
             "workers_per_host": self.workers_per_host,
             "megabits": self.megabits,
+            "backend": self.backend,
         }
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    @property
+    def hosts(self) -> list[str]:
+        """Host of every worker, by rank."""
+        names = addresses(len(self.workers_per_host))
+        numbers = zip(names, self.workers_per_host, strict=True)
+        return [name for name, number in numbers for _ in range(number)]
+
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Start the workers once, on hosts made for them, and record what they measure.
 
         Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
         worker was lost, BackendError if this machine cannot make hosts.
         """
-        del rate
+        del values
         seeded = replace(self, recipe=self.recipe.model_copy(update={"seed": slot.seed}))
-        backend: BackendName = "torch" if self.workers > 1 else "auto"
-        names = addresses(len(self.workers_per_host))
-        numbers = zip(names, self.workers_per_host, strict=True)
-        hosts = [name for name, number in numbers for _ in range(number)]
+        backend: BackendName = self.backend if self.workers > 1 else "auto"
         with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
             folder = Path(name)
             own = replace(options, out=folder / "run", backend=backend)
             own.out.mkdir()
             (folder / JOB).write_bytes(_JOB.dump_json((seeded, own)))
-            words = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
+            command = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
             commands = [
-                Command(host, words, environment(rank, hosts), folder / f"output-{rank}")
-                for rank, host in enumerate(hosts)
+                Command(host, command, environment(rank, self.hosts), folder / f"output-{rank}")
+                for rank, host in enumerate(self.hosts)
             ]
-            codes = run_on_hosts(commands, hosts=names, megabits=self.megabits)
+            codes = run_on_hosts(
+                commands,
+                hosts=addresses(len(self.workers_per_host)),
+                megabits=self.megabits,
+                horovod=backend == "horovod",
+            )
             if any(codes):
                 raise_cause(codes, folder)
-            files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
+            files = [folder / f"worker-{rank}.json" for rank in range(len(self.hosts))]
             workers = [json.loads(path.read_bytes()) for path in files]
-        gradients = sum(worker["gradients"] for worker in workers)
-        late = sum(worker["late"] for worker in workers) / gradients if gradients else 0.0
-        found = {"seed": slot.seed, "seconds": workers[0]["seconds"], "late": late}
-        return {**found, **circumstances()}
+        return {"seed": slot.seed, **combined(workers, self.hosts, updates=self.on_hosts.updates)}
+
+
+def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> Json:
+    """Return the results of a start from those of its workers; `hosts` has the host of each.
+
+    All workers of a host read the same counters, so the first one's are taken.
+    """
+    received, sent = [], []
+    for host in dict.fromkeys(hosts):
+        marks = [Counters(*mark) for mark in workers[hosts.index(host)]["counters"]]
+        before, between, after = marks  # the second segment is between the first two
+        received.append((after.received - 2 * between.received + before.received) / updates)
+        sent.append((after.sent - 2 * between.sent + before.sent) / updates)
+    gradients = sum(worker["gradients"] for worker in workers)
+    return {
+        "seconds": workers[0]["seconds"],
+        "late": sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
+        "shares": workers[0]["shares"],
+        "received": received,
+        "sent": sent,
+        "rates": [worker["rates"] for worker in workers if worker["rates"]],
+    }
 
 
 JOB = "job.json"
@@ -177,6 +256,7 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     samples: int,
     look: str,
     protocol: Json | None = None,
+    backend: BackendName = "torch",
     one_host: bool = False,
 ) -> HostsCell:
     """Return the cell of workers with `samples` samples each in an update, set or computed.
@@ -199,7 +279,7 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
         recipe = validate_tree(Recipe, tree, source=base.name)
         processes = recipe.protocol.workers if recipe.protocol else workers
         plan = make_plan(recipe, workers=processes)
-        needed = on_hosts.warm_up + on_hosts.updates
+        needed = segments_of(on_hosts)[-1]
         if plan.steps <= needed:
             raise LargebatchError(
                 f"the recipe ends after {plan.steps} updates, and {needed} are made; give it a "
@@ -212,9 +292,16 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
             )
     return HostsCell(
         configuration=configuration, variant=variant, recipe=recipe, seeds=study.seeds,
-        workers=workers, samples=samples, megabits=section.megabits, on_hosts=on_hosts, look=look,
+        workers=workers, samples=samples, megabits=on_hosts.megabits or section.megabits,
+        on_hosts=on_hosts, look=look, backend=backend,
         workers_per_host=(processes,) if one_host else (1,) * processes,
     )  # fmt: skip
+
+
+def segments_of(on_hosts: OnHosts) -> tuple[int, int, int]:
+    """Return the numbers of updates made at the ends of the segments."""
+    first = on_hosts.warm_up
+    return first, first + _UNTIMED, first + 2 * _UNTIMED + on_hosts.updates
 
 
 class StepTimes(list[float]):
@@ -226,27 +313,71 @@ class StepTimes(list[float]):
             self.append(event.step_seconds)
 
 
+@contextmanager
+def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
+    """Yield the learning rate of every update of this worker; it grows as updates are made.
+
+    It is read from the parameter groups when the optimizer steps, so it is the rate that is applied
+    and not that of the schedule. Hexadecimal numbers (float.hex) are exact.
+    """
+    rates: list[str] = []
+
+    def read(stepping: Optimizer, *_: object) -> None:
+        of_groups = dict.fromkeys(float(group["lr"]).hex() for group in stepping.param_groups)
+        rates.append(" ".join(of_groups))
+
+    handle = optimizer.register_step_pre_hook(read)
+    try:
+        yield rates
+    finally:
+        handle.remove()
+
+
 def measure(cell: HostsCell, options: Options) -> Json:
     """Train, and return the result of this worker."""
-    on_hosts = cell.on_hosts
-    with open_session(cell.recipe, options, {"command": "study"}) as opened:
+    on_hosts, recipe = cell.on_hosts, cell.recipe
+    if recipe.model.name == words.NAME:
+        opening = words.open_words(recipe, options)
+    else:
+        opening = open_session(recipe, options, {"command": "study"})
+    with opening as opened:
         session, paced, rank = opened, None, opened.backend.rank
         if on_hosts.compute is not None:
-            times = on_hosts.compute.times(cell.samples, seed=cell.recipe.seed, worker=rank)
+            times = on_hosts.compute.times(cell.samples, seed=recipe.seed, worker=rank)
             paced = PacedCriterion(opened.criterion, opened.state.model, times)
             session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
-        until = on_hosts.warm_up + on_hosts.updates
-        STAGES[0].run(session, range(session.plan.train_steps), until)
-        session.saver.finish()
-        session.backend.barrier()  # nobody leaves while others need its server
+        optimizer, counters = session.state.updater.optimizer, []
+        with applied_rates(optimizer) as rates:
+            for until in segments_of(on_hosts):
+                STAGES[0].run(session, range(session.plan.train_steps), until)
+                session.saver.finish()
+                counters.append(idle_counters(session.backend))
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         return {
             "rank": rank,
             "seconds": steps[-on_hosts.updates :],
+            "counters": counters,
+            "rates": rates,
+            "shares": server_bytes([weight.nbytes for weight in weights], recipe.protocol),
             "gradients": paced.gradients if paced else 0,
             "late": paced.late if paced else 0,
         }
+
+
+def idle_counters(backend: Backend) -> Counters:
+    """Read the counters of this host's link while no worker sends anything."""
+    backend.barrier()
+    counters = read_counters(Path("/proc/net/dev").read_text())
+    backend.barrier()  # nobody continues, or leaves, before all have read
+    return counters
+
+
+def server_bytes(sizes: Sequence[int], protocol: Protocol | None) -> list[int]:
+    """Return the bytes of the weights on each server, of tensors of these sizes."""
+    parts = divide(sizes, protocol.num_servers if protocol else 1)
+    return [sum(sizes[number] for number in part) for part in parts]
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
@@ -263,16 +394,24 @@ def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
 
 
 def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
-    """Return the variables that torchrun would set, and the network interface."""
+    """Return the variables that torchrun and horovodrun would set, and the network interface."""
     here, names = hosts[rank], addresses(len(set(hosts)))
+    local_rank, local_size = str(hosts[:rank].count(here)), str(hosts.count(here))
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(hosts[:rank].count(here)),
+        "LOCAL_RANK": local_rank,
         "WORLD_SIZE": str(len(hosts)),
-        "LOCAL_WORLD_SIZE": str(hosts.count(here)),
+        "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": names[hosts[0]],
         "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": CARD,
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(len(hosts)),
+        "HOROVOD_LOCAL_RANK": local_rank,
+        "HOROVOD_LOCAL_SIZE": local_size,
+        "HOROVOD_CROSS_RANK": str(list(names).index(here)),
+        "HOROVOD_CROSS_SIZE": str(len(names)),
+        "HOROVOD_HOSTNAME": here,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -314,13 +453,75 @@ class HostsRow:
 
 
 def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
-    """Return the starts of a cell by seed."""
-    found = records.get(cell.name, {}).values()
-    return {one["seed"]: Start(seconds=one["seconds"], late=one["late"]) for one in found}
+    """Return the starts of a cell by seed; raise StudyError for a damaged record."""
+    starts = {}
+    for name, content in records.get(cell.name, {}).items():
+        record = read_as(StartRecord, content, source=f"{cell.name}/{name}.json")
+        starts[record.seed] = Start(
+            seconds=record.seconds, late=record.late, shares=record.shares, record=record
+        )
+    return starts
 
 
-def table_of(name: str, rows: Sequence[HostsRow], looks: Mapping[str, Series]) -> Table:
-    """Return the table that shows how fast each row is."""
+def doubts_about_rows(
+    rows: Sequence[HostsRow], every: Sequence[HostsRow], *, of_time: bool = True
+) -> list[str]:
+    """Return what speaks against a finding about some of these rows, or about their times.
+
+    Simulations have no doubts: they follow from the study alone.
+    """
+    compared = {}
+    for row in rows:
+        for one in (row, row.alone or row):
+            if records_of(one):
+                compared[one.cell.name] = CellRuns(
+                    name=one.cell.name, runs=records_of(one), seeds=one.cell.seeds
+                )
+    if not compared:
+        return []
+    study = [record for row in every for record in records_of(row).values()]
+    return doubts_about(list(compared.values()), study=study, of_time=of_time, run="start")
+
+
+def records_of(row: HostsRow) -> dict[int, Record]:
+    """Return the records of a row by seed; none for a simulation."""
+    return {seed: start.record for seed, start in row.starts.items() if start.record}
+
+
+def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
+    """Yield which layouts and places are slower than one worker alone, beyond the noise of starts.
+
+    Without this a page could praise the better of two that both lose time.
+    """
+    groups: dict[tuple[str, str, str], list[HostsRow]] = {}
+    for row in rows:
+        if row.cell.workers > 1 and row.speed_up is not None and row.speed_up.mean < 1:
+            key = row.cell.configuration, row.cell.look, row.scaling or ""
+            groups.setdefault(key, []).append(row)
+    for (recipe, look, scaling), slow in groups.items():
+        surely = [row for row in slow if row.speed_up is not None and row.speed_up.high < 1]
+        doubts = doubts_about_rows(surely or slow, rows)
+        if not surely:
+            doubts.append("within the noise of starts")
+        described = ", ".join(
+            f"{row.speed_up.with_ends('.2f', ' times')} on {row.cell.workers} workers"
+            for row in surely
+            if row.speed_up is not None
+        )
+        yield Finding(
+            about=", ".join(filter(None, (recipe, how, scaling, f"{look} against one worker"))),
+            text=f"SLOWER THAN ONE WORKER: {described}",
+            doubts=doubts,
+        )
+
+
+def table_of(
+    name: str,
+    rows: Sequence[HostsRow],
+    looks: Mapping[str, Series],
+    further: Sequence[Column] = (),
+) -> Table:
+    """Return the table that shows how fast each row is, with further columns."""
     column = columns_over(rows)
 
     def late(row: HostsRow) -> float:
@@ -337,6 +538,8 @@ def table_of(name: str, rows: Sequence[HostsRow], looks: Mapping[str, Series]) -
         column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
         column("Efficiency, %", lambda row: row.efficiency and row.efficiency.mean, ".0f"),
         column("An update, s", lambda row: row.seconds.mean, ",.4f"),
+        *further,
+        column("Link, Mbit/s", lambda row: row.cell.megabits, ",g"),
         column("Late gradients, %", late, ".1f"),
         column("Starts", lambda row: len(row.starts), "d"),
     ]
@@ -349,13 +552,22 @@ def chart_of(
     looks: Mapping[str, Series],
     *,
     simulated: Sequence[HostsRow] = (),
+    by: Literal["workers", "megabits", "samples"] = "workers",
+    axis: str = "Workers",
 ) -> Chart:
-    """Return a chart of the speed-up of each layout or place: points measured, lines simulated."""
+    """Return a chart of the speed-up of each layout or place: points measured, lines simulated.
+
+    `by` names the field of a cell that the horizontal axis has, and `axis` its title.
+    """
     lines = []
     for look, shown in looks.items():
         for some in (simulated, rows):
-            line = [row for row in some if row.cell.look == look or row.cell.workers == 1]
-            means = {row.cell.workers: row.speed_up for row in line if row.speed_up}
+            line = [row for row in some if row.cell.look == look]
+            if by == "workers":  # every line starts at one worker alone
+                line += [row for row in some if row.cell.workers == 1]
+            else:
+                line = [row for row in line if row.cell.workers > 1]
+            means = {getattr(row.cell, by): row.speed_up for row in line if row.speed_up}
             x = sorted(means)
             if some is rows:
                 line_too = not simulated
@@ -366,8 +578,11 @@ def chart_of(
     if IDEAL in looks:
         x = sorted({row.cell.workers for row in rows})
         lines.append(Line(series=looks[IDEAL], x=x, y=x, points=False))
-    panel = Panel(lines=lines, x="Workers", y="Speed-up", from_zero=True)
-    return line_chart(f"speed-up-{title.replace(', ', '-')}", panel, title=f"Speed-up: {title}")
+    log: Literal["", "x"] = "" if by == "workers" else "x"
+    panel = Panel(lines=lines, x=axis, y="Speed-up", log=log, from_zero=True)
+    name = f"speed-up-{title.replace(', ', '-')}-{by}"
+    caption = f"{title}: points are measured, lines simulated." if simulated and rows else title
+    return line_chart(name, panel, title=f"Speed-up: {title}", caption=caption)
 
 
 def main(name: str) -> int:

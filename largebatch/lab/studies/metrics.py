@@ -1,4 +1,4 @@
-"""What LRBench measures of runs (arXiv:1908.06477): utility and cost.
+"""What LRBench measures of runs (arXiv:1908.06477): utility, cost and robustness.
 
 Accuracy is measured at evaluations and nowhere between, so a target is reached at the first
 evaluation that has it, and nothing is interpolated. A run that diverged is a result, as good as
@@ -11,7 +11,10 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
@@ -154,6 +157,61 @@ def ratio(
         return None
     end = math.exp(found.high) if found.high < math.log(sys.float_info.max) else math.inf
     return Interval(math.exp(found.mean), math.exp(found.low), end, found.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """How much top-1 depends on the base rate; fractions."""
+
+    by_scale: dict[float, Interval]
+    """Top-1 by multiple of the rate, the mean over seeds."""
+
+    areas: dict[int, float]
+    """By seed, the area under top-1 over the logarithm of the multiple, by trapezoids, divided by
+    its length: the average top-1 of a rate that is wrong by a factor drawn from the range of the
+    multiples on a logarithmic scale."""
+
+    @property
+    def worst_drop(self) -> float:
+        """The mean at the rate itself minus the lowest one: 0 where that is the lowest."""
+        return self.by_scale[1.0].mean - min(found.mean for found in self.by_scale.values())
+
+
+def robustness(top1: Iterable[tuple[int, float, float]]) -> Robustness | None:
+    """Summarise accuracies given as (seed, multiple, top-1), chance for runs that diverged.
+
+    Only seeds that were run at every multiple count; None if there are none, or only multiple 1.
+
+    >>> found = robustness([(1, 0.5, 0.8), (1, 1.0, 0.9), (1, 2.0, 0.7)])
+    >>> round(found.worst_drop, 3), round(found.areas[1], 3)
+    (0.2, 0.825)
+    """
+    by_seed: dict[int, dict[float, float]] = {}
+    for seed, scale, value in top1:
+        by_seed.setdefault(seed, {})[scale] = value
+    scales = sorted({1.0, *(scale for values in by_seed.values() for scale in values)})
+    whole = {
+        seed: [values[scale] for scale in scales]
+        for seed, values in by_seed.items()
+        if values.keys() == set(scales)
+    }
+    if not whole or len(scales) < 2:
+        return None
+    places = np.log(scales)
+    return Robustness(
+        by_scale={
+            scale: interval(values[place] for values in whole.values())
+            for place, scale in enumerate(scales)
+        },
+        areas={
+            seed: float(np.average(_between(values), weights=np.diff(places)))
+            for seed, values in whole.items()
+        },
+    )
+
+
+def _between(values: Sequence[float]) -> list[float]:
+    return [(one + other) / 2 for one, other in pairwise(values)]
 
 
 def interval_line(

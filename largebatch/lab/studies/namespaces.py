@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ OWN_NAMESPACES = (
 
 CARD = "eth0"
 """Name of the link on each host."""
+
+SWITCH = "10.9.255.254"
+"""Address of the process that started the hosts, as seen from them."""
 
 _SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
 _QUEUE = 2**26  # length of a queue in bytes: more than the windows of all connections to a host
@@ -87,7 +91,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
     _call("mount -t tmpfs tmpfs /run")
     _call("ip link set lo up")
     _call("ip link add name bridge type bridge")
-    _call("ip address add 10.9.255.254/16 dev bridge")
+    _call(f"ip address add {SWITCH}/16 dev bridge")
     _call("ip link set bridge up")
     for name, address in hosts.items():
         _call(f"ip netns add {name}")
@@ -134,6 +138,30 @@ def payload_bandwidth(megabits: float) -> float:
     return megabits * 1e6 / 8 * (_FRAME - _HEADERS) / _FRAME
 
 
+class Counters(NamedTuple):
+    """Bytes of payload that have passed the link of a host."""
+
+    received: int
+    sent: int
+
+
+def read_counters(table: str) -> Counters:
+    """Parse /proc/net/dev of a host; headers are left out.
+
+    The kernel counts a segment that the link cuts into frames as one packet with one header.
+
+    >>> read_counters("  eth0: 1066 2 0 0 0 0 0 0 132 2 0 0 0 0 0 0")
+    Counters(received=934, sent=0)
+    """
+    (line,) = (line for line in table.splitlines() if line.strip().startswith(f"{CARD}:"))
+    numbers = [int(word) for word in line.partition(":")[2].split()]
+    received_bytes, received_packets = numbers[:2]
+    sent_bytes, sent_packets = numbers[8:10]
+    return Counters(
+        received_bytes - _HEADERS * received_packets, sent_bytes - _HEADERS * sent_packets
+    )
+
+
 class Command(NamedTuple):
     """A process on a host."""
 
@@ -145,11 +173,16 @@ class Command(NamedTuple):
 
 
 def run_on_hosts(
-    commands: Sequence[Command], *, hosts: Mapping[str, str], megabits: float | None
+    commands: Sequence[Command],
+    *,
+    hosts: Mapping[str, str],
+    megabits: float | None,
+    horovod: bool = False,
 ) -> list[int | None]:
     """Run commands side by side on hosts that are made for them; return their exit codes.
 
     If one fails, the others have GRACE_SECONDS; the code of one that is killed then is None.
+    With `horovod` a server on the switch connects the workers of Horovod, one for each command.
     Raises BackendError if this machine cannot make hosts.
     """
     require_hosts()
@@ -162,7 +195,9 @@ def run_on_hosts(
         start_new_session=True,  # Ctrl-C is for this process, which ends the others
     )
     try:
-        answer, _ = program.communicate(json.dumps([hosts, megabits, commands], default=str))
+        answer, _ = program.communicate(
+            json.dumps([hosts, megabits, horovod, commands], default=str)
+        )
     finally:
         program.kill()
         program.wait()
@@ -179,29 +214,37 @@ def _main() -> list[int | None]:
 
     Waits until all have ended, or some time after one has failed.
     """
-    hosts, megabits, commands = json.load(sys.stdin)
+    hosts, megabits, horovod, commands = json.load(sys.stdin)
     make_hosts(hosts, megabits=megabits)
-    running = []
-    for host, words, own, output in commands:
-        with Path(output).open("wb") as file:
-            running.append(
-                subprocess.Popen(  # noqa: S603 -- the words are ours
-                    on_host(host, *words),
-                    env={**os.environ, **own},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
+    server: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if horovod:
+        from largebatch.runs.launch import horovods_server  # imports torch
+
+        of_workers = [host for host, *_ in commands]
+        placement = ",".join(f"{host}:{of_workers.count(host)}" for host in hosts)
+        server = horovods_server(placement, address=SWITCH, interface=CARD)
+    with server as shared:
+        running = []
+        for host, words, own, output in commands:
+            with Path(output).open("wb") as file:
+                running.append(
+                    subprocess.Popen(  # noqa: S603 -- the words are ours
+                        on_host(host, *words),
+                        env={**os.environ, **shared, **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
                 )
-            )
-    until = float("inf")
-    while time.monotonic() < until:
-        codes = [process.poll() for process in running]
-        if None not in codes:
-            break
-        if any(codes):
-            until = min(until, time.monotonic() + GRACE_SECONDS)
-        time.sleep(0.05)
-    return [process.poll() for process in running]
+        until = float("inf")
+        while time.monotonic() < until:
+            codes = [process.poll() for process in running]
+            if None not in codes:
+                break
+            if any(codes):
+                until = min(until, time.monotonic() + GRACE_SECONDS)
+            time.sleep(0.05)
+        return [process.poll() for process in running]
 
 
 def _call(command: str) -> None:

@@ -6,6 +6,7 @@ several, or runs that are measured, in a process each. A request to stop reaches
 way, which save a checkpoint or leave no record.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -24,26 +25,36 @@ from types import ModuleType
 from typing import NamedTuple
 
 from largebatch.distributed.environment import available_cores, leave_with, worker_rank
-from largebatch.errors import BackendError, LargebatchError, StudyError, WorkerFailedError
+from largebatch.errors import (
+    BackendError,
+    LargebatchError,
+    StudyError,
+    WorkerFailedError,
+    shorten,
+)
 from largebatch.lab.studies.namespaces import require_hosts
-from largebatch.lab.studies.store import Json, Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, load_study
+from largebatch.lab.studies.records import Json, watched
+from largebatch.lab.studies.store import Store
+from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
+from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
 
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
 Records = Mapping[str, Mapping[str, Json]]
 """Records by the names of cells and runs."""
 
 
 class Task(NamedTuple):
-    """A claimed run, its searched rate if it has one, and its options."""
+    """A claimed run, the values of its searched keys, and its options."""
 
     cell: Cell
     slot: Slot
-    rate: float | None
+    values: Values
     options: Options
 
 
@@ -82,9 +93,9 @@ class Runs:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
                 found = [self.store.read(cell, each) for each in cell.slots if each.trial]
                 trials = [record for record in found if record is not None]
-                rate = self.store.rate(cell, slot, partial(cell.rate, trials, slot))
+                values = self.store.values(cell, slot, partial(cell.values, trials, slot))
                 folder = self.store.path(cell, slot).with_suffix("")
-                return Task(cell, slot, rate, self.machine.of(cell, folder))
+                return Task(cell, slot, values, self.machine.of(cell, folder))
         return None
 
 
@@ -140,6 +151,23 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
         runs.store.release_all()
 
 
+def made(task: Task) -> Json:
+    """Make a run; return its record, with where, when and beside what it was made.
+
+    Raises StudyError if a file cannot be written, such as on a full disk.
+    """
+    try:
+        return watched(lambda: task.cell.carry_out(task.slot, task.values, task.options))
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        where = error.filename or task.options.out
+        raise StudyError(
+            f"{where}: cannot be written: {error.strerror}; make room and repeat the same command, "
+            "which resumes"
+        ) from None
+
+
 class _Pool:
     def __init__(self, jobs: int, *, in_processes: bool) -> None:
         self._jobs = jobs
@@ -186,7 +214,7 @@ class _Pool:
         """Make a run here, or start its process."""
         if not self._in_processes:
             try:
-                self._done.append((task, task.cell.carry_out(task.slot, task.rate, task.options)))
+                self._done.append((task, made(task)))
             except (InterruptedStudyError, KeyboardInterrupt):
                 self._requests.add()
                 self._done.append((task, None))
@@ -241,7 +269,7 @@ def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     leave_with(parent)  # and its own workers with it
     try:
-        connection.send(task.cell.carry_out(task.slot, task.rate, task.options))
+        connection.send(made(task))
     except (InterruptedStudyError, KeyboardInterrupt):
         connection.send(None)
     except LargebatchError as error:
@@ -319,8 +347,12 @@ def study(  # noqa: PLR0913 -- the options of the command
     elif store.folder.exists():
         store.define(runs.cells)  # records of other settings are refused
     records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
-    if not records and not (given.servers and given.servers.simulated):
+    if not records and not given.simulates:
         raise StudyError(f"{store.folder}: no run of the study has finished")
-    drawn = kind.make_page(given, folder, records)
+    drawn: Page = kind.make_page(given, folder, records)
+    unfinished = list(dict.fromkeys(cell.name for cell, _ in runs.left))
+    if unfinished:
+        note = f"Not finished: {shorten(unfinished)}."
+        drawn = replace(drawn, findings=[*drawn.findings, note], is_sound=False)
     report(f"{drawn.text()}\npage: {drawn.write(store.folder / 'study.html')}")
     return True

@@ -8,36 +8,49 @@ trains any number of learners.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, shorten
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.metrics import Interval, difference, interval, trade_off
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
+from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line, ratio
+from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.store import Json
-from largebatch.lab.studies.study import Cell, Slot, Study, naming, recipe_of
-from largebatch.lab.studies.trained import circumstances
+from largebatch.lab.studies.study import Cell, Grid, Slot, Study, Values, naming, recipe_of
 from largebatch.models.batchnorm import Spans
-from largebatch.models.of_recipe import build_model
+from largebatch.models.of_recipe import build_model, model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Softsync
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.pages import Page, Section, Table, columns_over, series
+from largebatch.report.pages import (
+    Chart,
+    Line,
+    Page,
+    Panel,
+    Section,
+    Series,
+    Table,
+    columns_over,
+    line_chart,
+    series,
+)
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
@@ -52,6 +65,26 @@ _TABLE = (
     "sigma is the staleness that a protocol aims at (0: hardsync), mu the samples of a gradient, "
     "lambda the learners, tau how many updates late a gradient was. Evaluations take no time."
 )
+_TRADE_OFF = (
+    "A line joins the cells of a protocol with equal mu x lambda. By Rudra's rule (section 4 of "
+    "arXiv:1509.04210) their accuracies are equal, so that the line is level."
+)
+_TAU = "Shares of all gradients of a cell, over the seeds. Rudra's tau is at most 2 sigma."
+_SPEED_UP = (
+    "Samples per second of the simulated cluster over those of one learner alone, for the same "
+    "mini-batches and times, without training: how much sooner the same samples are done, and not "
+    "how much sooner an accuracy is reached."
+)
+
+PAPER_LEARNERS = 30
+"""Number of learners for which Rudra has a speed-up."""
+
+LATE_SHARE = 1e-4
+"""Rudra's bound of the share of gradients that are more than 2 sigma updates late."""
+
+ENOUGH_GRADIENTS = 30_000
+"""Number of gradients, none of them late, from which on the share's interval of 95 % is below this
+bound: its upper end is 3 over the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +121,9 @@ class StalenessCell(Cell):
         cluster = to_jsonable_python(self.cluster)
         return {"recipe": self.recipe.model_dump(mode="json"), "cluster": cluster}
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Train with one seed, in its stages."""
-        del rate
+        del values
         return train(self, seed=slot.seed, options=options)
 
 
@@ -100,10 +133,15 @@ def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
     Raises RecipeError naming the cell whose recipe and protocol do not fit each other.
     """
     assert study.staleness is not None
+    return _cells(study, folder, study.staleness.grids)
+
+
+def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessCell]:
+    assert study.staleness is not None
     machines = study.staleness.machines
     bases = {name: recipe_of(one, folder) for name, one in study.recipes.items()}
     cells: dict[str, StalenessCell] = {}
-    for grid in study.staleness.grids:
+    for grid in grids:
         lists = grid.recipes, grid.times, grid.sigma, grid.mu, grid.learners, grid.modulation
         for name, times, given, mu, learners, modulation in product(*lists):
             sigma = learners if given == "lambda" else given
@@ -185,7 +223,6 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
-        **circumstances(),
     }
 
 
@@ -256,17 +293,28 @@ class _Learners:
         return self.gradients.of(mini_batch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Record):
+    """Record of one run."""
+
+    top1: Share
+    updates: Annotated[int, Field(ge=0)]
+    simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tau: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """Number of gradients by how many updates late they were, from 0 on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
     """A cell with the records of its seeds."""
 
     cell: StalenessCell
-    records: tuple[Json, ...]
+    records: tuple[Result, ...]
 
     @property
     def by_seed(self) -> dict[int, float]:
         """Top-1 accuracy in percent, by seed."""
-        return {one["seed"]: 100 * one["top1"] for one in self.records}
+        return {one.seed: 100 * one.top1 for one in self.records}
 
     @property
     def top1(self) -> Interval:
@@ -276,19 +324,41 @@ class StalenessRow:
     @property
     def seconds(self) -> float:
         """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one["simulated_seconds"] for one in self.records)
+        return fmean(one.simulated_seconds for one in self.records)
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of gradients that were 0, 1, 2 ... updates late, over the seeds."""
+        late = zip_longest(*(one.tau for one in self.records), fillvalue=0)
+        return [sum(numbers) for numbers in late]
 
     @property
     def tau(self) -> float:
-        """Mean staleness in updates over all gradients."""
-        late = zip_longest(*(one["tau"] for one in self.records), fillvalue=0)
-        counts = [sum(numbers) for numbers in late]
-        return float(np.average(range(len(counts)), weights=counts))
+        """Mean staleness in updates over all gradients; NaN without a gradient."""
+        if not any(self.counts):
+            return math.nan
+        return float(np.average(range(len(self.counts)), weights=self.counts))
+
+    @property
+    def largest_tau(self) -> int:
+        """Staleness of the latest gradient in updates; 0 without a gradient."""
+        return max((tau for tau, count in enumerate(self.counts) if count), default=0)
+
+    @property
+    def late(self) -> int:
+        """Number of gradients that were more than 2 sigma updates late."""
+        return sum(self.counts[2 * self.cell.sigma + 1 :])
+
+    @property
+    def late_percent(self) -> float:
+        """Share of these gradients; NaN without a gradient."""
+        gradients = sum(self.counts)
+        return 100 * self.late / gradients if gradients else math.nan
 
     @property
     def diverged(self) -> int:
         """Number of runs that diverged."""
-        return sum(one["diverged"] is not None for one in self.records)
+        return sum(one.diverged is not None for one in self.records)
 
     @property
     def words(self) -> str:
@@ -296,15 +366,48 @@ class StalenessRow:
         return f"{self.cell.protocol} (mu {self.cell.mu}, lambda {self.cell.cluster.learners})"
 
 
-def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
+def doubts_about_rows(
+    rows: Sequence[StalenessRow], others: Sequence[StalenessRow] = ()
+) -> list[str]:
+    """Return what speaks against a finding about some rows, ranked above others.
+
+    Times are simulated, so that they need no quiet machine.
+    """
+    above, below = (
+        [
+            CellRuns(
+                name=row.words, runs={one.seed: one for one in row.records}, seeds=row.cell.seeds
+            )
+            for row in some
+        ]
+        for some in (rows, others)
+    )
+    return doubts_about(above, others=below, study=(), of_time=False)
+
+
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
     """
     best = max(rows, key=lambda row: row.top1.mean)
-    yield (
-        f"{name}: the highest top-1 is {best.top1.with_ends('.2f', '%')}, of {best.words}, in "
-        f"{best.seconds:,.4g} s of the simulated cluster."
+    others = [row for row in rows if row is not best]
+    level = []
+    for row in others:
+        gap = difference(best.by_seed, row.by_seed, together=len(others))
+        if gap is None or gap.low <= 0:
+            level.append(row.words)
+    doubts = doubts_about_rows([best], others)
+    if not others:
+        doubts.append("only one cell was measured")
+    if level:
+        names = shorten([best.words, *level], between="; ")
+        doubts.append(f"within the noise of each other, so in no order: {names}")
+    yield Finding(
+        about=f"{name}, the highest top-1",
+        text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
+        "simulated cluster",
+        doubts=doubts,
     )
     fastest = min(rows, key=lambda row: row.seconds)
     point = fastest.cell.mu, fastest.cell.cluster.learners
@@ -312,31 +415,256 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[str]:
         waits = not row.cell.sigma and (row.cell.mu, row.cell.cluster.learners) == point
         if waits and row is not fastest:
             points = difference(fastest.by_seed, row.by_seed)
-            gap = points.with_ends("+.2f", " points") if points else "unknown"
-            yield (
-                f"The fastest, {fastest.words}, takes {fastest.seconds / row.seconds:.2f} times as "
-                f"long as hardsync. Its top-1 is {fastest.top1.with_ends('.2f', '%')}; minus "
-                f"hardsync's, {gap}."
+            shown = points.with_ends("+.2f", " points") if points else "unknown"
+            times = fastest.seconds / row.seconds
+            yield Finding(
+                about=f"{name}, the fastest against hardsync",
+                text=f"{fastest.words} takes {times:.2f} times as long. Its "
+                f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
+                doubts=doubts_about_rows([fastest, row]),
             )
+
+
+def diagonals(rows: Sequence[StalenessRow]) -> dict[tuple[str, int], list[StalenessRow]]:
+    """Return the cells by protocol and mu x lambda, where several have both.
+
+    One learner alone is asynchronous and every softsync at the same time, so it is in all of them.
+    """
+    protocols = dict.fromkeys(row.cell.protocol for row in rows if row.cell.sigma)
+    found: dict[tuple[str, int], list[StalenessRow]] = {}
+    for row in rows:
+        own = [row.cell.protocol]
+        if row.cell.sigma and row.cell.cluster.learners == 1:
+            own = list(protocols)
+        for protocol in own:
+            samples = row.cell.mu * row.cell.cluster.learners
+            found.setdefault((protocol, samples), []).append(row)
+    return {key: inside for key, inside in found.items() if len(inside) > 1}
+
+
+def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
+    """Yield what the cells of one recipe with the same times show of Rudra's two rules.
+
+    They are that few gradients are more than 2 sigma updates late, and that accuracy follows
+    mu x lambda.
+    """
+    # One learner alone is never late, so it says nothing about the others.
+    free = [row for row in rows if row.cell.sigma and not is_alone(row.cell)]
+    gradients, late = sum(sum(row.counts) for row in free), sum(row.late for row in free)
+    if gradients:
+        latest = max(free, key=lambda row: row.largest_tau / row.cell.sigma)
+        share, doubts = late / gradients, doubts_about_rows(free)
+        if not late and gradients < ENOUGH_GRADIENTS:
+            doubts.append(
+                f"too few gradients to judge: {gradients:,}, and {ENOUGH_GRADIENTS:,} are needed"
+            )
+        judged = "confirms" if share < LATE_SHARE else "refutes"
+        yield Finding(
+            about=f"{name}, gradients more than 2 sigma updates late",
+            text=f"{late:,} of {gradients:,} without hardsync, a share of {share:.2g}, which "
+            f"{judged} Rudra's bound of {LATE_SHARE:g}; the largest tau is {latest.largest_tau:,} "
+            f"updates, {latest.largest_tau / latest.cell.sigma:.2f} sigma, of {latest.words}",
+            doubts=doubts,
+        )
+    joined, gaps = diagonals(rows), {}
+    for point, inside in joined.items():
+        low, *_, high = sorted(inside, key=lambda row: row.top1.mean)
+        gap = difference(high.by_seed, low.by_seed, together=len(joined))
+        if gap is not None:
+            gaps[point] = gap
+    if gaps:
+        widest = max(gaps, key=lambda point: gaps[point].mean)
+        protocol, samples = widest
+        gap, doubts = gaps[widest], doubts_about_rows(joined[widest])
+        if gap.low <= 0:
+            doubts.append("within the noise of seeds")
+        yield Finding(
+            about=f"{name}, equal protocol and mu x lambda",
+            text=f"cells differ by up to {gap.with_ends('.2f', ' points')} of top-1, at "
+            f"{samples:,} of {protocol}; by Rudra's rule they are equal",
+            doubts=doubts,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUpRow:
+    """The simulated speed of a number of learners."""
+
+    protocol: str
+    cell: StalenessCell
+    seconds: Mapping[int, float]
+    """Seconds of a sample, by seed."""
+
+    alone: Mapping[int, float]
+    """The same of one learner alone."""
+
+    @property
+    def panel(self) -> str:
+        """Times and mini-batch, within which protocols are compared."""
+        return f"{self.cell.times}, mu {self.cell.mu:,}"
+
+    @property
+    def speed_up(self) -> Interval:
+        """Samples per second over those of one learner alone, by pairs of a seed."""
+        found = ratio(self.alone, self.seconds)
+        assert found is not None  # both have the same seeds
+        return found
+
+
+def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
+    """Simulate the speed-up of a study whose file is in `folder`; empty if it has none.
+
+    Raises RecipeError as cells_of does.
+    """
+    assert study.staleness is not None
+    section = study.staleness.speed_up
+    if section is None:
+        return []
+    names = {0: "hardsync", "lambda": "asynchronous"}
+    found = []
+    for sigma in section.sigma:
+        grid = Grid(
+            recipes=(section.recipe,),
+            times=tuple(study.staleness.times),
+            sigma=(sigma,),
+            mu=section.mu,
+            learners=tuple(sorted({1, *section.learners})),
+            modulation=("n",),
+        )
+        cells = _cells(study, folder, [grid])
+        model = model_without_memory(cells[0].recipe.model, classes=cells[0].recipe.data.classes)
+        size = float(sum(weight.nbytes for weight in model.parameters()))
+        seconds = {
+            cell.name: {
+                seed: _seconds_of_sample(cell, size, gradients=section.gradients, seed=seed)
+                for seed in range(1, section.seeds + 1)
+            }
+            for cell in cells
+        }
+        alone = {(one.times, one.mu): seconds[one.name] for one in cells if is_alone(one)}
+        found += [
+            SpeedUpRow(
+                protocol=names.get(sigma, f"{sigma}-softsync"),
+                cell=cell,
+                seconds=seconds[cell.name],
+                alone=alone[cell.times, cell.mu],
+            )
+            for cell in cells
+        ]
+    return found
+
+
+def is_alone(cell: StalenessCell) -> bool:
+    """Return True if the cell has one learner."""
+    return cell.cluster.learners == 1
+
+
+def _seconds_of_sample(
+    cell: StalenessCell, model_bytes: float, *, gradients: int, seed: int
+) -> float:
+    cluster = replace(cell.cluster, model_bytes=model_bytes)
+    updates = max(1, gradients // cell.rule.gradients)
+    found = simulate(cell.rule, cluster, servers=1, updates=updates, seed=seed)
+    return float(found.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
+
+
+def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
+    """Yield the speed-up of each protocol at the most learners, by times and mini-batch."""
+    for panel in dict.fromkeys(row.panel for row in rows):
+        inside = [row for row in rows if row.panel == panel]
+        most = max(row.cell.cluster.learners for row in inside)
+        listed = ", ".join(
+            f"{row.protocol} {row.speed_up.with_ends('.1f', ' times')}"
+            for row in inside
+            if row.cell.cluster.learners == most
+        )
+        paper = "; Rudra has 22 to 28 times" if most == PAPER_LEARNERS else ""
+        yield Finding(
+            about=f"Simulated speed-up of {most} learners over one, {panel}",
+            text=f"{listed}{paper}",
+        )
+
+
+def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) -> Section:
+    """Return the table and the charts of speed-ups over learners."""
+    column = columns_over(rows)
+    columns = [
+        column("Protocol", lambda row: row.protocol, None),
+        column("Times", lambda row: row.cell.times, None),
+        column("mu", lambda row: row.cell.mu, ",d"),
+        column("lambda", lambda row: row.cell.cluster.learners, ",d"),
+        column("Speed-up", lambda row: row.speed_up.mean, ".2f"),
+        column("±", lambda row: row.speed_up.reach, ".2f"),
+        column("Seeds", lambda row: len(row.seconds), "d"),
+    ]
+    table = Table(name="speed-up", columns=columns, series=[looks[row.protocol] for row in rows])
+    charts = []
+    for place, panel in enumerate(dict.fromkeys(row.panel for row in rows)):
+        lines = []
+        for protocol in dict.fromkeys(row.protocol for row in rows):
+            own = [row for row in rows if (row.panel, row.protocol) == (panel, protocol)]
+            learners = [row.cell.cluster.learners for row in own]
+            means = [row.speed_up for row in own]
+            lines.append(interval_line(looks[protocol], learners, means))
+        axes = Panel(lines=lines, x="Learners (lambda)", y="Speed-up", from_zero=True)
+        charts.append(
+            line_chart(f"speed-up-{place}", axes, title=f"Speed-up: {panel}", caption=panel)
+        )
+    return Section(title="Speed-up", parts=[table, *charts], notes=[_SPEED_UP])
+
+
+def trade_off_chart(
+    name: str, panel: str, rows: Sequence[StalenessRow], looks: Mapping[str, Series]
+) -> Chart:
+    """Return top-1 over simulated time, with lines that join cells of equal mu x lambda."""
+    lines = [
+        interval_line(looks[row.cell.protocol], [row.seconds], [row.top1], line=False)
+        for row in rows
+    ]
+    for (protocol, _), inside in diagonals(rows).items():
+        points = sorted((row.seconds, row.top1.mean) for row in inside)
+        seconds, means = zip(*points, strict=True)
+        lines.append(Line(series=looks[protocol], x=seconds, y=means, points=False))
+    axes = Panel(lines=lines, x="Simulated seconds of a run", y="Top-1, %", log="x")
+    return line_chart(name, axes, title=f"Top-1 by time: {panel}", caption=panel)
+
+
+def tau_chart(
+    name: str, panel: str, rows: Sequence[StalenessRow], looks: Mapping[str, Series]
+) -> Chart:
+    """Return the histogram of staleness of each cell."""
+    lines = []
+    for row in rows:
+        counts = row.counts[: row.largest_tau + 1]
+        shares = [100 * count / sum(counts) for count in counts]
+        lines.append(Line(series=looks[row.cell.protocol], x=range(len(shares)), y=shares))
+    axes = Panel(lines=lines, x="Staleness tau, updates", y="Gradients, %", from_zero=True)
+    return line_chart(name, axes, title=f"Staleness: {panel}", caption=panel)
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    rows = [
-        StalenessRow(cell, tuple(records[cell.name].values()))
-        for cell in cells_of(study, folder)
-        if cell.name in records
-    ]
-    protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
+    rows = []
+    for cell in cells_of(study, folder):
+        if cell.name in records:
+            results = (
+                read_as(Result, content, source=f"{cell.name}/{run}.json")
+                for run, content in records[cell.name].items()
+            )
+            rows.append(StalenessRow(cell, tuple(results)))
+    faster = speed_ups(study, folder)
+    protocols = dict.fromkeys(row.cell.protocol for row in rows)
+    protocols |= dict.fromkeys(row.protocol for row in faster)
     looks = {protocol: series(place, protocol) for place, protocol in enumerate(protocols)}
     panels: dict[str, list[StalenessRow]] = {}  # only cells of one are compared
     for row in rows:
         panels.setdefault(f"{row.cell.configuration}, {row.cell.times}", []).append(row)
-    charts = []
+    trade_offs, histograms = list[Chart](), list[Chart]()
     for place, (panel, inside) in enumerate(panels.items()):
-        points = [(looks[row.cell.protocol], row.seconds, row.top1) for row in inside]
-        title = f"Top-1 by time: {panel}"
-        charts.append(trade_off(f"trade-off-{place}", "Simulated seconds of a run", points, title))
+        trade_offs.append(trade_off_chart(f"trade-off-{place}", panel, inside, looks))
+        late = [row for row in inside if row.cell.sigma and not is_alone(row.cell)]
+        if late:
+            histograms.append(tau_chart(f"tau-{place}", panel, late, looks))
     column = columns_over(rows)
     columns = [
         column("Protocol", lambda row: row.cell.protocol, None),
@@ -350,18 +678,31 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("±", lambda row: row.top1.reach, ".2f"),
         column("Seconds", lambda row: row.seconds, ",.2f"),
         column("Mean tau", lambda row: row.tau, ".2f"),
-        column("Updates", lambda row: row.records[0]["updates"], ",d"),
+        column("Largest tau", lambda row: row.largest_tau, ",d"),
+        column("tau > 2 sigma, %", lambda row: row.late_percent, ".4f"),
+        column("Updates", lambda row: row.records[0].updates, ",d"),
         column("Seeds", lambda row: len(row.records), "d"),
         column("Diverged", lambda row: row.diverged, "d"),
     ]
     table = Table(name="cells", columns=columns, series=[looks[row.cell.protocol] for row in rows])
+    sections = []
+    if rows:
+        sections.append(Section(title="Cells", parts=[table], notes=[_TABLE]))
+        sections.append(Section(title="Accuracy by time", parts=trade_offs, notes=[_TRADE_OFF]))
+    if histograms:
+        sections.append(Section(title="Staleness", parts=histograms, notes=[_TAU]))
+    if faster:
+        sections.append(speed_up_section(faster, looks))
+    found = [one for name, inside in panels.items() for one in findings(name, inside)]
+    found += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
+    found += speed_up_findings(faster)
     return Page(
         title=study.name,
         subtitle="; ".join(panels),
-        findings=[text for name, inside in panels.items() for text in findings(name, inside)],
-        is_sound=not any(row.diverged for row in rows),
+        findings=list(map(str, found)),
+        is_sound=not any(finding.doubts for finding in found),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),
-        sections=[Section(title="Cells", parts=[table, *charts], notes=[_TABLE])],
+        sections=sections,
         source="the records of a study",
     )

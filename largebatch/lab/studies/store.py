@@ -1,4 +1,4 @@
-"""The records of a study: one JSON file a run, complete or absent.
+"""The store of a study: one JSON file a run, complete or absent.
 
 Any number of processes, on one machine or many, may fill one folder at once. A run is claimed by a
 lock, which the system releases when its owner ends, so nobody takes over a run that is under way.
@@ -10,23 +10,41 @@ lock, which the system releases when its owner ends, so nobody takes over a run 
 
 import fcntl
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pydantic_core import to_json, to_jsonable_python
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
-from largebatch.lab.studies.study import Cell, Slot
+from largebatch.lab.studies.records import Json
+from largebatch.lab.studies.study import Cell, Slot, Values
 from largebatch.recipe.loading import differences
-from largebatch.storage import write_whole
+from largebatch.storage import write_whole, writing
 
 CELL, CLAIM = "cell.json", ".claim"
 DRAWN = ".drawn"
-"""Suffix of the file with the rate of a trial, which is drawn before it starts."""
+"""Suffix of the file with the values of a trial, which are drawn before it starts."""
 
-Json = dict[str, Any]
+_writing = partial(
+    writing, error=StudyError, hint="make room and repeat the same command, which resumes"
+)
+
+
+def identity(cell: Cell, slot: Slot) -> Json:
+    """Return the part of a record that says whose it is."""
+    definition = json.dumps(to_jsonable_python(cell.definition), sort_keys=True)
+    return {
+        "recipe": cell.configuration,
+        "variant": cell.variant,
+        "run": slot.name,
+        "seed": slot.seed,
+        "definition_sha256": sha256(definition.encode()).hexdigest(),
+    }
 
 
 class Store:
@@ -46,32 +64,58 @@ class Store:
 
         Raises StudyError for records of another definition before it writes one.
         """
-        contents = {
-            self.folder / cell.name / CELL: to_jsonable_python(cell.definition) for cell in cells
-        }
-        for path, content in contents.items():
+        self.require_same(cells)
+        for cell in cells:
+            path = self.folder / cell.name / CELL
+            with _writing(path):
+                write_whole(path, json.dumps(to_jsonable_python(cell.definition)).encode())
+
+    def require_same(self, cells: Sequence[Cell]) -> None:
+        """Raise StudyError for records of another definition of a cell."""
+        for cell in cells:
+            path, content = self.folder / cell.name / CELL, to_jsonable_python(cell.definition)
             there = _read(path)
             if there is not None and there != content:
-                key, old, new = next(differences(there, content))
+                other = "its definition", there, content
+                key, old, new = next(differences(there, content), other)
                 raise StudyError(
                     f"{path.parent}: was recorded with other settings than the study has now: "
                     f"{key} is {clip(json.dumps(old), LONGEST_NAME)} there and "
                     f"{clip(json.dumps(new), LONGEST_NAME)} here; give another --out, or remove it"
                 )
-        for path, content in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(content).encode())
 
     def read(self, cell: Cell, slot: Slot) -> Json | None:
-        """Return a record; None if there is none. Raises StudyError for a damaged one."""
-        return _read(self.path(cell, slot))
+        """Return a record; None if there is none.
+
+        Raises StudyError for a damaged one, and for that of another run: a file that was copied or
+        renamed, or that another study made.
+        """
+        path = self.path(cell, slot)
+        record = _read(path)
+        for key, expected in identity(cell, slot).items() if record is not None else ():
+            assert record is not None
+            if key not in record:
+                raise StudyError(f"{path}: has no {key}, which every record has; remove it")
+            found = record[key]
+            if type(found) is not type(expected) or found != expected:
+                raise StudyError(
+                    f"{path}: is the record of another run: its {key} is "
+                    f"{clip(json.dumps(found), LONGEST_NAME)}, expected {json.dumps(expected)}; "
+                    "remove it"
+                )
+        return record
 
     def write(self, cell: Cell, slot: Slot, record: Json) -> None:
-        """Record a run, unless another process has, and release its claim."""
+        """Record a run, unless another process has, and release its claim.
+
+        Raises StudyError if it cannot be written.
+        """
         path = self.path(cell, slot)
-        if not path.exists():
-            write_whole(path, to_json(record, indent=1, inf_nan_mode="null"))  # JSON has no NaN
-        path.with_suffix(CLAIM).unlink(missing_ok=True)
+        with _writing(path):
+            if not path.exists():
+                content = {**record, **identity(cell, slot)}
+                write_whole(path, to_json(content, indent=1, inf_nan_mode="null"))
+            path.with_suffix(CLAIM).unlink(missing_ok=True)
         self.release(cell, slot)
 
     def claim(self, cell: Cell, slot: Slot) -> bool:
@@ -83,7 +127,8 @@ class Store:
         if path in self._held or path.exists():
             return False
         with ExitStack() as opened:
-            file = opened.enter_context(path.with_suffix(CLAIM).open("ab"))
+            with _writing(path):
+                file = opened.enter_context(path.with_suffix(CLAIM).open("ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -111,14 +156,27 @@ class Store:
         while self._held:
             self._held.popitem()[1].close()
 
-    def rate(self, cell: Cell, slot: Slot, draw: Callable[[], float | None]) -> float | None:
-        """Return the searched rate of a claimed run; it is drawn once, also if it is resumed."""
+    def values(self, cell: Cell, slot: Slot, draw: Callable[[], Values]) -> Values:
+        """Return the values of the searched keys of a claimed run.
+
+        Those of a trial are drawn once, also if it is resumed. Raises StudyError for a damaged
+        file of them.
+        """
+        if not slot.trial:
+            return draw()
         path = self.path(cell, slot).with_suffix(DRAWN)
-        there = _read(path) or {"rate": draw()}
-        if slot.trial:
-            write_whole(path, json.dumps(there).encode())
-        rate: float | None = there["rate"]
-        return rate
+        drawn = _read(path)
+        if drawn is None:
+            drawn = dict(draw())
+            with _writing(path):
+                write_whole(path, json.dumps(drawn).encode())
+        for key, value in drawn.items():
+            if type(value) is not float or not 0 < value < math.inf:
+                raise StudyError(
+                    f"{path}: {key} is {clip(json.dumps(value), LONGEST_NAME)}, expected a number "
+                    "above 0; remove the file"
+                )
+        return drawn
 
 
 def _read(path: Path) -> Json | None:
@@ -126,7 +184,7 @@ def _read(path: Path) -> Json | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise StudyError(f"{path}: is not a record of a study; remove it")

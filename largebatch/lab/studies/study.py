@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
-from largebatch.errors import DataError, LargebatchError, RecipeError
+from largebatch.errors import DataError, LargebatchError, RecipeError, nearest
 from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
@@ -34,11 +34,74 @@ from largebatch.runs.options import Options
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Pattern of names, which also name folders."""
 
+Values = Mapping[str, float]
+"""Values of searched keys by dotted key; empty without a search."""
+
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Megabits = Annotated[float, Field(ge=1, le=1e6)]
 Kind = Literal["policies", "settings", "staleness", "servers", "scaling"]
 
+RATE = "schedule.peak_lr"
+"""The key of the base rate, which every search has."""
+
+SCALES = (0.1, 0.5, 5.0, 10.0)
+"""Multiples of the rate found at which robustness is measured (LRBench, arXiv:1908.06477)."""
+
 TRIAL_SEED = 100  # seed of the trials of a search, which no measured run has
+
+
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "GLOO_SOCKET_IFNAME",
+    "GOMP_CPU_AFFINITY",
+    "GOMP_SPINCOUNT",
+    "HOROVOD_CACHE_CAPACITY",
+    "HOROVOD_CYCLE_TIME",
+    "HOROVOD_FUSION_THRESHOLD",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "HOROVOD_NUM_NCCL_STREAMS",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "MALLOC_ARENA_MAX",
+    "MKL_CBWR",
+    "MKL_DYNAMIC",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_DYNAMIC",
+    "OMP_NUM_THREADS",
+    "OMP_PLACES",
+    "OMP_PROC_BIND",
+    "OMP_WAIT_POLICY",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUDNN_V8_API_DISABLED",
+)
+"""Environment variables that a study may set. A study may come from a stranger, so none of them
+can name code or a file: neither PYTHONPATH and LD_PRELOAD, nor plug-ins as OMP_TOOL_LIBRARIES and
+NCCL_NET_PLUGIN, nor caches of compiled code."""
 
 
 class Compute(Section):
@@ -73,9 +136,16 @@ class OnHosts(Section):
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
     workers may share a core."""
 
+    megabits: Megabits | None = None
+    """Megabits per second of the links of this recipe; null: those of the study."""
+
+    paper: Literal["faster", "no difference"] | None = None
+    """In studies of servers, what Jaeger et al. found of servers beside the workers against central
+    ones for this model; null: they do not have it."""
+
     warm_up: Updates = 2
     updates: Updates = 10
-    """Number of timed updates in each start, after the warm-up updates."""
+    """Number of timed updates in each start, after the warm-up updates. Two more are not timed."""
 
 
 class StudyRecipe(Section):
@@ -107,9 +177,20 @@ class Setting(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads per worker (OMP_NUM_THREADS). null: the command's environment, else all cores."""
 
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of the runs, as those that choose instructions or libraries of
-    linear algebra: {ONEDNN_MAX_CPU_ISA: AVX2, TORCH_BLAS_PREFER_CUBLASLT: "1"}."""
+    environment: dict[str, Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=1000)]] = Field(
+        default_factory=dict
+    )
+    """Further environment variables of the runs, those of a list only, which choose threads,
+    instructions and libraries of linear algebra and of communication: {ONEDNN_MAX_CPU_ISA: AVX2,
+    TORCH_BLAS_PREFER_CUBLASLT: "1"}."""
+
+    @model_validator(mode="after")
+    def _require_listed_variables(self) -> Self:
+        for name in self.environment:
+            if name not in VARIABLES:
+                hint = nearest(name, VARIABLES, otherwise=f"listed are {', '.join(VARIABLES)}")
+                raise ValueError(f"environment.{name}: a study may not set this variable; {hint}")
+        return self
 
 
 class Search(Section):
@@ -130,10 +211,20 @@ class Search(Section):
     factors: tuple[Factor, Factor] = (1 / 16, 16.0)
     """Lowest and highest multiple of the recipe's own rate, on a logarithmic scale."""
 
+    keys: dict[str, tuple[Factor, Factor]] = Field(default_factory=dict)
+    """Further keys that are searched beside the rate, each between two multiples of its own value:
+    parameters of a policy's range and steps, such as schedule.decay.low_lr,
+    schedule.decay.half_cycle.epochs, schedule.decay.gamma and schedule.decay.at.0.epochs, or others
+    with a number above 0, such as optimizer.weight_decay. One of a shape is searched for the
+    policies that have it. A low_lr found is that at the recipe's own peak_lr."""
+
     @model_validator(mode="after")
     def _require_ordered_factors(self) -> Self:
-        if self.factors[0] >= self.factors[1]:
-            raise ValueError("factors: the first one must be below the second one")
+        for key, (low, high) in {"factors": self.factors, **self.keys}.items():
+            if low >= high:
+                raise ValueError(f"{key}: the first factor must be below the second one")
+        if RATE in self.keys:
+            raise ValueError(f"keys.{RATE}: is searched in any case, between `factors`")
         return self
 
 
@@ -177,6 +268,28 @@ class Grid(Section):
     times: Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
+class SpeedUp(Section):
+    """Speed-up over one learner at all `times`, simulated without gradients for the page."""
+
+    recipe: Name
+    """The recipe whose weights are sent."""
+
+    sigma: Annotated[tuple[Sigma, ...], Field(min_length=1)] = (0, 1, "lambda")
+    """As in `grids`."""
+
+    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
+    """Samples of a gradient."""
+
+    learners: Annotated[tuple[Learners, ...], Field(min_length=1)] = (1, 4, 10, 18, 30)
+    """lambda; one learner is simulated in any case."""
+
+    gradients: Annotated[int, Field(ge=1, le=10_000_000)] = 6_000
+    """Number of gradients of each simulation."""
+
+    seeds: Annotated[int, Field(ge=1, le=100)] = 5
+    """Number of simulations of each point, with seeds 1, 2, 3 ... of the times."""
+
+
 class Staleness(Section):
     """Protocols of simulated learners with real gradients (Rudra, arXiv:1509.04210)."""
 
@@ -185,25 +298,51 @@ class Staleness(Section):
     """Distributions of the factor on the seconds of each gradient, with a mean or a median of 1."""
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
-    """A variant that several have is one."""
+    """Equal variants are merged."""
+
+    speed_up: SpeedUp | None = None
 
 
-Layout = Literal["decentralised", "torch"] | Centralised
+Layout = Literal["decentralised", "torch", "horovod"] | Centralised
+
+
+class Simulated(Section):
+    """What is simulated besides the starts, for every recipe and layout.
+
+    Links and mini-batches are swept at the largest number of workers that is started. Needs
+    `compute` in every recipe.
+    """
+
+    workers: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
+    """Numbers of workers."""
+
+    megabits: tuple[Megabits, ...] = ()
+    """Megabits per second of the links."""
+
+    mini_batches: tuple[Factor, ...] = ()
+    """Multiples of the recipe's mini-batch."""
 
 
 class Servers(Section):
     """Where the weights are: layouts with real starts on hosts (Jaeger et al., DIDL 2018)."""
 
     layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
-    """Short names, and where the weights are: as protocol.servers has it, or `torch`, whose workers
-    sum gradients by all-reduce."""
+    """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
+    whose workers sum gradients by all-reduce. Layouts on Horovod are left out where it is not
+    installed."""
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
 
-    simulated: tuple[Annotated[int, Field(ge=1, le=100)], ...] = ()
-    """Numbers of workers whose speed is simulated besides the starts, for every recipe and layout.
-    Needs `compute` in every recipe."""
+    simulated: Simulated | None = None
+
+
+class Inside(Section):
+    """The all-reduce of workers in one host, as `largebatch plan --calibrate` measures it."""
+
+    gigabytes_per_second: Positive
+    seconds: NonNegative
+    """Seconds of an update's all-reduces besides their bytes, for each doubling of the workers."""
 
 
 class Scaling(Section):
@@ -214,6 +353,9 @@ class Scaling(Section):
 
     megabits: Megabits
     """Megabits per second of every host's link, in each direction, headers included."""
+
+    inside: Inside | None = None
+    """Gives the planner's time of an update, for recipes with `compute`; null: it is not shown."""
 
     @model_validator(mode="after")
     def _require_equal_parts(self) -> Self:
@@ -250,6 +392,13 @@ class Study(Section):
     search: Search | None = None
     """Needed for policies; null for settings: the rates are those of the recipe."""
 
+    robustness_seeds: Annotated[int, Field(ge=0, lt=TRIAL_SEED)] = 0
+    """For policies: number of seeds that also run at multiples of the rate found, for the accuracy
+    that a policy keeps if its rate is wrong."""
+
+    robustness_scales: Annotated[tuple[Factor, ...], Field(min_length=1)] = SCALES
+    """These multiples, without 1."""
+
     targets: tuple[Fraction, ...] = ()
     """For policies: accuracies whose cost is shown."""
 
@@ -258,6 +407,13 @@ class Study(Section):
         """The section that varies."""
         (kind,) = (each for each in get_args(Kind) if getattr(self, each) is not None)
         return kind  # type: ignore[no-any-return]
+
+    @property
+    def simulates(self) -> bool:
+        """True if its page has simulations, which need no run."""
+        if self.servers is not None:
+            return self.servers.simulated is not None
+        return self.staleness is not None and self.staleness.speed_up is not None
 
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
@@ -269,6 +425,20 @@ class Study(Section):
             raise ValueError("search: is for studies of policies and settings")
         if self.targets and self.kind != "policies":
             raise ValueError("targets: is for studies of policies")
+        if self.robustness_seeds and self.kind != "policies":
+            raise ValueError("robustness_seeds: is for studies of policies")
+        return self
+
+    @model_validator(mode="after")
+    def _require_fitting_robustness(self) -> Self:
+        if self.robustness_seeds > self.seeds:
+            raise ValueError(
+                f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds ({self.seeds})"
+            )
+        if 1 in self.robustness_scales or len(set(self.robustness_scales)) < len(
+            self.robustness_scales
+        ):
+            raise ValueError("robustness_scales: must be different numbers, without 1")
         return self
 
     @model_validator(mode="after")
@@ -289,8 +459,15 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _require_known_names(self) -> Self:
-        for place, grid in enumerate(self.staleness.grids if self.staleness else ()):
-            assert self.staleness is not None
+        if self.staleness is None:
+            return self
+        speed_up = self.staleness.speed_up
+        if speed_up is not None and speed_up.recipe not in self.recipes:
+            raise ValueError(
+                f"staleness.speed_up.recipe: {speed_up.recipe} is not in recipes, which has "
+                f"{', '.join(self.recipes)}"
+            )
+        for place, grid in enumerate(self.staleness.grids):
             for key, known in (("recipes", self.recipes), ("times", self.staleness.times)):
                 unknown = [name for name in getattr(grid, key) if name not in known]
                 if unknown:
@@ -348,6 +525,9 @@ class Slot:
     """Unique in the cell; also names its files."""
 
     seed: int
+    scale: float = 1.0
+    """Multiple of the rate found."""
+
     trial: int = 0
     """Number of a trial of a search, from 1; 0: not one."""
 
@@ -385,13 +565,13 @@ class Cell:
         """Environment variables of the processes of its runs."""
         return {}
 
-    def rate(self, trials: list[dict[str, Any]], slot: Slot) -> float | None:
-        """Return the searched base rate of a run, given the records of trials so far."""
+    def values(self, trials: list[dict[str, Any]], slot: Slot) -> Values:
+        """Return the values of the searched keys in a run, given the records of trials so far."""
         del trials, slot
-        return None
+        return {}
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> dict[str, Any]:
-        """Make one run in the folder `options.out` and return its record, as JSON."""
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> dict[str, Any]:
+        """Make one run in the folder `options.out` and return its results, as JSON."""
         raise NotImplementedError
 
 

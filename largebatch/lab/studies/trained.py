@@ -6,35 +6,44 @@ run holds everything that a reader needs, because the run folder may be on anoth
 deleted.
 """
 
+import json
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from pydantic import TypeAdapter, ValidationError
 
-from largebatch import accelerator
-from largebatch.errors import DivergedError, StudyError, WorkerFailedError
+from largebatch.errors import (
+    LONGEST_NAME,
+    DivergedError,
+    RecipeError,
+    WorkerFailedError,
+    clip,
+)
+from largebatch.lab.studies.doubts import CellRuns
 from largebatch.lab.studies.metrics import (
     Interval,
     Measurement,
+    Robustness,
     has_diverged,
     interval,
     measurements,
+    robustness,
 )
-from largebatch.lab.studies.store import Json
+from largebatch.lab.studies.records import Json, Record, Share, as_json, read_as
 from largebatch.lab.studies.study import (
+    RATE,
     TRIAL_SEED,
     Cell,
     Search,
     Setting,
     Slot,
     Study,
+    Values,
     naming,
     recipe_of,
 )
@@ -43,50 +52,56 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
-from largebatch.report.run import FloatArray, Run, first_problem, read_run
+from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
 from largebatch.schedules.build import build_schedule
-from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Measured
+
+SHAPE = "schedule.decay."
+"""Beginning of the keys of shapes; kinds of decays have different ones."""
 
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 """Multiples of the recipe's own rate that the first trials of every search have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Record):
     """Record of one run; accuracies are fractions."""
 
-    seed: int
-    rate: float | None = None
-    """Searched base rate: a trial's own, else the best; None without a search."""
+    values: Mapping[str, float]
+    """Values of the searched keys: a trial's own, else the best; empty without a search."""
 
-    top1: float
-    """Accuracy at the end; chance if the run diverged."""
+    scale: float = 1.0
+    """Multiple of the rate found."""
+
+    top1: Share
+    top5: Share
+    """Accuracies at the end; chance if the run diverged."""
+
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    """Confidence of the correct images, as in training.Metrics; NaN if the run diverged."""
 
     loss_difference: Measured = math.nan
     """Validation loss minus training loss; NaN without monitor: generalization_gap."""
 
-    diverged: str | None = None
-    """Reason of the divergence; None if the run did not diverge."""
-
-    evaluations: tuple[Measurement, ...] = ()
+    evaluations: tuple[Measurement, ...]
     images_per_second: float | None = None
     usage: Mapping[str, Measured] = field(default_factory=dict)
     """As usage_of returns it."""
 
-
-_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+    @property
+    def rate(self) -> float | None:
+        """Searched base rate; None without a search."""
+        return self.values.get(RATE)
 
 
 def read_result(record: Json, *, source: str) -> Result:
     """Return the record of a run; raise StudyError if it is damaged."""
-    try:
-        return _RESULT.validate_python(record)
-    except ValidationError as error:
-        raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
+    return read_as(Result, record, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +109,10 @@ class TrainedCell(Cell):
     """One recipe with one policy or setting."""
 
     search: Search | None = None
+    scaled_seeds: int = 0
+    scales: tuple[float, ...] = ()
+    """Number of seeds that also run at these multiples of the rate found."""
+
     setting: Setting = field(default_factory=Setting)
     """Its machine; `set` is already in the recipe."""
 
@@ -106,11 +125,16 @@ class TrainedCell(Cell):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Trials, then seeds."""
+        """Trials, seeds, and seeds at multiples of the rate found."""
         trials = range(1, 1 + (self.search.trials if self.search else 0))
         return (
             *(Slot(name=f"search-{each:03}", seed=TRIAL_SEED, trial=each) for each in trials),
             *super().slots,
+            *(
+                Slot(name=f"seed-{seed}-rate-x{scale:g}", seed=seed, scale=scale)
+                for seed in range(1, self.scaled_seeds + 1)
+                for scale in self.scales
+            ),
         )
 
     @property
@@ -123,14 +147,64 @@ class TrainedCell(Cell):
         recipe = self.recipe.model_dump(mode="json")
         return {"recipe": recipe, "search": search, "machine": machine}
 
-    def recipe_of(self, slot: Slot, rate: float | None) -> Recipe:
-        """Return the recipe of a run; all rates of the schedule scale with the peak.
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Lowest and highest value of each searched key that its recipe has, the rate first."""
+        if self.search is None:
+            return {}
+        factors = {RATE: self.search.factors, **self.search.keys}
+        return {
+            key: (low * self.own(key), high * self.own(key))
+            for key, (low, high) in factors.items()
+            if self.has(key)
+        }
+
+    def has(self, key: str) -> bool:
+        """Return True unless a key is one of other shapes than its policy's."""
+        if not key.startswith(SHAPE):
+            return True
+        try:
+            return value_at(self.recipe.model_dump(mode="json"), key) is not None
+        except LookupError:
+            return False
+
+    def own(self, key: str) -> float:
+        """Return the recipe's own value; raise RecipeError unless it is a number above 0."""
+        try:
+            value = value_at(self.recipe.model_dump(mode="json"), key)
+        except LookupError:
+            raise RecipeError(f"search.keys.{key}: the recipe has no such key") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise RecipeError(
+                f"search.keys.{key}: the recipe has {clip(json.dumps(value), LONGEST_NAME)} there, "
+                "expected a number above 0 to search around"
+            )
+        return float(value)
+
+    def at(self, values: Values, *, scale: float = 1.0) -> Recipe:
+        """Return the recipe with these values, its rate times `scale`.
+
+        All rates of the schedule scale with the peak; a whole number stays one.
+        """
+        tree = self.recipe.model_dump(mode="json")
+        for key, value in values.items():
+            if key != RATE:
+                *words, last = key.split(".")
+                section = value_at(tree, ".".join(words))
+                place = int(last) if isinstance(section, list) else last
+                is_whole = isinstance(section[place], int)
+                section[place] = max(1, round(value)) if is_whole else value
+        recipe = validate_tree(Recipe, tree, source=self.name)
+        own = self.recipe.schedule.peak_lr
+        return scaled(recipe, values.get(RATE, own) * scale / own)
+
+    def recipe_of(self, slot: Slot, values: Values) -> Recipe:
+        """Return the recipe of a run with these values of the searched keys.
 
         A trial is evaluated on held-out training images. Its schedule has the same shape, although
         epochs without these images have fewer updates.
         """
-        own = self.recipe.schedule.peak_lr
-        recipe = scaled(self.recipe, (own if rate is None else rate) / own)
+        recipe = self.at(values, scale=slot.scale)
         if not slot.trial:
             return recipe.model_copy(update={"seed": slot.seed})
         assert self.search is not None
@@ -146,70 +220,116 @@ class TrainedCell(Cell):
                     section[key] = min(section[key], left)
         return validate_tree(Recipe, tree, source=self.name)
 
-    def rate(self, trials: list[Json], slot: Slot) -> float | None:
-        """Return the base rate of a run: drawn for a trial, else that which the search found.
+    def check(self) -> None:
+        """Raise LargebatchError if a run of the cell cannot be made, at the ends of the search."""
+        ends = [{key: ends[place] for key, ends in self.ranges.items()} for place in (0, 1)]
+        kinds = {(slot.trial > 0, slot.scale): slot for slot in self.slots}
+        for slot in kinds.values():
+            for values in ({}, *ends):
+                recipe = self.recipe_of(slot, values)
+                plan = make_plan(recipe, workers=self.setting.workers)
+                build_schedule(recipe.schedule, plan)
 
-        The first trials have fixed multiples of the recipe's own rate.
+    def values(self, trials: list[Json], slot: Slot) -> Values:
+        """Return the values of the searched keys in a run: drawn for a trial, else those found.
+
+        The first trials have the recipe's own values, and fixed multiples of its rate.
         """
         if self.search is None:
-            return None
+            return {}
         found = [read_result(record, source=self.name) for record in trials]
         if not slot.trial:
-            return chosen_rate(found, held_out=self.search.held_out)
-        own = self.recipe.schedule.peak_lr
-        low, high = self.search.factors
-        first = [float(f"{own * factor:.4g}") for factor in FIRST_FACTORS if low <= factor <= high]
+            return chosen_values(found, held_out=self.search.held_out)
+        ranges = self.ranges
+        own = {key: min(max(self.own(key), low), high) for key, (low, high) in ranges.items()}
+        low, high = ranges[RATE]
+        rates = [rounded(self.own(RATE) * factor) for factor in FIRST_FACTORS]
+        first = [rate for rate in rates if low <= rate <= high]
         if slot.trial <= len(first):
-            return first[slot.trial - 1]
-        return drawn_rate(found, low=low * own, high=high * own, number=slot.trial)
+            return {**own, RATE: first[slot.trial - 1]}
+        return drawn_values(found, ranges, number=slot.trial)
 
-    def carry_out(self, slot: Slot, rate: float | None, options: Options) -> Json:
+    def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Train one run in its folder, or resume there."""
         options = replace(options, workers=self.setting.workers)
         if self.setting.backend != "auto":
             options = replace(options, backend=self.setting.backend)
-        recipe = self.recipe_of(slot, rate)
+        recipe = self.recipe_of(slot, values)
         if recipe.tracking.trackers:
             filed = recipe.tracking.model_copy(update={"name": f"{self.name}/{slot.name}"})
             recipe = recipe.model_copy(update={"tracking": filed})
-        return {**train(recipe, options), "rate": rate}
+        return {**train(recipe, options), "values": dict(values), "scale": slot.scale}
 
 
-def drawn_rate(trials: Sequence[Result], *, low: float, high: float, number: int) -> float:
-    """Return the rate of trial `number`, counted from 1, by Optuna's Gaussian process.
+def value_at(tree: Any, key: str) -> Any:  # noqa: ANN401 -- any JSON
+    """Return the value at a dotted key of a recipe as JSON; a number is a place of a list.
+
+    Raises LookupError without it.
+    """
+    for word in key.split("."):
+        if isinstance(tree, list) and word.isdecimal():
+            tree = dict(enumerate(tree))[int(word)]
+        elif not isinstance(tree, dict) or word not in tree:
+            raise LookupError(key)
+        else:
+            tree = tree[word]
+    return tree
+
+
+def rounded(value: float) -> float:
+    """Return a value with the four digits that recipes have.
+
+    >>> rounded(0.123456)
+    0.1235
+    """
+    return float(f"{value:.4g}")
+
+
+def drawn_values(
+    trials: Sequence[Result], ranges: Mapping[str, tuple[float, float]], *, number: int
+) -> dict[str, float]:
+    """Return the values of trial `number`, counted from 1, by Optuna's Gaussian process.
 
     With so few trials it comes closer than TPE to the maximum of a noisy bell over the logarithm
     of the rate; started after three trials, it spends the next ones at the ends of the range.
+    The first trials vary the rate alone, so two trials are drawn at random for each further key
+    before: of a key that never varied the process has nothing to learn from, and leaves it.
     The seed differs between trials, so that no two processes draw the same.
     """
     require_optuna()
     import optuna
+    from optuna.distributions import BaseDistribution, FloatDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = TRIAL_SEED + number - 1
-    sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=len(FIRST_FACTORS))
+    startup = len(FIRST_FACTORS) + 2 * (len(ranges) - 1)
+    sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    inside = optuna.distributions.FloatDistribution(low, high, log=True)
+    inside: dict[str, BaseDistribution] = {
+        key: FloatDistribution(low, high, log=True) for key, (low, high) in ranges.items()
+    }
     for trial in trials:
-        params = {"rate": min(max(trial.rate or low, low), high)}
-        made = optuna.trial.create_trial(
-            value=trial.top1, params=params, distributions={"rate": inside}
-        )
+        params = {
+            key: min(max(trial.values.get(key, low), low), high)
+            for key, (low, high) in ranges.items()
+        }
+        made = optuna.trial.create_trial(value=trial.top1, params=params, distributions=inside)
         study.add_trial(made)
-    drawn: float = study.ask({"rate": inside}).params["rate"]
-    return float(f"{drawn:.4g}")
+    drawn = study.ask(inside).params
+    return {key: rounded(drawn[key]) for key in ranges}
 
 
-def chosen_rate(trials: Sequence[Result], *, held_out: int) -> float:
-    """Return the lowest rate whose trial is as good as the best one.
+def chosen_values(trials: Sequence[Result], *, held_out: int) -> Values:
+    """Return the values of the lowest rate whose trial is as good as the best one.
 
     That is within the standard error of its accuracy on the held-out images (Breiman et al.
     1984, the one-standard-error rule): the best of a few trials of one seed is often close to
-    divergence.
+    divergence. Of trials at one rate the most accurate counts.
     """
     best = max(trial.top1 for trial in trials)
     least = best - math.sqrt(best * (1 - best) / held_out)
-    return min(trial.rate or 0.0 for trial in trials if trial.top1 >= least)
+    good = [trial for trial in trials if trial.top1 >= least]
+    return min(good, key=lambda trial: (trial.rate or 0.0, -trial.top1)).values
 
 
 def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
@@ -239,11 +359,13 @@ def cells_of(study: Study, folder: Path) -> list[TrainedCell]:
                 cell = TrainedCell(
                     configuration=name, variant=variant, recipe=recipe, seeds=study.seeds,
                     search=study.search, setting=setting, own_process=study.settings is not None,
+                    scaled_seeds=study.robustness_seeds, scales=study.robustness_scales,
                 )  # fmt: skip
-                for slot in {bool(slot.trial): slot for slot in cell.slots}.values():
-                    first = cell.recipe_of(slot, None)
-                    build_schedule(first.schedule, make_plan(first, workers=setting.workers))
+                cell.check()
             cells.append(cell)
+    for key in study.search.keys if study.search else ():
+        if cells and not any(cell.has(key) for cell in cells):
+            raise RecipeError(f"search.keys.{key}: no policy of the study has this key")
     return cells
 
 
@@ -283,10 +405,13 @@ def train(recipe: Recipe, options: Options) -> Json:
         diverged = "the validation loss at the end is not finite"
     done, last = (read.summary, read.result) if diverged is None else (None, None)
     assert diverged is not None or last is not None
-    return {
-        **circumstances(),
+    record = {
         "top1": last.top1 if last else 1 / recipe.data.classes,
+        "top5": last.top5 if last else min(1.0, 5 / recipe.data.classes),
         "loss": last and last.loss,
+        "average_confidence": last and last.average_confidence,
+        "confidence_deviation": last and last.confidence_deviation,
+        "class_confidence_deviation": last and last.class_confidence_deviation,
         "seed": recipe.seed,
         "diverged": diverged,
         "evaluations": measurements(read),
@@ -296,17 +421,7 @@ def train(recipe: Recipe, options: Options) -> Json:
         "weights_sha256": done and done.weights_sha256,
         "folder": str(folder.resolve()),
     }
-
-
-def circumstances() -> Json:
-    """Return the part of a record that says where and by what it was made."""
-    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return {
-        "host": platform.node(),
-        "hardware": next(iter(accelerator.names()), threads),
-        "commit": source_commit(),
-        "versions": versions(),
-    }
+    return as_json(record)
 
 
 def usage_of(read: Run) -> dict[str, float]:
@@ -315,7 +430,8 @@ def usage_of(read: Run) -> dict[str, float]:
     Seconds are those of the updates. The rest needs monitor: system, and is measured from the
     set-up of a worker to the last update, with evaluations: `cpu_seconds`, core-seconds of all
     workers; `cores`, the mean number of busy ones; `peak_memory_bytes`, resident, summed over the
-    workers; `gpu_percent`, the mean over the workers; `gpu_memory_bytes`, the peak of any worker.
+    workers; `read_bytes`, those read from disks (NaN in logs without them); `gpu_percent`, the mean
+    over the workers; `gpu_memory_bytes`, the peak of any worker.
     """
     used = {"train_seconds": math.fsum(step.step_seconds for step in read.steps)}
     if not read.system or not all(one.seconds for one in read.system):
@@ -324,7 +440,7 @@ def usage_of(read: Run) -> dict[str, float]:
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
-    seconds = table("seconds")
+    seconds, reads = table("seconds"), table("read_bytes")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
     return {
         **used,
@@ -333,6 +449,7 @@ def usage_of(read: Run) -> dict[str, float]:
         "peak_memory_bytes": float(table("peak_memory_bytes").max(axis=0).sum()),
         "gpu_percent": float((table("gpu_percent") * seconds).sum() / seconds.sum()),
         "gpu_memory_bytes": float(table("gpu_memory_bytes").max()),
+        "read_bytes": float(reads.sum()) if reads.size else math.nan,
     }
 
 
@@ -345,8 +462,21 @@ class CellResults:
     seeds: tuple[Result, ...] = ()
     """Runs at the rate found, by seed."""
 
+    scaled: tuple[Result, ...] = ()
+    """Runs at multiples of the rate found."""
+
     finished: bool = True
     """True if every run has its record."""
+
+    @property
+    def runs(self) -> CellRuns:
+        """Its runs, as doubts are about them."""
+        return CellRuns(
+            name=self.cell.variant,
+            runs={run.seed: run for run in self.seeds},
+            seeds=self.cell.seeds,
+            finished=self.finished,
+        )
 
     @property
     def rate(self) -> float | None:
@@ -362,6 +492,11 @@ class CellResults:
     def top1(self) -> Interval | None:
         """Mean accuracy over seeds; a run that diverged counts as chance."""
         return self.mean(lambda run: run.top1)
+
+    @property
+    def robustness(self) -> Robustness | None:
+        """Accuracy over the seeds that ran at every multiple of the rate; None without one."""
+        return robustness((one.seed, one.scale, one.top1) for one in (*self.seeds, *self.scaled))
 
     @property
     def diverged(self) -> int:
@@ -387,6 +522,7 @@ def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
     return CellResults(
         cell=cell,
         trials=tuple(one for slot, one in found.items() if slot.trial),
-        seeds=tuple(one for slot, one in found.items() if not slot.trial),
+        seeds=tuple(one for slot, one in found.items() if not slot.trial and slot.scale == 1),
+        scaled=tuple(one for slot, one in found.items() if slot.scale != 1),
         finished=len(found) == len(cell.slots),
     )

@@ -1,20 +1,22 @@
 """Kernels for BatchNorm spans on a GPU; elsewhere PyTorch's are used.
 
-`take` decides for each batch: the kernels read 16 or 32 bits in channels-last memory. On each
-device they are tried once, because Triton may be missing or may not support it: where they fail, or
-differ from PyTorch, a warning is logged and PyTorch's kernels are used.
+`take` decides for each batch: the kernels read 16 or 32 bits in channels-last memory, and are used
+on a device where they were proven (`proof`, `trials`).
 """
 
 import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch import accelerator
-from largebatch.models.batchnorm_functional import normalise
+from largebatch import accelerator, proof
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,9 +26,6 @@ _MOST = 65_535  # spans, and blocks of at least 16 channels, that CUDA launches 
 
 DEVICES = {accelerator.TRITON}
 """Types of devices with these kernels."""
-
-_WORK: dict[torch.device, bool] = {}
-"""Result of the trial on each device."""
 
 
 def batchnorm() -> ModuleType:
@@ -63,17 +62,11 @@ def _log_refused(dtype: torch.dtype, is_type_known: bool) -> None:  # noqa: FBT0
 
 
 def works(device: torch.device) -> bool:
-    """Return True if the kernels can be used on a device; they are tried once on each.
+    """Return True if the kernels are used on a device, as `proof` has decided.
 
-    In a graph of torch.compile they are used on devices where they were tried before.
+    In a graph of torch.compile they are used on devices where that was decided before.
     """
-    if device.type not in DEVICES:
-        return False
-    if device not in _WORK:
-        if torch.compiler.is_compiling():
-            return False
-        _WORK[device] = accelerator.try_kernels("BatchNorm", lambda: _trial(device))
-    return _WORK[device]
+    return device.type in DEVICES and proof.uses(proof.BATCHNORM, device)
 
 
 def _is_in_rows(images: Tensor) -> bool:
@@ -81,23 +74,39 @@ def _is_in_rows(images: Tensor) -> bool:
     return images.movedim(1, -1).is_contiguous()
 
 
-def _trial(device: torch.device) -> float:
-    """Return the error of a result and a gradient relative to PyTorch's, in bfloat16."""
-    times = 2500 if device.type == accelerator.TRITON else 1  # parts of several steps on a GPU
-    values = torch.linspace(-3, 3, 6 * 4 * 40).sin().repeat(times).view(6, -1, 40).movedim(-1, 1)
-    affine = torch.linspace(0.5, 1.5, 80).view(2, 40).to(device)
-    found = []
-    for dtype in (torch.bfloat16, torch.float64):
-        images = values.to(device, dtype).requires_grad_()
-        weight, bias = affine.to(torch.promote_types(dtype, torch.float32))
-        with torch.enable_grad():
-            if dtype == torch.bfloat16:
-                settings = {"eps": 1e-5, "span": 4, "relu": True}
-                out = batchnorm().normalise(images, images.detach(), weight, bias, **settings)[0]
-            else:
-                out = normalise(images, weight, bias, eps=1e-5, span=4)
-                out = F.relu(out + images.detach())
-            (grad,) = torch.autograd.grad(out.square().sum(), images)
-        found.append(torch.stack([out.detach(), grad]).double())
-    ours, reference = found
-    return float((ours - reference).norm() / reference.norm())  # sync: once per device
+class Use(NamedTuple):
+    """One use of the kernels by a layer: what decides which code runs."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    span: int
+    eps: float
+    adds: bool
+    relu: bool
+    affine: bool
+    counts: bool
+    """True if the moments are added up for the running statistics."""
+
+    shares: bool
+    """True if workers share a span."""
+
+
+_USES: ContextVar[Counter[Use] | None] = ContextVar("_USES", default=None)
+
+
+@contextmanager
+def noted_uses() -> Iterator[Counter[Use]]:
+    """Collect the uses of the kernels in this block, with their numbers."""
+    uses: Counter[Use] = Counter()
+    token = _USES.set(uses)
+    try:
+        yield uses
+    finally:
+        _USES.reset(token)
+
+
+def note_use(use: Callable[[], Use]) -> None:
+    """Note a use, if they are collected."""
+    uses = _USES.get()
+    if uses is not None:
+        uses[use()] += 1

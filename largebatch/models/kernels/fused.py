@@ -26,6 +26,7 @@ from torch.library import triton_op, wrap_triton
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Group
+from largebatch.models.kernels import Use, note_use
 from largebatch.models.kernels import triton_batchnorm as kernels
 
 Launch = Callable[..., None]
@@ -182,6 +183,19 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
             mean, variance, count = stat.unbind(1)
             sums += torch.stack([mean.sum(0), (variance * (count / (count - 1))).sum(0)])
         return y, stat
+    note_use(
+        lambda: Use(
+            shape=tuple(x.shape),
+            dtype=str(x.dtype).removeprefix("torch."),
+            span=span,
+            eps=eps,
+            adds=other is not None,
+            relu=relu,
+            affine=weight is not None,
+            counts=sums is not None,
+            shares=group is not None,
+        )
+    )
     result: tuple[Tensor, Tensor] = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch's
         x, other, weight, bias, sums, eps, span, relu, group
     )

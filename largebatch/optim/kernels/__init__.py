@@ -20,13 +20,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
+from largebatch.distributed.agreement import agree
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import running_backend
 
 DEVICES = {accelerator.TRITON}
 """Types of devices with the kernels of `table`."""
-
-_WORK: dict[torch.device, bool] = {}
-"""Result of the trial of `table` on each device."""
 
 Tensors = list[Tensor]
 
@@ -63,14 +63,29 @@ class Rule:
 
 
 def works(device: torch.device) -> bool:
-    """Return True if `table` can be used on a device; it is tried once on each."""
-    if device.type not in DEVICES:
-        return False
-    if device not in _WORK:
-        from largebatch.optim.kernels import table
+    """Return True if `table` is used on a device, as `proof` has decided."""
+    return device.type in DEVICES and proof.uses(proof.OPTIMIZER, device)
 
-        _WORK[device] = accelerator.try_kernels("LARS", lambda: table.trial(device))
-    return _WORK[device]
+
+def agree_on_kernels(backend: Backend | None = None) -> str | None:
+    """Try `table`, and decide with all workers of a loop whether their optimizers use it.
+
+    Return why not; None if all do. Every worker must call it, before its first step: without it
+    the optimizers of several workers use PyTorch's operations, since workers with different kernels
+    would round differently. A run of largebatch does this by itself. Without a `backend`, the
+    workers that torch.distributed or Horovod has connected are used.
+    """
+    device = accelerator.current()
+    if device.type not in DEVICES:  # of all workers
+        return f"there are no kernels for {device.type}"
+    backend = backend or running_backend(device)
+    reason = proof.switched_off()
+    if reason is None:
+        findings = proof.prove("largebatch.optim.kernels.trials", [proof.OPTIMIZER], device)
+        reason = findings[proof.OPTIMIZER].refused
+    refusals = agree({proof.OPTIMIZER: reason}, backend, backend.device)
+    proof.decide(device, refusals)
+    return refusals[proof.OPTIMIZER]
 
 
 Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]

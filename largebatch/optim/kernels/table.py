@@ -126,20 +126,3 @@ def _numbers(rule: Rule) -> list[float]:
         math.inf if rule.clip_gradient is None else rule.clip_gradient,
         float(rule.nesterov),
     ]
-
-
-def trial(device: torch.device) -> float:
-    """Return the error of an update relative to the formula in float64."""
-    rule = Rule(
-        momentum=0.9, decay=0.1, ratio_decay=0.1, eta=0.1, into=0.5, out=1.0, ratio="inside"
-    )
-    values = torch.linspace(-2, 3, 9000, dtype=torch.float64)
-    weight, grad, buffer = (values.roll(shift).float().to(device) for shift in (0, 100, 200))
-    table = Table([weight], [grad], [buffer], [weight], [0])
-    table.norms()
-    ratios = table.update([rule])
-    w, g, b = values, values.roll(100), values.roll(200)
-    ratio = 0.1 * w.norm() / (g.norm() + 0.1 * w.norm())
-    expected = w - (0.9 * b + 0.5 * ratio * (g + 0.1 * w))
-    error = (weight.double().cpu() - expected).norm() / expected.norm()  # sync: once per device
-    return max(float(error), abs(float(ratios.cpu()[0] / ratio) - 1))

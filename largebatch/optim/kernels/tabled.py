@@ -115,7 +115,7 @@ class Tabled(Optimizer):
         """Return True if a weight that has a gradient is updated by a table."""
         return (
             works(weight.device)
-            and group.get("kernels", "torch") == "torch"
+            and group.get("kernels", "auto") == "auto"
             and weight.dtype in {torch.float32, *SHORT}
             and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
         )

@@ -66,7 +66,7 @@ def test_one_worker_is_measured_and_its_file_predicts(
     assert main(["plan", "digits_96", "--cluster", str(file), "--workers", "2"]) == DONE
     assert "limited by" in capsys.readouterr().out
     assert main(words) == USER  # it is not overwritten
-    assert "File exists" in capsys.readouterr().err
+    assert "exists" in capsys.readouterr().err
     assert main(["plan", "cifar10_resnet8_128", "--cluster", str(file)]) == USER
     assert main(["plan", "digits_96", "--set", "optimizer={kind: muon}", *words[2:]]) == USER
     assert "optimizer.kind" in capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_made_is_found_before_anything_is_measured(
     file = tmp_path / "here.yaml"
     file.touch()
     monkeypatch.setattr(calibrate, "measure", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(LargebatchError, match="File exists"):
+    with pytest.raises(LargebatchError, match="exists"):
         calibrate.calibrate(load_recipe("digits_96"), file)
     assert file.exists()
     for unwritable in (tmp_path / f"{'a' * 300}.yaml", Path("/proc/here.yaml")):

@@ -1,6 +1,7 @@
 """A recipe on a cluster: its parts by hand, what limits it, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from largebatch.lab.planner.cluster import (
 from largebatch.lab.planner.prediction import (
     CACHED_BYTES,
     Prediction,
+    describe,
     predict,
     workload,
 )
@@ -254,3 +256,21 @@ def test_as_many_evaluations_are_counted_as_a_run_makes(stages: list[str], tmp_p
     made = len(log(tmp_path / "run", "evaluation"))
     assert made > 3
     assert workload(recipe, workers=1).forward[0][1] == made
+
+
+def test_the_page_has_the_times_and_intervals_that_plan_prints() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
+    cluster = load_cluster("abci-v100")
+
+    def printed(recipe: str, workers: int) -> list[str]:
+        time = describe(predicted(load_recipe(recipe), cluster, workers=workers))["time"]
+        return re.findall(r"[\d.]+ s", time)
+
+    first = re.search(r"prints ([\d.]+ s), 90 % of such runs within ([\d.]+ s) to ([\d.]+ s)", text)
+    assert first is not None
+    assert list(first.groups()) == printed(FUJITSU, 2048)
+    rows = re.findall(r"\| `(\w+)`, ([\d,]+) \|.*\| ([\d.]+ s) \(([\d.]+) to ([\d.]+)\) \|", text)
+    assert len(rows) == 2
+    for recipe, workers, seconds, low, high in rows:
+        expected = printed(recipe, int(workers.replace(",", "")))
+        assert [seconds, f"{low} s", f"{high} s"] == expected

@@ -128,6 +128,7 @@ def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
         "peak_memory_bytes": np.sort(draw.uniform(1e8, 9e8, (5, 2)), axis=0),
         "gpu_percent": np.full((5, 2), 75.0),
         "seconds": seconds,
+        "read_bytes": draw.uniform(0, 1e7, (5, 2)),
     }
     run = FakeRun(tmp_path / "run")
     for step in range(5):
@@ -140,4 +141,5 @@ def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:
     assert found["cores"] == pytest.approx(cpu / seconds[:, 0].sum())
     assert found["peak_memory_bytes"] == table["peak_memory_bytes"][-1].sum()
     assert found["gpu_percent"] == pytest.approx(75)
+    assert found["read_bytes"] == pytest.approx(table["read_bytes"].sum())
     assert math.isnan(found["gpu_memory_bytes"])

@@ -1,5 +1,6 @@
 """Rankings of policies, and transfer and resources of settings, against SciPy, NumPy, by hand."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from short_studies import SERVERS, Policy, measured, write_study
+from short_studies import SERVERS, Policy, a_record, measured, undisturbed, write_study
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
@@ -20,8 +21,8 @@ from largebatch.lab.studies.comparison import (
     rank,
     transfer_matrix,
 )
-from largebatch.lab.studies.study import Slot
-from largebatch.lab.studies.trained import CellResults, Result, TrainedCell
+from largebatch.lab.studies.study import RATE, Slot
+from largebatch.lab.studies.trained import CellResults, Result, TrainedCell, read_result
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.pages import Code, Table
 
@@ -29,12 +30,14 @@ QUICK = Policy(
     reached=[4, 5, 6],
     top1=[0.91, 0.92, 0.935],
     trials={0.5: 0.8, 0.2: 0.5, 1.25: 0.79},
+    scaled={0.1: 0.5, 0.5: 0.8, 5.0: 0.7, 10.0: 0.1},
 )
 SLOW = Policy(
     reached=[9, 10, 11],
     top1=[0.95, 0.96, 0.96],
+    scaled={0.1: 0.6, 0.5: 0.9, 5.0: 0.9, 10.0: 0.8},
 )
-NEVER = Policy(reached=[None] * 3, top1=[0.5, 0.5, 0.6], diverged=[3])
+NEVER = Policy(reached=[None] * 3, top1=[0.5, 0.5, 0.6], diverged=[3], scaled=QUICK.scaled)
 ALL = {"slow": SLOW, "quick": QUICK, "never": NEVER}
 
 Cells = list[CellResults]
@@ -63,7 +66,8 @@ def test_the_policy_of_the_lowest_cost_leads(cells: Cells) -> None:
     found = rank(cells, target=0.9)
     _, slow, never = found.ranked
     assert [one.policy for one in found.ranked] == ["quick", "slow", "never"]
-    assert found.finding.startswith("recommended by cost to 90.00%: quick")
+    assert found.doubts == []
+    assert str(found.finding) == ("digits, by cost to 90.00%: quick is recommended, peak_lr 0.5.")
     # one of two comparisons
     ends = stats.ttest_rel(np.log([9, 10, 11]), np.log([4, 5, 6])).confidence_interval(0.975)
     mean = (9 * 10 * 11 / (4 * 5 * 6)) ** (1 / 3)
@@ -81,6 +85,20 @@ def test_the_policy_of_the_highest_accuracy_leads_by_pairs_of_seeds(cells: Cells
     assert against[1:3] == pytest.approx((test.low, test.high))
 
 
+def test_the_policy_that_depends_least_on_the_rate_is_the_most_robust(cells: Cells) -> None:
+    found = rank(cells, robust=True)
+    assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
+    for ranked, policy in zip(found.ranked, (SLOW, QUICK), strict=False):
+        for seed, own in enumerate(policy.top1, start=1):
+            values = {1.0: own, **policy.scaled}
+            scales = sorted(values)
+            area = np.trapezoid([values[scale] for scale in scales], np.log10(scales)) / 2
+            assert ranked.scores[seed] == pytest.approx(area)
+    assert "slow is recommended" in str(found.finding)
+    alone = [replace(cell, scaled=cell.scaled[:4]) for cell in cells]  # of seed 1
+    assert any("too few seeds" in doubt for doubt in rank(alone, robust=True).doubts)
+
+
 def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
     *_, shown = draw("tiny", cells, targets=[0.9]).sections[1].parts
     assert isinstance(shown, Code)
@@ -90,7 +108,7 @@ def test_the_schedule_can_be_pasted_into_a_recipe(cells: Cells) -> None:
     after = rest[re.search(r"\n(?=\w)", rest).start() :]  # type: ignore[union-attr]
     recipe = parse_recipe(before + "\n" + shown.text + after, source="pasted")
     (own,) = (one.cell for one in cells if one.cell.variant == "quick")
-    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), 0.5).schedule
+    assert recipe.schedule == own.recipe_of(Slot(name="seed-1", seed=1), {RATE: 0.5}).schedule
     assert recipe.schedule.peak_lr == 0.5
 
 
@@ -103,7 +121,8 @@ def by_accuracy(cells: Cells, top1: Mapping[str, Sequence[float]]) -> Cells:
 def test_few_seeds_are_a_doubt(cells: Cells) -> None:
     two = with_seeds(cells, lambda _, run: run if run.seed < 3 else None)
     found = rank(two, target=0.9)
-    assert found.finding.startswith("tentative by cost to 90.00%: quick")
+    assert any("too few seeds to judge: 2" in doubt for doubt in found.doubts)
+    assert "quick" not in str(found.finding).partition("not concluded")[0]
     one = with_seeds(cells, lambda _, run: run if run.seed < 2 else None)
     assert level(rank(one, target=0.9)) == ["slow"]
 
@@ -112,7 +131,7 @@ def test_policies_within_the_noise_are_in_no_order(cells: Cells) -> None:
     top1 = {"slow": [0.95, 0.94, 0.96], "quick": [0.94, 0.96, 0.96], "never": [0.5] * 3}
     found = rank(by_accuracy(cells, top1))
     assert level(found) == ["slow"]
-    assert found.finding.startswith("tentative")
+    assert "recommended" not in str(found.finding)
 
 
 def missing(cells: Cells, misses: Mapping[str, Collection[int]]) -> Cells:
@@ -128,7 +147,7 @@ def test_the_policy_that_more_seeds_bring_to_the_target_leads(cells: Cells) -> N
     assert [one.policy for one in found.ranked] == ["slow", "quick", "never"]
     assert level(found) == ["quick"]  # of one pair nothing is sure
     nothing = rank(cells, target=0.99)
-    assert nothing.finding.startswith("insufficient data")
+    assert "no policy reached 99.00%" in str(nothing.finding)
 
 
 def test_diverged_seeds_put_a_policy_last_unless_all_have_them(cells: Cells) -> None:
@@ -147,7 +166,7 @@ def test_what_is_missing_is_a_doubt(cells: Cells) -> None:
     unfinished = [replace(one, finished=one.cell.variant != "slow") for one in cells]
     assert "slow" in rank(unfinished, target=0.9).doubts[0]
     assert rank(with_seeds(cells, lambda *_: None), target=0.9).doubts
-    at_an_end = with_seeds(cells, lambda _, run: replace(run, rate=0.2))
+    at_an_end = with_seeds(cells, lambda _, run: replace(run, values={RATE: 0.2}))
     assert [each for each in rank(at_an_end, target=0.9).doubts if "lowest" in each]
 
 
@@ -162,7 +181,12 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert found["reached 90 %"] == ["3 of 3", "3 of 3", "0 of 3"]
     assert found["peak_lr"] == [0.5] * 3
     assert found["Diverged"] == [0, 0, 1]
-    assert len(page.sections[1].parts) == 1 + 1
+    assert found["AC"] == pytest.approx([0.5 + mean / 4 for mean in (2.87 / 3, 2.765 / 3, 1.6 / 3)])
+    assert found["CDAC"][0] == pytest.approx(0.125 - 2.87 / 48)
+    assert found["Top-5, %"][1] == pytest.approx(100 * (2.765 / 3 + 0.05), abs=0.01)
+    assert found["Top-1 at 0.1 x the rate, %"] == pytest.approx([60, 50, 50])
+    assert len(page.findings) == 3
+    assert len(page.sections[1].parts) == 1 + 1 + 1
     assert "<svg" in page.html()
 
 
@@ -250,42 +274,120 @@ def test_a_setting_without_a_value_for_every_seed_is_not_the_best_one() -> None:
     assert one.gap is None  # a cost of 0 has no ratio
 
 
-def run(seed: int, top1: float, *, seconds: float) -> Result:
+def run(cell: str, seed: int, top1: float, *, seconds: float) -> Result:
     usage = {
         "train_seconds": seconds, "cpu_seconds": 1.5 * seconds, "cores": 1.5,
         "peak_memory_bytes": 4e8,
     }  # fmt: skip
-    return Result(seed=seed, top1=top1, usage=usage, images_per_second=600 * 96 / seconds)
+    record = {**a_record(top1, seed=seed), **undisturbed(seed, cell=cell), "usage": usage}
+    record["images_per_second"] = 600 * 96 / seconds
+    return read_result(record, source=cell)
 
 
-def test_the_page_has_costs_and_transfer() -> None:
+def settings_by_hand() -> Cells:
     """The large batch is faster, and for letters less accurate."""
     recipe = load_recipe("digits_96")
-    cells = [
+    return [
         CellResults(
             cell=TrainedCell(
                 configuration=name, variant=setting, recipe=recipe, seeds=3, own_process=True
             ),
-            seeds=tuple(run(seed, top1 + seed / 1000, seconds=seconds) for seed in (1, 2, 3)),
+            seeds=tuple(
+                run(
+                    f"{name}/{setting}", seed, top1 + seed / 1000,
+                    seconds=seconds * (1 + seed / 100),
+                )
+                for seed in (1, 2, 3)
+            ),
         )
         for name, setting, top1, seconds in (
             ("digits", "small", 0.8, 50.0), ("digits", "large", 0.9, 20.0),
             ("letters", "small", 0.7, 40.0), ("letters", "large", 0.6, 30.0),
         )
     ]  # fmt: skip
-    page = draw("by-hand", cells)
+
+
+def test_the_page_has_costs_and_transfer() -> None:
+    page = draw("by-hand", settings_by_hand())
     (table,), *_, matrices = (section.parts for section in page.sections)
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
     assert found["Setting"] == ["small", "large"] * 2
-    assert found["Training, s"] == pytest.approx([50.0, 20.0, 40.0, 30.0])
+    assert found["Training, s"] == pytest.approx([51.0, 20.4, 40.8, 30.6])
     assert found["Peak memory, MB"] == pytest.approx([400.0] * 4)
     top1 = matrices[0]
     assert isinstance(top1, Table)
     assert top1.columns[2].title.startswith("used on letters")
     assert top1.columns[2].values == pytest.approx([60.2, 70.2])
-    assert "on letters that of digits is −10.00 (−10.00 to −10.00)" in page.findings[0]
+    assert "large, 90.20 % (" in page.findings[0]
+    assert "large is −10.00 (−10.00 to −10.00) from its own best" in page.findings[2]
+    assert "digits, the shortest training: large, 20.4 s" in page.findings[4]
+    assert not any("not concluded" in each for each in page.findings[:8])
+    assert "within the noise" in page.findings[-1]  # all have the same memory
     assert "<svg" in page.html()
+
+
+def disturbed(cells: Cells, change: Callable[[Result], Result]) -> list[str]:
+    """Return the findings about accuracy and training time on digits after a change."""
+    found = draw("by-hand", with_seeds(cells, lambda _, one: change(one))).findings
+    return [found[0], found[4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "of_accuracy"),
+    [
+        pytest.param(
+            lambda run: replace(run, other_cores=0.6) if run.seed == 2 else run,
+            "too busy to judge: other programs used up to 0.6 of 4 cores", False, id="busy",
+        ),
+        pytest.param(
+            lambda run: replace(run, begun=1e9, ended=1e9 + run.seed),
+            "6 of 6 runs overlapped", False, id="overlapping",
+        ),
+        pytest.param(
+            lambda run: replace(run, host="node-8") if run.seed == 2 else run,
+            "several machines", False, id="machines",
+        ),
+        pytest.param(
+            lambda run: replace(run, other_cores=math.nan), "not measured", False, id="unmeasured"
+        ),
+        pytest.param(
+            lambda run: replace(run, commit="1" * 40) if run.seed == 2 else run,
+            "several commits: 000000000000, 111111111111", True, id="commits",
+        ),
+    ],
+)  # fmt: skip
+def test_times_of_disturbed_runs_conclude_nothing(
+    change: Callable[[Result], Result], words: str, *, of_accuracy: bool
+) -> None:
+    accuracy, time = disturbed(settings_by_hand(), change)
+    assert words in time
+    assert (words in accuracy) == of_accuracy
+    for one in (time, *([accuracy] if of_accuracy else [])):
+        assert "not concluded" in one
+        assert "20.4" not in one
+
+
+def test_settings_of_few_or_missing_seeds_conclude_nothing() -> None:
+    cells = settings_by_hand()
+    two = with_seeds(cells, lambda _, one: one if one.seed < 3 else None)
+    assert all("too few seeds to judge: 2" in each for each in draw("two", two).findings)
+    lacking = with_seeds(cells, lambda name, one: one if name == "large" or one.seed < 3 else None)
+    found = draw("lacking", lacking).findings
+    assert all("not finished: small" in each for each in found)
+    assert not draw("lacking", lacking).is_sound
+
+
+def test_a_setting_within_the_noise_of_another_is_no_winner() -> None:
+    """20 s and 20.2 s; pairs of seeds differ by 1.5 s either way."""
+
+    def change(name: str, one: Result) -> Result:
+        seconds = {"large": (20.0, 21.5, 18.5), "small": (21.5, 18.6, 20.5)}[name][one.seed - 1]
+        return replace(one, usage={**one.usage, "train_seconds": seconds})
+
+    times = draw("near", with_seeds(settings_by_hand(), change)).findings[4]
+    assert "within the noise of each other, so in no order: large, small" in times
+    assert "20.0" not in times
 
 
 def test_the_command_draws_a_finished_study_and_recommends(
@@ -298,8 +400,8 @@ def test_the_command_draws_a_finished_study_and_recommends(
     assert main(["lab", "study", "runs/tiny/study.yaml", "--jobs", "2"]) == DONE
     text = capsys.readouterr().out
     assert "page: runs/tiny/study.html" in text
-    assert "recommended by cost to 90.00%: quick" in text
-    assert "by accuracy: slow" in text
+    assert "by cost to 90.00%: quick is recommended" in text
+    assert "by accuracy: slow is recommended" in text
 
 
 def test_the_command_lists_the_runs_that_are_left(

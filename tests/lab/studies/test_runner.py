@@ -222,6 +222,7 @@ def test_a_setting_has_its_own_process_and_a_mistake_in_one_ends_the_study(tmp_p
     assert record["usage"]["cpu_seconds"] > 0
     assert record["usage"]["peak_memory_bytes"] > 1e8
     assert record["usage"]["train_seconds"] > 0
+    assert record["usage"]["read_bytes"] >= 0
     assert cell.environment_of_process == {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "2"}
     assert "system" in cell.recipe.monitor
 

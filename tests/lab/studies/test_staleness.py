@@ -2,19 +2,33 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from short_studies import GRID, PLAIN, STALENESS, cells_in, opened
+from short_studies import GRID, PLAIN, STALENESS, cells_in, opened, undisturbed, write_study
 
 from largebatch import run
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.runner import carry_out
-from largebatch.lab.studies.staleness import StalenessCell, StalenessRow, cells_of, make_page, train
-from largebatch.lab.studies.study import load_study
-from largebatch.report.pages import Table
+from largebatch.lab.studies.records import read_as
+from largebatch.lab.studies.runner import carry_out, study
+from largebatch.lab.studies.staleness import (
+    Result,
+    StalenessCell,
+    StalenessRow,
+    cells_of,
+    diagonals,
+    make_page,
+    rudra_findings,
+    speed_ups,
+    tau_chart,
+    trade_off_chart,
+    train,
+)
+from largebatch.lab.studies.study import Machine, load_study
+from largebatch.report.pages import Table, series
 from largebatch.runs.options import Options
 
 
@@ -116,21 +130,98 @@ def test_a_study_that_is_stopped_leaves_no_record(
 
 def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dict[str, Any]:
     return {
-        "seed": seed, "top1": top1, "diverged": None, "tau": tau, "updates": 4,
+        **undisturbed(seed), "top1": top1, "diverged": None, "tau": tau, "updates": 4,
         "simulated_seconds": seconds,
     }  # fmt: skip
 
 
 def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
     records = record(0.75, [1, 2, 1], 10.0), record(0.65, [1, 2, 0, 1], 30.0, seed=2)
-    row = StalenessRow(one_cell(tmp_path, sigma=[1]), records)
+    results = tuple(read_as(Result, each, source="row") for each in records)
+    row = StalenessRow(one_cell(tmp_path, sigma=[1]), results)
     assert (row.top1.mean, row.seconds) == pytest.approx((70.0, 20.0))
     assert row.diverged == 0
     assert row.tau == pytest.approx((4 * 1 + 2 + 3) / 8)
+    assert row.largest_tau == 3
+    assert row.late == 1  # of eight, above twice a sigma of 1
+
+
+@pytest.mark.parametrize(
+    ("tau", "word"),
+    [
+        pytest.param([9_999], "too few gradients", id="no late one of few"),
+        pytest.param([10_000], "confirms", id="no late one of many"),
+        pytest.param([49_999, 0, 0, 0, 0, 0, 0, 0, 0, 1], "confirms", id="a late one of many"),
+        pytest.param([7, 0, 0, 0, 0, 0, 0, 0, 0, 1], "refutes", id="late ones"),
+    ],
+)
+def test_the_share_of_late_gradients_is_judged_where_there_are_enough(
+    tmp_path: Path, tau: list[int], word: str
+) -> None:
+    """Of three seeds, with a sigma of 4."""
+    records = [record(0.5, tau, 1.0, seed=seed) for seed in (1, 2, 3)]
+    results = tuple(read_as(Result, each, source="row") for each in records)
+    cell = replace(one_cell(tmp_path, sigma=["lambda"]), seeds=3)
+    (finding,) = rudra_findings("plain", [StalenessRow(cell, results)])
+    assert word in str(finding)
+
+
+def test_lines_join_cells_of_equal_protocol_and_mu_times_lambda(tmp_path: Path) -> None:
+    """One learner alone is on the line of every protocol that does not wait."""
+    grids = [
+        {"sigma": [1], "mu": [16], "learners": [2], "modulation": ["n"]},
+        {"sigma": [0, 1], "mu": [8, 32], "learners": [1, 4], "modulation": ["n"]},
+    ]
+    top1 = {"mu8-lambda4-n": 0.6, "mu16-lambda2-n": 0.7, "mu32-lambda1-n": 0.9}
+    rows = []
+    for cell in cells(tmp_path, *grids, seeds=3).values():
+        value = next((one for key, one in top1.items() if key in cell.name), 0.5)
+        records = [
+            record(value + seed / 100, [3, 0, 0, 1], float(cell.mu), seed=seed)
+            for seed in (1, 2, 3)
+        ]
+        results = tuple(read_as(Result, each, source=cell.name) for each in records)
+        rows.append(StalenessRow(cell, results))
+    joined = diagonals(rows)
+    of_softsync = joined["1-softsync, modulation n", 32]
+    assert sorted((row.cell.mu, row.cell.cluster.learners) for row in of_softsync) == [
+        (8, 4), (16, 2), (32, 1)
+    ]  # fmt: skip
+    assert [len(inside) for key, inside in joined.items() if key[0] == "hardsync"] == [2]
+    late, equal = map(str, rudra_findings("plain, usual", rows))
+    assert "refutes" in late
+    assert "30.00 points (30.00 to 30.00) of top-1, at 32 of 1-softsync" in equal
+    looks = {row.cell.protocol: series(0, row.cell.protocol) for row in rows}
+    assert trade_off_chart("x", "plain", rows, looks).svg().count("<path") > 0
+    assert tau_chart("y", "plain", rows, looks).svg()
+
+
+def test_speed_up_over_learners_is_that_of_the_simulated_cluster(tmp_path: Path) -> None:
+    """With equal times and links without limit every learner adds its own speed."""
+    path = write_study(
+        tmp_path,
+        STALENESS,
+        staleness__machines={"overhead": 0.01, "sample": 0.001},
+        staleness__times={"usual": {"kind": "constant", "seconds": 1.0}},
+        staleness__speed_up={"recipe": "plain", "mu": [8], "learners": [4], "gradients": 40},
+    )
+    lines = list[str]()
+    assert study(path, out=tmp_path / "out", page=True, machine=Machine(), report=lines.append)
+    rows = speed_ups(load_study(path), tmp_path)
+    assert {(row.protocol, row.cell.cluster.learners) for row in rows} == {
+        (protocol, learners)
+        for protocol in ("hardsync", "1-softsync", "asynchronous")
+        for learners in (1, 4)
+    }
+    for row in rows:
+        assert row.speed_up[:3] == pytest.approx([row.cell.cluster.learners] * 3)
+        assert row.seconds[1] * row.cell.cluster.learners == pytest.approx(0.018 / 8)
+    assert "hardsync 4.0 times (4.0 to 4.0)" in lines[0]
 
 
 def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
-    hard, free = cells(tmp_path, {"modulation": ["n"]}).values()
+    grid = {**GRID, "modulation": ["n"]}
+    hard, free = cells(tmp_path, grid).values()
     spread = (-0.01, 0.0, 0.02)
     records = {
         cell.name: {
@@ -139,17 +230,30 @@ def test_the_page_compares_the_fastest_with_hardsync(tmp_path: Path) -> None:
         }
         for cell, top1, tau, seconds in ((hard, 0.9, [12], 20.0), (free, 0.86, [1, 2, 1], 4.0))
     }
-    page = make_page(load_study(tmp_path / "study.yaml"), tmp_path, records)
-    best, fastest = page.findings
+    given = load_study(write_study(tmp_path, STALENESS, seeds=3, staleness__grids=[grid]))
+    page = make_page(given, tmp_path, records)
+    best, fastest, late = page.findings
+    assert "not concluded: too few gradients" in late
     reach = 4.302652729911275 * np.std(spread, ddof=1) / np.sqrt(3)
     mean = 90 + 100 * np.mean(spread)
     assert f"{mean:.2f}% ({mean - 100 * reach:.2f} to {mean + 100 * reach:.2f})" in best
     assert "0.20 times as long" in fastest
     assert "-4.00 points (-4.00 to -4.00)" in fastest
-    table, _ = page.sections[0].parts
+    (table,) = page.sections[0].parts
     assert isinstance(table, Table)
     found = {column.title: list(column.values) for column in table.columns}
     assert found["sigma"] == [0, 4]
     assert found["Seconds"] == pytest.approx([20.0, 4.0])
     assert found["Mean tau"] == pytest.approx([0.0, 1.0])
     assert "<svg" in page.html()
+    for doubt, spoiled in {
+        "too few seeds to judge: 2": lambda one: {**one, "seed": 1} if one["seed"] == 3 else one,
+        "1 of 3 seeds": lambda one: {**one, "diverged": "nan"} if one["seed"] == 3 else one,
+        "within the noise": lambda one: {**one, "top1": 0.9},
+    }.items():
+        other = {
+            name: {run: spoiled(one) for run, one in runs.items()} for name, runs in records.items()
+        }
+        best = make_page(given, tmp_path, other).findings[0]
+        assert doubt in best
+        assert "not concluded" in best

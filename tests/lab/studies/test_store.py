@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from short_studies import VARIED, cells_in
 
 from largebatch.errors import StudyError
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell
+from largebatch.lab.studies.study import RATE, Cell
 from largebatch.lab.studies.trained import TrainedCell
 
 CLAIMS = """
@@ -65,7 +66,7 @@ def test_processes_share_the_runs_and_take_over_those_of_the_dead(tmp_path: Path
     twice = {name for name, number in claimed.items() if number > 1}
     assert twice <= {"seed-9"}  # if another process came after the one that died
     store = Store(tmp_path / "out")
-    left = [slot for slot in cell.slots if store.read(cell, slot) is None]
+    left = [slot for slot in cell.slots if not store.path(cell, slot).exists()]
     assert {slot.name for slot in left} <= {"seed-9"}
     assert all(store.claim(cell, slot) for slot in left)
     store.release_all()
@@ -82,7 +83,9 @@ def test_a_claim_is_held_until_it_is_released_or_recorded(tmp_path: Path, cell: 
     assert other.claim(cell, slot)
     other.write(cell, slot, {"by": "other"})
     assert not owner.claim(cell, slot)
-    assert owner.read(cell, slot) == {"by": "other"}
+    record = owner.read(cell, slot)
+    assert record is not None
+    assert (record["by"], record["run"], record["seed"]) == ("other", slot.name, slot.seed)
     other.release_all()
     assert owner.claim(cell, next_slot)
     owner.write(cell, next_slot, {"by": "owner"})
@@ -113,10 +116,66 @@ def test_records_of_another_definition_are_refused_by_key(tmp_path: Path, cell: 
         store.define([other])
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": ', "null"])
+@pytest.mark.parametrize("text", ["", "[]", '{"a": ', "null", "{}", "[" * 99_999])
 def test_a_damaged_record_is_refused_by_its_file(tmp_path: Path, cell: Cell, text: str) -> None:
     store, slot = Store(tmp_path), cell.slots[0]
     store.define([cell])
     store.path(cell, slot).write_text(text)
     with pytest.raises(StudyError, match=slot.name):
         store.read(cell, slot)
+
+
+def test_the_record_of_another_run_is_refused_by_what_differs(tmp_path: Path, cell: Cell) -> None:
+    """Copied from another seed, another cell, another study, or made by hand."""
+    (other,) = cells_in(tmp_path, policies={"two": {}})
+    batch = cell.recipe.batch.model_copy(update={"global_batch": 48})
+    large = replace(cell, recipe=cell.recipe.model_copy(update={"batch": batch}))
+    store, elsewhere = Store(tmp_path), Store(tmp_path / "other")
+    store.define([cell, other])
+    elsewhere.define([large])
+    first, second = cell.slots[-2:]
+    for place, one, slot in (
+        (store, cell, first),
+        (store, other, second),
+        (elsewhere, large, second),
+    ):
+        place.write(one, slot, {"top1": 0.5})
+    target = store.path(cell, second)
+    for source, key in (
+        (store.path(cell, first), "seed"),
+        (store.path(other, second), "variant"),
+        (elsewhere.path(large, second), "definition"),
+    ):
+        target.write_bytes(source.read_bytes())
+        with pytest.raises(StudyError, match=rf"{second.name}\.json: .*{key}"):
+            store.read(cell, second)
+    content = json.loads(store.path(cell, first).read_bytes())
+    for key in ("recipe", "variant", "run", "seed", "definition_sha256"):
+        for spoiled in ({key: None}, {key: [1]}, {key: True}):
+            store.path(cell, first).write_text(json.dumps({**content, **spoiled}))
+            with pytest.raises(StudyError, match=key):
+                store.read(cell, first)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_run_to_others(
+    tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store, slot = Store(tmp_path), cell.slots[0]
+    store.define([cell])
+    assert store.claim(cell, slot)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fail)
+        for write in (
+            lambda: store.write(cell, slot, {}),
+            lambda: store.define([cell]),
+            lambda: store.values(cell, slot, lambda: {RATE: 0.5}),
+        ):
+            with pytest.raises(StudyError, match="No space left"):
+                write()
+    store.release_all()
+    assert store.claim(cell, slot)
+    store.write(cell, slot, {})
+    assert store.read(cell, slot) is not None

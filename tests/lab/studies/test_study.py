@@ -15,6 +15,7 @@ from short_studies import (
     SETTINGS,
     STALENESS,
     VARIED,
+    a_record,
     cells_in,
     write_study,
 )
@@ -23,7 +24,7 @@ from largebatch import load_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.lab.studies import trained
 from largebatch.lab.studies.runner import kind_of
-from largebatch.lab.studies.study import Slot, load_study
+from largebatch.lab.studies.study import RATE, Slot, load_study
 from largebatch.lab.studies.trained import TrainedCell
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -65,6 +66,26 @@ def rates(recipe: Recipe) -> list[float]:
         (POLICIES, {"search": {"trials": 3}}, "search.held_out"),
         (POLICIES, {"search": {**SEARCH, "factors": [2, 1]}}, "search"),
         (POLICIES, {"seeds": 100}, "seeds"),
+        (POLICIES, {"search": {**SEARCH, "keys": {"a": [2, 1]}}}, "search"),
+        (POLICIES, {"search": {**SEARCH, "keys": {RATE: [1, 2]}}}, f"keys.{RATE}"),
+        (POLICIES, {"robustness_seeds": 3}, "robustness_seeds"),
+        (POLICIES, {"robustness_scales": [0.5, 1.0]}, "robustness_scales"),
+        (VARIED, {"robustness_seeds": 1}, "robustness_seeds"),
+        *(
+            (VARIED, {"settings": {"a": {"environment": {name: "1"}}}}, name)
+            for name in (
+                *("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "PYTHONSTARTUP", "HOME"),
+                *(
+                    "OMP_TOOL_LIBRARIES",
+                    "NCCL_NET_PLUGIN",
+                    "CUDA_INJECTION64_PATH",
+                    "",
+                    "omp_places",
+                ),
+                *("TORCHINDUCTOR_CACHE_DIR", "LD_AUDIT", "BASH_ENV", "OMP_NUM_THREADS=1", "A\nB"),
+            )
+        ),
+        (VARIED, {"settings": {"a": {"environment": {"MKL_CBWR": "a\0b"}}}}, "MKL_CBWR"),
         (POLICIES, {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}}, "digits.sets"),
         (VARIED, {"settings": {}}, "settings"),
         (VARIED, {"settings": {"a": {"worker": 2}}}, "settings.a.worker"),
@@ -93,7 +114,7 @@ def test_a_mistake_in_a_study_is_refused_by_its_key(
 def test_a_simulation_needs_the_time_of_a_gradient(tmp_path: Path) -> None:
     timeless = {"workers": [2], "mini_batch": 16}
     changes = {
-        "recipes__lenet5__on_hosts": timeless, "servers__simulated": [2]
+        "recipes__lenet5__on_hosts": timeless, "servers__simulated": {"workers": [2]}
     }  # fmt: skip
     with pytest.raises(RecipeError, match=r"lenet5\.on_hosts\.compute"):
         load_study(write_study(tmp_path, SERVERS, **changes))
@@ -113,6 +134,10 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
         (POLICIES, {"recipes": {"no": {"recipe": "no_such_recipe"}}}, ["no", "no_such_recipe"]),
         (POLICIES, {"recipes": {"late": {"recipe": "digits_96_softsync"}}}, ["late", "protocol"]),
         (POLICIES, {"search": {**SEARCH, "held_out": 2000}}, ["held_out"]),
+        (POLICIES, {"search": {**SEARCH, "keys": {"schedule.decay.gama": [0.5, 2]}}}, ["gama"]),
+        (POLICIES, {"search": {**SEARCH, "keys": {"batch.no": [0.5, 2]}}}, ["batch.no"]),
+        (POLICIES, {"search": {**SEARCH, "keys": {"model.name": [0.5, 2]}}}, ["model.name"]),
+        (POLICIES, {"search": {**SEARCH, "keys": {"schedule.decay.power": [1, 1e6]}}}, ["fall"]),
         (VARIED, {"settings": {"a": {"set": {"batch.globl": 3}}}}, ["a", "globl"]),
         (VARIED, {"settings": {"a": {"workers": 7}}}, ["a", "7 workers"]),
         (STALENESS, {"staleness__grids": [{**GRID, "sigma": [5]}]}, ["usual-sigma5", "n (5)"]),
@@ -120,7 +145,7 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
             STALENESS, {"staleness__grids": [{**GRID, "recipes": ["polished"], "mu": [4]}]},
             ["batch.bn_span"],
         ),
-        (SERVERS, {"recipes__lenet5__on_hosts__updates": 40}, ["alone-1", "41"]),
+        (SERVERS, {"recipes__lenet5__on_hosts__updates": 40}, ["alone-1", "43"]),
         (SERVERS, {"recipes__lenet5__recipe": "digits_96_softsync"}, ["protocol"]),
         (SCALING, {"recipes__lenet5__on_hosts__updates": 40}, ["40 updates"]),
         (
@@ -153,7 +178,7 @@ def test_every_rate_of_a_schedule_scales_with_the_peak(
     cell = a_cell(tmp_path, **parts)
     own = rates(cell.recipe)
     for factor in (1 / 16, 0.3, 16.0):
-        found = rates(cell.recipe_of(SEED, 0.5 * factor))
+        found = rates(cell.recipe_of(SEED, {RATE: 0.5 * factor}))
         assert found == pytest.approx([factor * rate for rate in own], rel=1e-9)
 
 
@@ -161,11 +186,42 @@ def test_a_seed_has_the_recipe_of_train_at_the_rate_found(tmp_path: Path) -> Non
     cell = a_cell(tmp_path, decay={"kind": "cosine"})
     changes = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
     changes += ["schedule.decay={kind: cosine}", "schedule.peak_lr=0.2", "seed=2"]
-    assert cell.recipe_of(SEED, 0.2) == load_recipe("digits_96", changes)
+    assert cell.recipe_of(SEED, {RATE: 0.2}) == load_recipe("digits_96", changes)
+
+
+def test_range_and_steps_of_a_shape_are_searched_beside_the_rate(tmp_path: Path) -> None:
+    """By hand: a third of the peak rises over 3 updates; the rate is doubled, so is low_lr."""
+    wave = {"decay": {"kind": "tri", "low_lr": 0.1, "half_cycle": {"steps": 3}}}
+    step = {"decay": {"kind": "steps", "at": [{"steps": 4}, {"steps": 8}], "gamma": 0.5}}
+    low, half = "schedule.decay.low_lr", "schedule.decay.half_cycle.steps"
+    second = "schedule.decay.at.1.steps"
+    keys = {low: [0.5, 2.0], half: [0.5, 2.0], second: [0.9, 1.2]}
+    waving, stepping = cells(
+        tmp_path, policies={"wave": wave, "step": step}, search={**SEARCH, "keys": keys}
+    )
+    assert waving.ranges == {RATE: (0.5 / 16, 8.0), low: (0.05, 0.2), half: (1.5, 6.0)}
+    assert list(stepping.ranges) == [RATE, second]
+    found = waving.recipe_of(SEED, {RATE: 1.0, low: 0.2, half: 2.2}).schedule
+    assert (found.peak_lr, found.decay.low_lr, found.decay.half_cycle.steps) == (1.0, 0.4, 2)  # type: ignore[union-attr]
+    found = stepping.recipe_of(SEED, {second: 9.4}).schedule
+    assert [point.steps for point in found.decay.at] == [4, 9]  # type: ignore[union-attr]
+    first = waving.values([], TRIAL)
+    assert first == {RATE: 0.5, low: 0.1, half: 3.0}
+    trials = [
+        {**a_record(0.5 + number / 20, seed=100), "values": {**first, RATE: rate}}
+        for number, rate in enumerate((0.5, 0.2, 1.25, 0.08, 3.125))
+    ]
+    drawn = waving.values(trials, replace(TRIAL, trial=6))
+    assert drawn.keys() == first.keys()
+    assert all(low <= drawn[key] <= high for key, (low, high) in waving.ranges.items())
+    assert drawn[low] != 0.1
+    best = waving.values(trials, SEED)
+    assert best[RATE] == 3.125
+    assert best.keys() == first.keys()
 
 
 def test_a_trial_never_sees_the_validation_images(tmp_path: Path) -> None:
-    data = a_cell(tmp_path, decay={"kind": "constant"}).recipe_of(TRIAL, 0.2).data
+    data = a_cell(tmp_path, decay={"kind": "constant"}).recipe_of(TRIAL, {RATE: 0.2}).data
     assert data.held_out is not None
     assert (data.held_out.samples, data.train_split) == (300, 1137)
 
@@ -177,7 +233,7 @@ def test_a_trial_of_epochs_without_the_held_out_images_ends_at_the_same_rate(
     cell = a_cell(tmp_path, warmup=None, decay={"kind": "exp", "gamma": 0.98})
     recipe = cell.recipe.model_copy(update={"duration": Duration(epochs=5)})
     whole = rates(recipe)
-    trial = rates(replace(cell, recipe=recipe).recipe_of(TRIAL, None))
+    trial = rates(replace(cell, recipe=recipe).recipe_of(TRIAL, {}))
     assert (len(whole), len(trial)) == (75, 60)
     assert trial[-1] == pytest.approx(whole[-1], rel=0.02)
 
@@ -188,7 +244,7 @@ def test_a_trial_of_updates_has_lengths_in_epochs_at_the_same_updates(tmp_path: 
     changes = {**SETTINGS, "duration": {"steps": 150}, "evaluation": {"every_epochs": 2}}
     digits = {"digits": {"recipe": "digits_96", "set": changes}}
     (cell,) = cells(tmp_path, recipes=digits, policies={"one": parts})
-    trial = cell.recipe_of(TRIAL, None)
+    trial = cell.recipe_of(TRIAL, {})
     assert rates(trial) == rates(cell.recipe)
     evaluated = make_plan(trial, workers=1).evaluate_after
     assert evaluated == pytest.approx(make_plan(cell.recipe, workers=1).evaluate_after, rel=0.02)
@@ -215,7 +271,7 @@ def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "cells", "runs"),
     [
-        ("lrbench", 20, 220),
+        ("lrbench", 20, 460),
         ("rudra", 67, 201),
         ("rudra-small", 9, 27),
         ("rudra-imagenette", 3, 3),

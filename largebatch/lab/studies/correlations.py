@@ -1,0 +1,192 @@
+"""Rank correlations of settings with results, over the settings of one recipe.
+
+GTDLBench (arXiv:1810.12210) asks which hyper-parameters and which use of processor, memory and disk
+go with training time and accuracy. Spearman's correlation asks only whether one rises with the
+other. Settings are chosen and not drawn, so a correlation is no cause.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from largebatch.lab.studies.doubts import Finding, doubts_about
+from largebatch.lab.studies.metrics import CONFIDENCE
+from largebatch.lab.studies.trained import CellResults, Result
+from largebatch.optional import require_scipy
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import differences
+from largebatch.report.pages import Column, Section, Table
+
+_NOTE = (
+    "Spearman's rank correlations of means over seeds, over the settings of a recipe that did not "
+    "diverge, with intervals of 95 % that hold together (Bonett and Wright 2000, Bonferroni). "
+    "Settings are chosen and not drawn, so a correlation is no cause."
+)
+
+ENOUGH_SETTINGS = 5
+"""With fewer no correlation is shown: its interval would hold nearly everything."""
+
+Results = Mapping[str, Callable[[Result], float]]
+"""Values of a run by their titles; NaN where one was not measured."""
+
+
+class Correlation(NamedTuple):
+    """Spearman's correlation with its interval, and the number of settings."""
+
+    rho: float
+    low: float
+    high: float
+    number: int
+
+    @property
+    def is_sure(self) -> bool:
+        """True if the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+
+def correlation(
+    one: Sequence[float], other: Sequence[float], *, together: int = 1
+) -> Correlation | None:
+    """Return the correlation of pairs of numbers; None for few pairs or constant values.
+
+    Pairs with a NaN are left out. The interval is that of Bonett and Wright 2000 (Psychometrika
+    65, doi 10.1007/BF02294183); `together` as in metrics.interval.
+
+    >>> found = correlation([1, 2, 3, 4, 5], [1, 4, 9, 16, 25])
+    >>> found.rho, found.number
+    (1.0, 5)
+    """
+    pairs = [pair for pair in zip(one, other, strict=True) if all(map(math.isfinite, pair))]
+    if len(pairs) < ENOUGH_SETTINGS:
+        return None
+    first, second = zip(*pairs, strict=True)
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    stats = require_scipy("scipy.stats")
+    rho = round(float(stats.spearmanr(first, second).statistic), 12)  # 1, not 1 - 2e-16
+    number = len(pairs)
+    # A correlation of 1 has no interval on Fisher's scale. It gets that of an order with one pair
+    # of neighbours exchanged, the closest one to it.
+    most = 1 - 12 / (number**3 - number)
+    bounded = max(-most, min(most, rho))
+    level = 1 - (1 - CONFIDENCE) / together / 2
+    reach = float(stats.norm.ppf(level)) * math.sqrt((1 + bounded**2 / 2) / (number - 3))
+    low, high = math.tanh(math.atanh(bounded) - reach), math.tanh(math.atanh(bounded) + reach)
+    return Correlation(rho, min(low, rho), max(high, rho), number)
+
+
+def numbers_of(cells: Sequence[CellResults]) -> dict[str, list[float]]:
+    """Return the numbers in which the settings differ, by dotted key, one for each cell.
+
+    Besides keys of the recipe they are `workers`, `threads` and `device_batch`, that of the plan.
+    A key counts if all cells have a number there.
+    """
+    trees = []
+    for cell in cells:
+        recipe, setting = cell.cell.recipe, cell.cell.setting
+        plan = make_plan(recipe, workers=setting.workers)
+        outside = {
+            "workers": setting.workers,
+            "threads": setting.threads,
+            "device_batch": plan.device_batch,
+        }
+        trees.append({**recipe.model_dump(mode="json"), **outside})
+    keys: dict[str, None] = {}
+    for tree in trees[1:]:
+        keys |= dict.fromkeys(key for key, _, _ in differences(trees[0], tree))
+    values = {key: [_at(tree, key) for tree in trees] for key in keys}
+    return {
+        key: [float(number) for number in column]
+        for key, column in values.items()
+        if all(isinstance(each, int | float) and not isinstance(each, bool) for each in column)
+    }
+
+
+def _at(tree: Any, key: str) -> Any:  # noqa: ANN401 -- any value of a recipe
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def correlations(
+    cells: Sequence[CellResults], results: Results
+) -> dict[tuple[str, str], Correlation]:
+    """Return the correlations of a recipe by pairs of titles: settings with results, and results.
+
+    Values are means over seeds; settings with a run that diverged are left out. All intervals hold
+    together.
+    """
+    sound = [cell for cell in cells if cell.seeds and not cell.diverged]
+    if len(sound) < ENOUGH_SETTINGS:
+        return {}
+    settings = numbers_of(sound)
+    measured = {}
+    for title, value in results.items():
+        means = [cell.mean(value) for cell in sound]
+        measured[title] = [math.nan if mean is None else mean.mean for mean in means]
+    titles = list(measured)
+    pairs = [(setting, result) for setting in settings for result in titles]
+    pairs += [(one, other) for place, one in enumerate(titles) for other in titles[place + 1 :]]
+    values = {**settings, **measured}
+    found = {}
+    for pair in pairs:
+        one, other = (values[title] for title in pair)
+        each = correlation(one, other, together=len(pairs))
+        if each is not None:
+            found[pair] = each
+    return found
+
+
+def findings(
+    recipes: Mapping[str, Sequence[CellResults]], results: Results, *, timed: Collection[str]
+) -> Iterator[Finding]:
+    """Yield the correlations of each recipe whose intervals exclude 0.
+
+    Those of results in `timed` are times, which need a quiet machine.
+    """
+    every = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
+    for recipe, cells in recipes.items():
+        found = correlations(cells, results)
+        number = max((each.number for each in found.values()), default=0)
+        for of_time, kind in ((False, "without times"), (True, "with times")):
+            chosen = {
+                pair: each
+                for pair, each in found.items()
+                if of_time == any(title in timed for title in pair)
+            }
+            if not chosen:
+                continue
+            sure = [
+                f"{one} with {other} {each.rho:+.2f} ({each.low:+.2f} to {each.high:+.2f})"
+                for (one, other), each in chosen.items()
+                if each.is_sure
+            ]
+            yield Finding(
+                about=f"{recipe}, rank correlations over {number} settings, {kind}",
+                text="; ".join(sure) or "no interval excludes 0",
+                doubts=doubts_about(
+                    [cell.runs for cell in cells if not cell.diverged],
+                    study=every,
+                    of_time=of_time,
+                ),
+            )
+
+
+def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -> Section:
+    """Return a table of correlations for each recipe, with their intervals; empty without any."""
+    tables = []
+    for recipe, cells in recipes.items():
+        found = correlations(cells, results)
+        if not found:
+            continue
+        rows = list(dict.fromkeys(one for one, _ in found))
+        columns = [Column(recipe, rows)]
+        for other in dict.fromkeys(other for _, other in found):
+            column = [found.get((one, other)) for one in rows]
+            ends = [f"{each.low:+.2f} to {each.high:+.2f}" if each else "" for each in column]
+            columns.append(
+                Column(other, [each and each.rho for each in column], "+.2f", details=ends)
+            )
+        tables.append(Table(name=f"correlations-{recipe}", columns=columns))
+    notes = [_NOTE] if tables else []
+    return Section(title="Correlations", parts=tables, notes=notes)

@@ -1,0 +1,316 @@
+"""What makes a run on a GPU fast, proven before its first update, and decided by all workers.
+
+Each worker tries the kernels and the graph of its recipe on its own device, in a process of their
+own or from the record of an earlier run (`proof`). What one worker refuses no worker uses: with
+different kernels the optimizers of workers would round differently, and NCCL hangs where the graphs
+of workers differ.
+"""
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch import accelerator, proof
+from largebatch.data.decoders import pixel_cache
+from largebatch.data.pipeline import Pipeline
+from largebatch.data.types import Batch
+from largebatch.distributed.agreement import agree
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
+from largebatch.models import kernels as batchnorm_kernels
+from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
+from largebatch.models.of_recipe import build_model
+from largebatch.optim import kernels as optimizer_kernels
+from largebatch.optim.kernels.tabled import Tabled
+from largebatch.optim.kernels.trials import trials_of as trials_of_optimizer
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial, Trials
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
+from largebatch.runs.state import build_criterion, build_state
+from largebatch.training.graph import UseGraph, refused
+from largebatch.training.loop import step_seeds, train
+
+_UPDATES = 7  # of a trial of the graph: two before it is recorded, and five that are measured
+_RECORDED = 2
+
+_SHRUNK = 0.01  # of the peak learning rate: a few updates on noise must not diverge
+
+
+def wait_for_proof(device: torch.device) -> None:
+    """Use PyTorch's operations until `settle`, such as while memory is measured."""
+    proof.switched_off()  # raises an error for a wrong value before workers wait for this one
+    proof.decide(device, dict.fromkeys(PARTS, "not tried yet"))
+
+
+def switch_off(recipe: Recipe, device: torch.device) -> None:
+    """Use PyTorch's operations for a recipe that asks for them, where nothing is trained.
+
+    Evaluations and polishing try by themselves what else they use.
+    """
+    refusals = {part: _choice(recipe, part) for part in PARTS}
+    proof.decide(device, {part: it for part, it in refusals.items() if it is not None})
+
+
+def settle(
+    recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, imports: Sequence[str]
+) -> str | None:
+    """Decide with all workers what this run uses; return a line for the log, None on a CPU.
+
+    Raises RecipeError, on every worker, if a graph is required and refused.
+    """
+    device, findings = backend.device, dict[str, Finding]()
+    pixels = pixel_cache.one_size(pipeline.train_index)
+    has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
+    parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
+    refusals = {part: _choice(recipe, part) for part in parts}
+    tried = [part for part, refusal in refusals.items() if refusal is None]
+    if tried:
+        accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
+        settings, key = _settings(recipe, pipeline.plan, pixels, imports)
+        findings = proof.prove(__name__, tried, device, settings, key=key)
+    refusals |= {part: finding.refused for part, finding in findings.items()}
+    agreed = agree(refusals, backend, backend.device)
+    proof.decide(device, agreed)
+    if recipe.execution.graph is True and agreed.get(GRAPH):
+        raise refused(str(agreed[GRAPH]))
+    return _line(agreed, findings)
+
+
+def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
+    """Return the findings of new trials of a recipe on one device, of images in a cache."""
+    side = recipe.data.image_size
+    settings, key = _settings(recipe, make_plan(recipe), (side, side), ())
+    parts = _parts_on(device, recipe, has_spans=True, has_one_size=True)
+    return proof.prove(__name__, parts, device, settings, key=key, again=True)
+
+
+def _parts_on(
+    device: torch.device, recipe: Recipe, *, has_spans: bool, has_one_size: bool
+) -> list[str]:
+    """Return the parts that this type of device has and the recipe may use."""
+    graph = recipe.execution.graph is not False and recipe.protocol is None
+    is_cached = has_one_size and recipe.execution.cache in {None, "device"}
+    found = {
+        BATCHNORM: has_spans and device.type in batchnorm_kernels.DEVICES,
+        OPTIMIZER: device.type in optimizer_kernels.DEVICES,
+        CROPS: is_cached and device.type in pixel_cache.DEVICES,
+        GRAPH: graph and device.type in accelerator.GRAPHS,
+    }
+    return [part for part in PARTS if found[part]]
+
+
+def _choice(recipe: Recipe, part: str) -> str | None:
+    """Return why a part is not even tried: by the variable or by the recipe."""
+    if reason := proof.switched_off():
+        return reason
+    execution = recipe.execution
+    if execution.kernels == "torch" and not (part == GRAPH and execution.graph is True):
+        return "execution.kernels: torch"
+    if execution.kernels == "apex" and part == OPTIMIZER:
+        return "execution.kernels: apex"
+    return None
+
+
+def _settings(
+    recipe: Recipe, plan: Plan, pixels: tuple[int, int] | None, imports: Sequence[str]
+) -> tuple[dict[str, object], object]:
+    """Return what the trials need, and what of it decides their result.
+
+    Seeds, learning rates and other numbers of the method do not: a study has one trial.
+    """
+    given = recipe.with_execution(device_batch=plan.device_batch)
+    sides = {piece.image_size for piece in plan.sizes} | {recipe.data.image_size}
+    sizes = [[plan.device_batch, side] for side in sorted(sides, reverse=True)]
+    execution = recipe.execution
+    key = {
+        "model": recipe.model.model_dump(mode="json", exclude={"weights", "head_std"}),
+        "classes": recipe.data.classes,
+        "optimizer": _without_numbers(recipe.optimizer.model_dump(mode="json")),
+        "affine": recipe.polish is not None and recipe.polish.affine is not None,
+        "precision": recipe.precision,
+        "skips": recipe.nonfinite.action,
+        "span": plan.bn_span,
+        "shares": plan.sync_workers > 1,
+        "accumulates": plan.accumulation > 1,
+        "sizes": sizes,
+        "pixels": pixels,
+        "memory_format": execution.memory_format,
+        "compile": execution.compile,
+        "kernels": execution.kernels,
+        "required": execution.graph is True,
+    }
+    settings = {
+        "recipe": given.model_dump(mode="json"),
+        "workers": plan.workers,
+        "sizes": sizes,
+        "pixels": pixels,
+        "imports": [*imports],
+    }
+    return settings, key
+
+
+def _without_numbers(section: Any) -> Any:  # noqa: ANN401 -- any JSON
+    if isinstance(section, dict):
+        return {k: _without_numbers(v) for k, v in section.items() if not isinstance(v, float)}
+    return section
+
+
+def _line(agreed: Mapping[str, str | None], findings: Mapping[str, Finding]) -> str | None:
+    words = []
+    for part, refusal in agreed.items():
+        if refusal is not None:
+            words.append(f"{part}: PyTorch's operations ({refusal})")
+        elif findings[part].variants:
+            words.append(f"{part}: {findings[part].describe()}")
+    return f"kernels and graphs: {'; '.join(words)}" if words else None
+
+
+def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
+    """Return the trials of a recipe on a device, in a process that has nothing else to do."""
+    for name in settings["imports"]:
+        from largebatch.data.datasets.own import import_own
+
+        import_own(name)
+    torch.backends.cudnn.allow_tf32 = False  # as in a run
+    recipe = Recipe.model_validate_json(json.dumps(settings["recipe"]))
+    plan = make_plan(recipe, workers=settings["workers"])
+    sizes = [(int(num), int(side)) for num, side in settings["sizes"]]
+    update = partial(_Updates, recipe, plan, device)
+
+    def batchnorm() -> Iterator[Trial]:
+        from largebatch.models.kernels.trials import trials_of
+
+        uses: Counter[batchnorm_kernels.Use] = Counter()
+        for num, side in sizes:
+            with batchnorm_kernels.noted_uses() as noted:
+                update(num, side, graph=False, updates=1).result()
+            uses |= noted
+        return trials_of(uses, device)
+
+    def optimizer() -> Iterator[Trial]:
+        model, scaled = build_model(recipe, device), recipe.precision == "fp16"
+        builders: dict[str, Callable[[nn.Module], Optimizer]] = {
+            recipe.optimizer.kind: lambda model: build_optimizer(recipe, model, Serial(device))
+        }
+        if recipe.polish is not None and recipe.polish.affine is not None:
+            builders["sgd of the affine stage"] = partial(
+                build_momentum_sgd, recipe.optimizer, lr=recipe.polish.affine.lr, scaled=scaled
+            )
+        for name, build in builders.items():
+            built = build(model)
+            if isinstance(built, Tabled) or isinstance(getattr(built, "_others", None), Tabled):
+                yield from trials_of_optimizer(name, build, model, scaled=scaled)
+
+    def crops() -> Iterator[Trial]:
+        from largebatch.data.decoders.trials import trials_of
+
+        order = recipe.execution.channels_last(device.type)
+        return trials_of(tuple(settings["pixels"]), sizes, device, channels_last=order)
+
+    def graph() -> Iterator[Trial]:
+        is_required = recipe.execution.graph is True
+        for num, side in sizes:
+            ours, theirs = (update(num, side, graph=use) for use in ("auto", False))
+            yield Trial(
+                name=f"updates of {num} images of {side} x {side}",
+                ours=ours.result,
+                theirs=theirs.result,
+                # Kernels may add in any order: two runs without a graph show by how much.
+                exact=update(num, side, graph=False).result,
+                count=0 if is_required else 1,
+                seconds=partial(_both_seconds, ours, theirs),
+            )
+
+    return {BATCHNORM: batchnorm, OPTIMIZER: optimizer, CROPS: crops, GRAPH: graph}
+
+
+def _both_seconds(ours: "_Updates", theirs: "_Updates") -> tuple[float, float]:
+    return ours.seconds, theirs.seconds
+
+
+class _Updates:
+    """Updates of a recipe on random images by one worker, from the same state in each object."""
+
+    def __init__(  # noqa: PLR0913 -- what decides an update
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        device: torch.device,
+        num: int,
+        side: int,
+        *,
+        graph: UseGraph,
+        updates: int | None = None,
+    ) -> None:
+        self._recipe, self._plan, self._device = recipe, plan, device
+        self._num, self._side = num, side
+        self._graph, self._updates = graph, updates or _UPDATES
+        self.seconds = 0.0
+        """Median of the updates that a graph replays."""
+
+    def result(self) -> list[Tensor]:
+        """Make the updates; return losses, weights, statistics and the optimizer's state."""
+        recipe, plan, device, group = self._recipe, self._plan, self._device, Serial(self._device)
+        model = build_model(recipe, device)
+        if plan.sync_workers > 1:  # its part of a span is all of it here
+            with_span(model, self._num)
+        if recipe.execution.compile and self._updates > 1:
+            from largebatch.models.compiled import compile_model
+
+            shares = plan.sync_workers > 1
+            compile_model(model, recipe.execution.compile, device, shares_spans=shares)
+        accumulation = min(2, plan.accumulation)
+        accelerator.seed(0, device)
+        images = torch.randn(self._num, 3, self._side, self._side, device=device)
+        if recipe.execution.channels_last(device.type):
+            images = images.contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(recipe.data.classes, (self._num,), device=device)
+        with closing(build_state(recipe, plan, model, group)) as state:
+            spans = Spans(model, group)
+            for layer in spans.layers if plan.sync_workers > 1 else ():
+                layer.group = group
+            updates = train(
+                model,
+                state.updater.optimizer,
+                repeat(Batch(images, labels)),
+                lambda _: _SHRUNK * recipe.schedule.peak_lr,
+                build_criterion(recipe.loss),
+                state.updater.reducer,
+                spans,
+                state.scaler,
+                steps=range(self._updates),
+                accumulation=accumulation,
+                global_batch=self._num * accumulation,
+                seed=step_seeds(0, 0),
+                skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+                follow=state.move_average,
+                graph=self._graph,
+                note=lambda _: None,
+            )
+            losses, seconds = [], []
+            with closing(updates):
+                for _ in range(self._updates):
+                    accelerator.synchronize(device)
+                    start = time.perf_counter()
+                    losses.append(next(updates).loss)
+                    accelerator.synchronize(device)
+                    seconds.append(time.perf_counter() - start)
+            self.seconds = statistics.median(seconds[_RECORDED:] or seconds)
+            moments = state.updater.optimizer.state.values()
+            tensors = [
+                torch.stack(losses),
+                *model.state_dict().values(),
+                *(it for each in moments for it in each.values() if isinstance(it, Tensor)),
+            ]
+            return [it.detach().clone() for it in tensors if it.is_floating_point()]
