@@ -1,4 +1,4 @@
-"""Copies of images in a data set that is imported: byte for byte, and near copies.
+"""Copies of images in a data set: byte for byte, and near copies.
 
 A validation image that is also a training image says nothing about new images, and one image in
 two classes teaches neither. Near copies are photographs that were saved again or resized: their
@@ -72,7 +72,7 @@ def _look(content: bytes) -> Bytes | None:
     with Image.open(io.BytesIO(content)) as image:
         if min(image.size) < SMALLEST:
             return None
-        image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at an eighth of its size
+        image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a part of its size
         # A filter with weights: a box of whole pixels would differ with the size of the image.
         small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
         return np.asarray(ImageOps.exif_transpose(small), np.uint8)
