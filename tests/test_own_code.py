@@ -46,8 +46,8 @@ def test_the_command_trains_on_one_worker_and_code_runs_only_if_a_command_names_
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     train = shlex.split(shown("sh")[0].splitlines()[0].replace("--workers 2", ""))
-    named = {"resume": ("shapes:make", "nets"), "evaluate": ("shapes:make", "nets")}
-    named |= {"polish": ("shapes:make", "nets"), "predict": ("nets",), "export": ("nets",)}
+    named = dict.fromkeys(("resume", "evaluate", "polish"), ("shapes:make", "nets"))
+    named |= dict.fromkeys(("predict", "export"), ("nets",))  # type: ignore[arg-type]  # shorter
     more = {"resume": ["--max-steps", "2"], "polish": ["--out", "polished"]}
     more |= {"predict": ["photo.png"], "export": ["--out", "other"]}
     Image.effect_noise((40, 32), 100).save("photo.png")

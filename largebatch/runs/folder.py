@@ -31,6 +31,7 @@ from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
 from largebatch.runs.options import Options, Resume
+from largebatch.runs.weights import WEIGHTS
 from largebatch.storage import remove_leftovers, write_whole, writing
 from largebatch.tracking.console import Console
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
@@ -347,7 +348,7 @@ def check_folder(folder: Path, *, resume: Resume | None) -> None:
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
     require_unlocked(folder / LOG)
-    is_run = (folder / RECIPE).exists() and (folder / LOG).exists()  # an export has no log
+    is_run = (folder / RECIPE).exists() and not (folder / WEIGHTS).exists()  # not an export
     if resume == "auto":
         resume = is_run
     if resume and not is_run:

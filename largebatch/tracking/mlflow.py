@@ -84,12 +84,11 @@ class MLflow(ScalarTracker):
         return found
 
     def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
-        *_, last = given.values
+        *others, last = given.values
         if self._take(last, event.step):  # the numbers of an event are sent in this order
             return {}
-        *others, last = given.values.items()
-        lacking = {name: value for name, value in others if not self._take(name, event.step)}
-        return lacking | dict([last])
+        lacking = [name for name in others if not self._take(name, event.step)]
+        return {name: given.values[name] for name in (*lacking, last)}
 
     def _take(self, name: str, step: int) -> bool:
         """Return True if MLflow has one more of these; stages may evaluate after one update."""

@@ -362,7 +362,8 @@ class GhostOfOthers(nn.BatchNorm2d):
             self.register_buffer(name, torch.ones(2 * channels))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        mean, var = (it[: self.num_features] for it in (self.running_mean, self.running_var))
+        buffers = (self.get_buffer(name) for name in ("running_mean", "running_var"))
+        mean, var = (it[: self.num_features] for it in buffers)
         return F.batch_norm(inputs, mean, var, self.weight, self.bias, False, 0.1, self.eps)
 
 

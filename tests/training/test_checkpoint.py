@@ -150,6 +150,9 @@ def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Pat
 class Masked(nn.Module):
     """A linear model with constants: masks that are partly infinite, stored and not."""
 
+    mask: Tensor
+    same: Tensor
+
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(16 * 16)
@@ -161,7 +164,8 @@ class Masked(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.mean(1) + (self.mask + self.same).softmax(1)
-        return self.head(self.norm(pixels.flatten(1))) + self.prior[0]
+        logits: Tensor = self.head(self.norm(pixels.flatten(1))) + self.prior[0]
+        return logits
 
 
 def masked(**buffers: Any) -> Callable[[int], nn.Module]:  # noqa: ANN401 -- also no tensors
