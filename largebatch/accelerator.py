@@ -312,9 +312,10 @@ class _Draws:
         if not self._is_on:  # a thread of autograd, after the block
             sys.setprofile(None)
         elif event == "c_call":
-            owner = getattr(function, "__self__", None)
-            seeds = owner is torch.default_generator and "seed" in getattr(function, "__name__", "")
-            if owner is random._inst or seeds:  # of random.random and the like
+            owner, name = (getattr(function, key, None) for key in ("__self__", "__name__"))
+            # The methods in C that move the generator; torch's compiler reads and restores it.
+            draws = owner is random._inst and name in {"random", "getrandbits", "seed"}
+            if draws or (owner is torch.default_generator and name in {"manual_seed", "seed"}):
                 self.note()
 
     @contextmanager

@@ -26,6 +26,20 @@ def percent(part: float) -> str:
     return f"{100 * part:.2f}"
 
 
+def four_decimals(loss: float, *, sign: bool = False) -> str:
+    """Return a loss, with four significant digits in place of decimals from 1,000 on.
+
+    >>> four_decimals(0.55), four_decimals(70119382108.4444), four_decimals(0.1, sign=True)
+    ('0.5500', '7.012e+10', '+0.1000')
+    """
+    form = ".4f" if not abs(loss) >= 1000 else ".4g"
+    return f"{loss:{'+' if sign else ''}{form}}"
+
+
+TOP5 = 5
+"""Classes up to which each label is among the five highest scores, so that top-5 shows nothing."""
+
+
 def points(before: float, after: float) -> str:
     """Return the change of a part of 1 in percentage points, with its sign.
 

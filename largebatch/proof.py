@@ -192,6 +192,8 @@ def _refusal_alone(part: str, device: torch.device) -> str | None:
     """Return why a process that is no run does not use a part."""
     if reason := switched_off():
         return reason
+    if accelerator.is_remote(device) and device.type != getattr(accelerator.kind(), "type", None):
+        return f"this machine has no {device.type}"  # tensors without memory may name it
     if part == GRAPH:
         return None
     if part == OPTIMIZER and _num_workers() > 1:
@@ -207,7 +209,7 @@ def _num_workers() -> int:
     return int(horovod.size()) if horovod is not None and horovod.is_initialized() else 1
 
 
-def prove(
+def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
     module: str,
     parts: Sequence[str],
     device: torch.device,
@@ -215,12 +217,14 @@ def prove(
     *,
     key: object = None,
     again: bool = False,
+    announces: bool = False,
 ) -> dict[str, Finding]:
     """Return the findings of parts on a device: kept ones, or those of trials that are made now.
 
     The trials are `trials(device, settings)` of a module. `settings`, as JSON, reach it as they
     are; those that decide its result are `key`, by default all. With `again` kept ones are not
-    read. Nothing is raised: what fails is refused.
+    read; with `announces` new trials are logged before they begin. Nothing is raised: what fails is
+    refused.
     """
     settings = settings or {}
     facts = {"module": module, "parts": [*parts], "settings": settings if key is None else key}
@@ -230,6 +234,8 @@ def prove(
         kept = {} if again else json.loads(file.read_bytes())["findings"]
         if kept.keys() == {*parts}:
             return {part: Finding(**found) for part, found in kept.items()}
+    if announces:
+        _LOG.warning("%s: tried on %s before the first update, once", ", ".join(parts), device)
     findings = _tried(module, parts, device, settings)
     if all(finding.is_kept for finding in findings.values()):
         found = {part: asdict(finding) for part, finding in findings.items()}

@@ -6,6 +6,7 @@ cannot see a wrong scale.
 """
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import crown
 import pytest
@@ -21,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
 from on_forked_workers import on_forked_workers
-from plain import plain_pytorch
+from plain import library_optimizer, move, plain_pytorch
 from threads import Thread, on_threads
 from torch import nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
+from largebatch.recipe import optimizers
 
 has_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
@@ -55,6 +57,26 @@ def assert_measured(found: dict[str, Any], model: nn.Module) -> None:
     assert found["samples"] == GLOBAL_BATCH
     assert found["top1"] == (logits.argmax(1) == labels).double().mean()
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-9)
+
+
+def test_every_kind_of_optimizer_has_a_formula_or_library_to_match_and_a_row_of_docs() -> None:
+    """A kind that is added to a recipe is compared with something that is not ours."""
+    kinds = {get_args(section.model_fields["kind"].annotation)[0]
+             for section in get_args(optimizers.Optimizer)}  # fmt: skip
+    named = (re.search(r"kind: ([\w-]+)", text) for text in crown.SECTIONS.values())
+    compared = {found[1] for found in named if found}
+    assert compared | {"lars"} == kinds  # LARS has a case for each convention, without a section
+    for case in OPTIMIZERS:
+        model = crown.net("plain")
+        if library_optimizer(case, model) is None:
+            weight = torch.ones(2, 2)
+            move(case, weight, torch.ones(2, 2), torch.zeros(2, 2), lr=0.1)
+            assert (weight != 1).all()
+    with pytest.raises(ValueError, match="unknown"):
+        move("unknown", torch.ones(2, 2), torch.ones(2, 2), torch.zeros(2, 2), lr=0.1)
+    page = Path(__file__).parents[1] / "docs" / "optimizers.md"
+    rows = re.findall(r"^\| `([\w-]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(kinds)
 
 
 @every_net

@@ -164,7 +164,7 @@ def test_every_picture_is_shown() -> None:
 def test_where_things_are_names_files_that_exist_and_every_folder() -> None:
     text = (DOCS / "where-things-are.md").read_text(encoding="utf-8")
     for name in re.findall(r"`([a-z_]+/(?:[a-z_/]+(?:\.py)?)?)`", text):
-        roots = (ROOT, PACKAGE, PACKAGE / "data")
+        roots = (ROOT, PACKAGE, PACKAGE / "data", ROOT / "tests")
         assert any((root / name).exists() for root in roots), name
     for folder in PACKAGE.iterdir():
         if (folder / "__init__.py").exists():

@@ -9,7 +9,7 @@ import planted_trials  # noqa: F401 -- the process of trials imports it by name
 import pytest
 import torch
 
-from largebatch import proof
+from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
 from largebatch.optim import agree_on_kernels, kernels
 from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding
@@ -103,6 +103,7 @@ def test_a_loop_without_a_run_tries_its_kernels_once_and_optimizers_of_several_w
 
     monkeypatch.setattr(proof, "run_apart", run_apart)
     device = torch.device("cuda", 0)
+    monkeypatch.setattr(accelerator, "kind", lambda: device)
     monkeypatch.setattr(proof, "_facts_of", lambda _: {"device": "a GPU"})
     assert proof.uses(BATCHNORM, device)
     assert proof.uses(BATCHNORM, device)

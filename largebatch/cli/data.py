@@ -63,7 +63,7 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
             num_bad += len(error.bad)
             continue
         where = content.file or "not stored: neither the folder nor the user's cache is writable"
-        lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
+        lines = [f"{split}: {plural(len(content.arrays['labels']), 'image')} ({where})"]
         lines += [f"{split}: left out: {path}: {reason}" for path, reason in content.bad]
         print(printable("\n".join(lines)))
     if num_bad:

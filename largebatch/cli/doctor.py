@@ -12,7 +12,7 @@ from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError
-from largebatch.formatting import aligned
+from largebatch.formatting import aligned, plural
 from largebatch.runs.options import AsJson, Given, Workers
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _show_network(options: Workers) -> None:
             "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
         )
     if backend.rank == 0:
-        print(f"{workers} workers of {backend.name} on {backend.device.type}", flush=True)
+        print(f"{plural(workers, 'worker')} of {backend.name} on {backend.device.type}", flush=True)
     rows = [("sum of KiB", "ms", "MB/s")]
     for size, seconds in measure_network(backend).items():
         rate = bandwidth(size, workers=workers, seconds=seconds)

@@ -158,7 +158,11 @@ def noise(
         from largebatch.runs.run import start
 
         if min(planned, max_steps or planned) < LEAST:
-            found = f"--max-steps {max_steps}" if max_steps else f"duration has {planned:,} updates"
+            found = (
+                f"--max-steps {max_steps}"
+                if max_steps
+                else f"duration has {plural(planned, 'update')}"
+            )
             raise LargebatchError(
                 f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
                 f"it without an upper bound; train for {BOUNDED} or more"
@@ -284,7 +288,7 @@ def _messages(result: "Rehearsal") -> str:
         kinds = Counter(message.kind for message in messages)
         kind = " and ".join(plural(number, kind) for kind, number in kinds.items())
         size = _size(sum(message.num_bytes for message in messages))
-        described.append(f"{kind} over {workers:,} workers, {size}")
+        described.append(f"{kind} over {plural(workers, 'worker')}, {size}")
     return "; ".join(described) or "sends nothing"
 
 

@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.formatting import duration
+from largebatch.formatting import duration, plural
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
@@ -52,6 +52,16 @@ LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108
 
 SHORTEST, SAVING = 300, 600
 """Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
+
+
+def describe_kubernetes(word: str) -> str:
+    """Return the kinds that a word such as k8s stands for, in a message; empty for other words."""
+    if word.lower() not in {"k8s", "kubernetes", "kubectl", "kubeflow"}:
+        return ""
+    return (
+        f"launch: on Kubernetes {word!r} is one of: trainjob (TrainJob of Kubeflow Trainer 2), "
+        "pytorchjob (PyTorchJob of Kubeflow's Training Operator), mpijob (MPIJob), jobset (JobSet)"
+    )
 
 
 def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
@@ -195,7 +205,7 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
     try:
         make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
-        raise PlanError(f"--nodes {job.nodes} with {gpus} GPUs each: {error}") from None
+        raise PlanError(f"--nodes {job.nodes} with {plural(gpus, 'GPU')} each: {error}") from None
     render = _manifest if kind in KUBERNETES else _script
     sys.stdout.write(render(kind, recipe, loaded, replace(job, name=name)))
 

@@ -212,9 +212,13 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     machine = (
         f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
         f"{found.precision}, {duration(found.run_seconds)} for all; "
-        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
+        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {plural(found.samples, 'sample')}"
     )
-    print_rows({"this machine": machine, "included": "forward, backward and update of every step"})
+    rows = {"this machine": machine, "included": "forward, backward and update of every step"}
+    if found.sums:
+        sizes = ", ".join(three_digits(size / 1e6) for size in found.sums)
+        rows["gradients"] = f"summed in {plural(len(found.sums), 'group')} of {sizes} MB"
+    print_rows(rows)
 
 
 def explain(

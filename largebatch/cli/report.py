@@ -2,10 +2,11 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, wrapped
 from largebatch.errors import printable
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 FAILED = 1  # exit code of a failed check
 
 _WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
+
+Columns = Annotated[Sequence[str], Parameter(metavar="NAME=COLUMN", negative="")]
 
 app = App(name="report", help="Draw the report of a run, or compare runs; diagnose and check them.")
 
@@ -49,22 +52,25 @@ def diagnose(
     /,
     *,
     classes: Count | None = None,
+    columns: Columns = (),
     json: AsJson = False,
 ) -> None:
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
     Args:
-        run: A run folder, or a CSV of another program with a row for each update or epoch.
+        run: A run folder, or the log of another program (CSV, JSON lines, trainer_state.json).
         other: A run of the same data in smaller batches, with which it is compared.
-        classes: Number of classes, which a CSV lacks.
+        classes: Number of classes, which the logs of other programs lack.
+        columns: Columns of such a log, of loss, val_loss, top1 (COLUMN:percent or
+            COLUMN:fraction), lr, step, epoch, grad_norm; asked for where the log does not show it.
     """
     from largebatch.report.diagnosis import find_causes, require_comparable
+    from largebatch.report.logs import read_record
     from largebatch.report.page import verdict
-    from largebatch.report.record import read_record
 
-    judged, small = read_record(run, classes=classes), None
+    judged, small = read_record(run, classes=classes, columns=columns), None
     if other is not None:
-        small = read_record(other, classes=classes)
+        small = read_record(other, classes=classes, columns=columns)
         require_comparable(judged, small)
     records = [judged] if small is None else [small, judged]
     ended = verdict(judged.run).words if judged.run and not judged.run.finished else None
@@ -74,7 +80,8 @@ def diagnose(
         runs = [{"name": it.name} | of_run for it, of_run in zip(records, values, strict=True)]
         found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
         named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
-        print_json({**named, "not_checked": list(judged.unchecked)})
+        notes = {"read": list(judged.notes), "not_checked": list(judged.unchecked)}
+        print_json(named | notes)
         return
     rows = [["", *(record.name for record in records)]]
     rows += [
@@ -82,6 +89,9 @@ def diagnose(
         for name in values[0]
     ]
     print(printable(aligned(rows, right=range(1, len(rows[0])))))
+    for record in records:
+        if record.notes:
+            print(wrapped(f"{record.name} was read as: {'; '.join(record.notes)}"))
     if ended:
         print(wrapped(ended))
     if causes:

@@ -5,6 +5,7 @@ import io
 import math
 import shlex
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from cyclopts import Parameter
 from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
-from largebatch.formatting import plural
+from largebatch.formatting import TOP5, four_decimals, plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.interrupts import describe_saved
@@ -82,23 +83,24 @@ def _train(loaded: Recipe, options: Options) -> int:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
-        _print_end(summary, options.out, max_steps=options.max_steps)
+        _print_end(summary, options.out)
     return INTERRUPTED if summary.status == "interrupted" else 0
 
 
-def _print_end(summary: Summary, folder: Path, *, max_steps: int | None) -> None:
+def _print_end(summary: Summary, folder: Path) -> None:
     status = summary.status
+    quoted = shlex.quote(str(folder))
     if status in {"interrupted", "paused"}:
-        resume = f"to resume: largebatch resume {shlex.quote(str(folder))}"
+        resume = f"to resume: largebatch resume {quoted}"
         if worker_rank() is not None:  # a launcher started this process
             resume = f"to resume: the same command with --resume --out {folder}"
-        if status == "paused":
-            resume = f"at or beyond --max-steps {max_steps}; {resume}"
         print(printable(resume))
     page = folder / REPORT
     is_drawn = status != "interrupted" and page.exists()  # else it is of an earlier part
-    command = f"to draw the report: largebatch report {folder}"
+    command = f"to draw the report: largebatch report {quoted}"
     print(printable(f"report: {page}" if is_drawn else command))
+    if status == "finished":
+        print(printable(f"next: largebatch predict {quoted} IMAGES"))
 
 
 def evaluate(
@@ -130,15 +132,18 @@ def evaluate(
         print_json({"checkpoint": found.path, "step": found.step, **every})
         return
     after = "" if found.step is None else f", after {plural(found.step, 'update')}"
-    print(printable(f"{_scores(metrics)}  {found.path}{after}"))
+    print(printable(f"{_scores(metrics, found.classes)}  {found.path}{after}"))
     if found.training is not None:
-        print(f"training images: {_scores(found.training)}")
-        print(f"validation loss - training loss: {metrics.loss - found.training.loss:+.4f}")
+        print(f"training images: {_scores(found.training, found.classes)}")
+        gap = four_decimals(metrics.loss - found.training.loss, sign=True)
+        print(f"validation loss - training loss: {gap}")
 
 
-def _scores(metrics: "Metrics") -> str:
-    scores = f"top-1 {100 * metrics.top1:.2f}%  top-5 {100 * metrics.top5:.2f}%"
-    return f"{scores}  loss {metrics.loss:.4f}  ({metrics.samples} images)"
+def _scores(metrics: "Metrics", classes: int) -> str:
+    scores = f"top-1 {metrics.top1:.2%}"
+    if classes > TOP5:
+        scores += f"  top-5 {metrics.top5:.2%}"
+    return f"{scores}  loss {four_decimals(metrics.loss)}  ({plural(metrics.samples, 'image')})"
 
 
 def polish(  # noqa: PLR0913 -- its options
@@ -193,8 +198,9 @@ def polish(  # noqa: PLR0913 -- its options
     if own_rank() == 0:
         top1 = f"top-1 {before['top1']:.2%} -> {after['top1']:.2%}"
         print(printable(f"{_describe_drift(layers)}; {top1} on {measured:,} validation images"))
-        for name, key, form in (("top-5", "top5", ".2%"), ("loss", "loss", ".4f")):
-            print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
+        if before["top5"] < 1 or after["top5"] < 1:  # with few classes it is 1
+            print(f"top-5: {before['top5']:.2%} -> {after['top5']:.2%}")
+        print(f" loss: {four_decimals(before['loss'])} -> {four_decimals(after['loss'])}")
         print(printable(done))
 
 
@@ -220,7 +226,7 @@ def predict(
     top: Count = 5,
     imports: Imports = (),
 ) -> None:
-    """Print the classes of images with their probabilities, as CSV.
+    """Print the classes of images with their probabilities, as CSV, or write them to a file.
 
     Images that cannot be read are named after it, and the exit code is then 2.
 
@@ -228,7 +234,7 @@ def predict(
         run: A run folder, a checkpoint, an export, or a file of weights with --model.
         images: Files, or folders of them.
         model: Network of timm, or torchvision/NAME, of weights of another program.
-        out: File to write the CSV to as well.
+        out: File to write the CSV to, in place of printing it.
         top: Number of classes for each image, the most probable first.
         imports: Module to import first: it may register models with timm.
     """
@@ -248,8 +254,11 @@ def predict(
         rows.writerow([path, *cells])
     if out is not None:
         with writing(out, error=DataError):
-            write_whole(out, text.getvalue().encode(errors="surrogateescape"))
-    print(printable(text.getvalue()), end="", flush=True)
+            # The mark makes spreadsheets read UTF-8.
+            write_whole(out, BOM_UTF8 + text.getvalue().encode(errors="surrogateescape"))
+        print(printable(f"{plural(len(found.paths), 'image')}: {out}"), flush=True)
+    else:
+        print(printable(text.getvalue()), end="", flush=True)
     lines = [f"{path}: {reason}" for path, reason in found.unreadable.items()]
     for line in filter(None, [*lines, found.ignored]):
         print(printable(f"largebatch: {line}"), file=sys.stderr)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.errors import BackendError
+from largebatch.formatting import plural
 
 
 class Work(Protocol):
@@ -127,5 +128,7 @@ def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> 
     if compared and number == 1:
         local_rank, local_size = 0, 1
     if local_size > number:
-        raise BackendError(f"{local_size} workers on a machine with {number} GPU; {remedy()}")
+        raise BackendError(
+            f"{plural(local_size, 'worker')} on a machine with {number} GPU; {remedy()}"
+        )
     return accelerator.choose(local_rank)

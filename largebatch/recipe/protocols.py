@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.errors import PlanError
+from largebatch.formatting import plural
 from largebatch.recipe.section import Batch, Section
 
 MAX_LEARNERS = 65_536
@@ -62,7 +63,7 @@ class _Protocol(Section):
     def require_workers(self, workers: int) -> None:
         """Raise PlanError unless the protocol is for this number of workers."""
         if workers != self.workers:
-            servers = f" + {self.dedicated} servers" if self.dedicated else ""
+            servers = f" + {plural(self.dedicated, 'server')}" if self.dedicated else ""
             raise PlanError(
                 f"protocol has {self.learners} learners{servers}: start {self.workers} workers, or "
                 f"change protocol.learners; got {workers}"

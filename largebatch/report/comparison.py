@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -41,6 +43,9 @@ from largebatch.report.run import (
     read_run,
     short_commit,
 )
+from largebatch.report.seeds import Mean, difference, mean_of
+
+_LONGEST = 60  # characters of settings that name a row
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
@@ -49,6 +54,12 @@ _NOISE = (
     "Noise is two standard errors of the difference of two runs on these images: by McNemar's "
     "test if both logs hold every mistake, else as of two independent samples. It does not "
     "include the spread over seeds, and the best of many runs is best by luck, too."
+)
+_SEEDS = (
+    "Means are over seeds, with 95 % intervals by Student's t; several differences hold together "
+    "(Bonferroni). Differences are of pairs of equal seeds where two settings share two or more. "
+    "The best of several seeds is best by luck, so no single run is compared. Runs that did not "
+    "finish are in no mean."
 )
 _RUNS = (
     "Top-1 is that of the model as the run left it. The time to an accuracy is that of the first "
@@ -118,6 +129,17 @@ class Compared:
         """Top-1 of the model as the run left it, in percent."""
         return 100 * self.last.after.top1
 
+    @property
+    def seed(self) -> int | None:
+        """The recipe's seed; None if it cannot be read."""
+        return self.run.parsed.seed if self.run.parsed else None
+
+    @property
+    def setting(self) -> str:
+        """What is equal in runs that differ only in their seed; the label without a recipe."""
+        recipe = self.run.parsed
+        return recipe.mathematics.model_dump_json(exclude={"seed"}) if recipe else self.label
+
     def seconds_to(self, target: float) -> float:
         """Return the time to the first evaluation with this top-1 in percent; NaN without one."""
         reached = self.evaluated.seconds[self.evaluated.top1 >= target - 1e-9]  # a part of 1 x 100
@@ -133,6 +155,34 @@ class Compared:
         if not known:
             return images
         return f"{known['data.source']}, {known['data.classes']} classes, {images}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs on the same validation data that differ in their seed, or in nothing."""
+
+    label: str
+    runs: tuple[Compared, ...]
+
+    @cached_property
+    def by_seed(self) -> dict[int, float]:
+        """Top-1 in percent of the runs that finished; the mean of runs with the same seed."""
+        found: dict[int, list[float]] = {}
+        for place, one in enumerate(self.runs):
+            if one.run.finished:
+                seed = -1 - place if one.seed is None else one.seed
+                found.setdefault(seed, []).append(one.top1)
+        return {seed: fmean(values) for seed, values in sorted(found.items())}
+
+    @property
+    def mean(self) -> Mean | None:
+        """Mean of top-1 in percent; None if no run finished."""
+        return mean_of([*self.by_seed.values()]) if self.by_seed else None
+
+    @property
+    def seeds(self) -> str:
+        """Number of seeds in the mean."""
+        return plural(len(self.by_seed), "seed")
 
 
 @dataclass(frozen=True)
@@ -158,6 +208,40 @@ class Comparison:
         return tuple(
             tuple(sorted(runs, key=attrgetter("top1"), reverse=True)) for runs in by_data.values()
         )
+
+    def settings_of(self, group: tuple[Compared, ...]) -> tuple[Setting, ...]:
+        """Return the settings of runs of the same data, that of the highest mean first.
+
+        Empty if no two runs differ in their seed alone: then runs are compared one by one.
+        """
+        alike: dict[str, list[Compared]] = {}
+        for one in group:
+            alike.setdefault(one.setting, []).append(one)
+        settings = [
+            Setting(self._label(runs, others=len(alike) > 1), tuple(runs))
+            for runs in alike.values()
+        ]
+        if all(len(setting.by_seed) < 2 for setting in settings):
+            return ()
+        means = {setting.label: setting.mean for setting in settings}
+        best_first = sorted(
+            settings, key=lambda it: -math.inf if it.mean is None else it.mean.mean, reverse=True
+        )
+        return tuple(best_first) if len(means) == len(settings) else ()
+
+    def _label(self, runs: Sequence[Compared], *, others: bool) -> str:
+        """Return the settings that differ, if few, else the common start of the folders."""
+        values = runs[0].settings or {}
+        keys = [key for key in self.differences if key in values and key not in {"seed", "name"}]
+        text = ", ".join(f"{key}={values[key]}" for key in keys)
+        if others and keys and len(text) <= _LONGEST:
+            return text
+        labels = [one.label for one in runs]
+        if len(runs) == 1:
+            return labels[0]
+        alike = takewhile(lambda letters: len({*letters}) == 1, zip(*labels, strict=False))
+        common = "".join(letters[0] for letters in alike).rstrip("-_/ .=")
+        return common or shorten(labels, most=2)
 
     @cached_property
     def targets(self) -> tuple[float, ...]:
@@ -230,8 +314,76 @@ def describe(comparison: Comparison) -> Iterator[str]:
             f"accuracies cannot be compared: {data}."
         )
     for runs in groups:
-        if len(groups) == 1 or len(runs) > 1:
+        settings = comparison.settings_of(runs)
+        if settings:
+            yield from _describe_settings(settings)
+        elif len(groups) == 1 or len(runs) > 1:
             yield _best(*runs)
+
+
+def _describe_settings(settings: Sequence[Setting]) -> Iterator[str]:
+    for setting in settings:
+        unfinished = sum(not one.run.finished for one in setting.runs)
+        left_out = f"; {plural(unfinished, 'run')} did not finish" if unfinished else ""
+        mean = setting.mean
+        if mean is None:
+            yield f"{setting.label}: no run finished."
+            continue
+        values = setting.by_seed.values()
+        spread = ""
+        if mean.number > 1:
+            spread = f" ({mean.low:.2f} to {mean.high:.2f}), the runs {min(values):.2f} to "
+            spread += f"{max(values):.2f} %"
+        over = f"mean top-1 {mean.mean:.2f} % over {setting.seeds}"
+        yield f"{setting.label}: {over}{spread}{left_out}."
+    best, *others = [setting for setting in settings if setting.mean is not None]
+    if not others:
+        yield "These runs differ only in their seeds, so none is better than another but by chance."
+        return
+    leads = [(other, difference(best.by_seed, other.by_seed, together=len(others)))
+             for other in others]  # fmt: skip
+    close = [other for other, lead in leads if not lead.excludes_zero]
+    second, lead = leads[0]
+    pairs = f", {lead.number} pairs of equal seeds" if lead.paired else ""
+    interval = f" ({lead.low:.2f} to {lead.high:.2f}{pairs})" if lead.number > 1 else ""
+    begin = (
+        f"{best.label} has the highest mean, {lead.mean:.2f} points{interval} above {second.label}"
+    )
+    if not close:
+        yield f"{begin}: more than the spread over seeds."
+    else:
+        names = shorten([f"{other.label} ({other.seeds})" for other in close], most=4)
+        yield f"{begin}. Its lead over {names} is within the spread over seeds."
+
+
+def _settings_table(settings: Sequence[Setting]) -> Table:
+    column = columns_over(settings)
+    best = settings[0]
+    leads = [
+        difference(best.by_seed, setting.by_seed, together=len(settings) - 1)
+        if setting.by_seed and setting is not best else None
+        for setting in settings
+    ]  # fmt: skip
+
+    def ends(mean: Mean | None, sign: int = 1) -> str | None:
+        if mean is None or mean.number < 2:
+            return None
+        low, high = sorted((sign * mean.low, sign * mean.high))
+        return f"{low:.2f} to {high:.2f}"
+
+    return Table(
+        name="settings",
+        columns=[
+            column("Setting", lambda it: it.label, None),
+            column("Seeds", lambda it: len(it.by_seed), ",d"),
+            column("Mean top-1, %", lambda it: it.mean.mean if it.mean else None, ".2f"),
+            column("95 % interval", lambda it: ends(it.mean), None),
+            column("Lowest, %", lambda it: min(it.by_seed.values(), default=None), ".2f"),
+            column("Highest, %", lambda it: max(it.by_seed.values(), default=None), ".2f"),
+            Column("To the best", [None if it is None else -it.mean for it in leads], ".2f"),
+            Column("95 % of the difference", [ends(it, -1) for it in leads]),
+        ],
+    )
 
 
 def _best(best: Compared, *others: Compared) -> str:
@@ -264,6 +416,8 @@ def make_comparison_page(comparison: Comparison) -> Page:
     words = [", ".join(f"{count} {status}" for status, count in ends.items())]
     words += [runs[0].data() for runs in comparison.groups[:1] if len(comparison.groups) == 1]
     rows = comparison.differences
+    by_seeds = [*filter(None, map(comparison.settings_of, comparison.groups))]
+    note = _SEEDS if by_seeds else _NOISE if any(runs[1:] for runs in comparison.groups) else ""
     differing = [
         Column("Setting", list(rows)),
         *(
@@ -276,10 +430,11 @@ def make_comparison_page(comparison: Comparison) -> Page:
         subtitle=" · ".join(words),
         findings=list(describe(comparison)),
         is_sound=len(comparison.groups) == 1,
-        note=_NOISE if any(runs[1:] for runs in comparison.groups) else "",
+        note=note,
         legend=("Runs", list(looks.values())),
         sections=[
             Section(title="Left out", notes=comparison.left_out),
+            Section(title="Means over seeds", parts=[*map(_settings_table, by_seeds)]),
             Section(title="Runs", parts=[_table(comparison, looks)], notes=[_RUNS]),
             *(Section(title=one.title, parts=[one]) for one in _charts(comparison, looks)),
             Section(
@@ -297,6 +452,8 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
     ranked = [one for runs in comparison.groups for one in runs]
     ranked += [one for one in comparison.runs if one.label not in best]
     column = columns_over(ranked)
+    # The best of several seeds is best by luck: a difference to it would say nothing.
+    has_seeds = any(map(comparison.settings_of, comparison.groups))
 
     def beyond(one: Compared) -> str | None:
         if best.get(one.label, one) is one:
@@ -307,21 +464,25 @@ def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
         """Return top-1 after a stage, kept or discarded."""
         return next((100 * stage.after.top1 for stage in one.ended if stage.name == name), None)
 
-    names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
-    columns = [
-        column("Run", lambda one: one.label, None),
-        column("Top-1, %", lambda one: one.top1 if one.label in best else None, ".2f"),
+    to_the_best = [
         Column(
             "To the best",
             [one.top1 - best[one.label].top1 if one.label in best else None for one in ranked],
             ".2f",
         ),
         column("Beyond noise", beyond, None),
+    ]
+    names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
+    columns = [
+        column("Run", lambda one: one.label, None),
+        column("Top-1, %", lambda one: one.top1 if one.label in best else None, ".2f"),
+        *([] if has_seeds else to_the_best),
         *(column(f"After {name}, %", partial(after, name=name), ".2f") for name in names),
         *(
             Column(f"{target:g} % in, min", [one.seconds_to(target) / 60 for one in ranked], ",.2f")
             for target in comparison.targets
         ),
+        *([column("Seed", lambda one: one.seed, "d")] if has_seeds else []),
         column("Steps", lambda one: one.run.num_steps, ",d"),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
         column("Images/s", lambda one: images_per_second(one.run), ",.0f"),

@@ -15,6 +15,7 @@ import numpy as np
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import percent, plural, three_digits
+from largebatch.recipe.data import Data
 from largebatch.report.noise import has_course, latest
 from largebatch.report.record import RISE, RISEN, Record
 from largebatch.report.run import INPUT_BOUND, shares
@@ -40,6 +41,17 @@ a few are always hard."""
 SURE = 3
 """Standard errors by which a weak class is below the rest: more than the two of one comparison,
 because it is the lowest of many."""
+
+FEW_IMAGES = 250
+"""Training images of a class up to which weights from other images are worth more than any setting;
+`init` recommends them up to this number."""
+
+PHOTOGRAPH = 64  # least side in pixels of images that weights trained on photographs suit
+GOOD = 0.9  # top-1 from which a run with few images lacks nothing
+
+FALLS = 0.05
+"""Fall of the smoothed training loss over the last quarter of the updates, as a part of the loss of
+guessing, from which more epochs promise more: about twice the spread over seeds in short runs."""
 
 GAP = 0.25  # difference of validation and training loss that is a gap, in losses of guessing
 GAINED = 0.01  # least gain of top-1 by exact statistics that is reported, beyond its noise
@@ -141,7 +153,9 @@ def _place(run: Record, row: int) -> str:
     rate = f" (learning rate {run.lr[row]:.3g})" if math.isfinite(run.lr[row]) else ""
     if math.isfinite(run.step[row]):
         return f"at step {run.step[row]:,.0f}{rate}"
-    return f"{_epoch(run.epoch[row])}{rate}"
+    if math.isfinite(run.epoch[row]):
+        return f"{_epoch(run.epoch[row])}{rate}"
+    return f"in row {row + 1:,}{rate}"
 
 
 def _begin(run: Record) -> str:
@@ -216,12 +230,40 @@ def _wild(it: Judged) -> Numbers | None:
         return None
     row, end = int(np.nanargmax(losses)), float(losses[-1])
     guess = _guess(run)
+    last_stage = run.run.last_stage if run.run else None
+    is_exact = last_stage is not None and last_stage.name == "statistics"
     if losses[row] > WILD_LOSS * run.chance:
         place = _epoch(run.val_epoch[row])
         return {"words": f"validation loss was {losses[row]:.3g} {place} {guess}"}
-    if end > run.chance and not _rose(run) and not _is_underfit(run):
+    # The loss at the end is not due to running averages if it was measured with exact statistics.
+    if end > run.chance and not is_exact and not _rose(run) and not _is_underfit(run):
         return {"words": f"final validation loss is {end:.3g} {guess}"}
     return None
+
+
+def _few_images(it: Judged) -> Numbers | None:
+    """Return the number of images of a class if few of them, without weights, explain the result.
+
+    The loss of such a run may end high or low, and its classes are weak; longer training and other
+    rates change little. With a smaller batch beside it, both have as many images.
+    """
+    run = it.run.run
+    recipe = run.parsed if run else None
+    if run is None or recipe is None or it.small is not None or not it.run.classes:
+        return None
+    images = run.plan.train_samples / it.run.classes
+    data = recipe.data
+    if not isinstance(data, Data) or data.source != "folder" or data.image_size < PHOTOGRAPH:
+        return None
+    if images > FEW_IMAGES or recipe.model.weights is not None:
+        return None
+    top1 = run.result.top1 if run.finished and run.result else math.nan
+    if not top1 < GOOD:
+        return None
+    return {
+        "samples": run.plan.train_samples, "classes": it.run.classes, "images": images,
+        "top1": percent(top1),
+    }  # fmt: skip
 
 
 def _class_lost(it: Judged) -> Numbers | None:
@@ -286,13 +328,59 @@ def _is_underfit(run: Record) -> bool:
     return run.end - run.floor > FIT * run.chance
 
 
+def _fall(run: Record) -> float:
+    """Return how far the smoothed training loss fell over the last quarter; NaN for few rows.
+
+    Clean epochs do not count: their images are easier, whatever the model has learned.
+    """
+    trend = run.trend
+    if run.run is not None:
+        trend = trend[: sum(step.stage == "train" for step in run.run.steps)]
+    rows = len(trend)
+    return float(trend[-1 - rows // 4] - trend[-1]) if rows >= 4 else math.nan
+
+
+def _still_improves(run: Record) -> bool:
+    """Return True if the curves of the last quarter show that more epochs would help.
+
+    The training loss still falls, and so does the validation loss, or top-1 rises beyond noise,
+    where they were measured in the last quarter and before it.
+    """
+    if not _fall(run) > FALLS * run.unit:
+        return False
+    is_early = run.val_epoch <= 0.8 * run.epochs
+    before = np.flatnonzero(is_early & (run.val_epoch >= 0.5 * run.epochs))
+    if not before.size or is_early[-1]:
+        return True
+    top1s, losses = (values[[before[-1], -1]] for values in (run.top1, run.val_loss))
+    rises = top1s[1] - top1s[0] > run.noise
+    falls = losses[0] - losses[1] > FALLS * run.unit
+    return bool(rises or falls)
+
+
+def _more_epochs(run: Record) -> str:
+    """Return what lowers a training loss that ends high, by its course at the end."""
+    fall = _fall(run)
+    if _still_improves(run):
+        return (
+            f"train for more epochs: the training loss still fell by {fall:.2g} in the last "
+            "quarter; or in smaller batches"
+        )
+    level = "; the curves do not show that more epochs would help" if math.isfinite(fall) else ""
+    return f"find the rate of this batch (`largebatch lab range`), or use a smaller one{level}"
+
+
 def _underfit(it: Judged) -> Numbers | None:
     run = it.run
     if (run.run and not run.run.finished) or not _is_underfit(run):
         return None
     smoothing = f", {run.floor:.3g} of it from label smoothing" if run.floor else ""
     after = "" if run.updates is None else f" after {plural(run.updates, 'update')}"
-    return {"end": run.end, "smoothing": smoothing, "guess": _guess(run), "after": after}
+    change = _more_epochs(run)
+    return {
+        "end": run.end, "smoothing": smoothing, "guess": _guess(run), "after": after,
+        "change": change,
+    }  # fmt: skip
 
 
 def _noise_scale(it: Judged) -> Numbers | None:
@@ -351,14 +439,15 @@ def _fewer_updates(it: Judged) -> Numbers | None:
     run, small, found = it.run, it.small, _ends_worse(it)
     if not (found and small and run.updates and small.updates and run.updates < small.updates):
         return None
-    row = int(np.searchsorted(small.step - small.step[0], run.updates)) - 1
+    row = int(np.searchsorted(small.step - small.first_step, run.updates)) - 1
     then = float(small.trend[max(0, row)])
     factor = epochs_factor(run, small)
-    change = f"train for {factor:.2g} times the epochs, by the epoch law" if factor else _LONGER
     if run.end > then + EQUAL * run.unit:
-        change = f"an update does less than one of the small run: {_FIND_RATE}"
+        change = f"an update does less than one of the small run: {_more_epochs(run)}"
+    elif factor:
+        change = f"train for {factor:.2g} times the epochs, by the epoch law, or in smaller batches"
     else:
-        change += ", or in smaller batches"
+        change = "train in smaller batches"
     updates = {"updates": run.updates, "small_updates": small.updates, "then": then}
     return {**found, **updates, "change": change}
 
@@ -367,7 +456,7 @@ def _higher_loss(it: Judged) -> Numbers | None:
     small, found, rates = it.small, _ends_worse(it), ""
     if found and small and math.isfinite(it.run.peak + small.peak):
         rates = f" (peak learning rates {it.run.peak:.3g} and {small.peak:.3g})"
-    return found and {**found, "rates": rates}
+    return found and {**found, "rates": rates, "change": _more_epochs(it.run)}
 
 
 def epochs_factor(run: Record, small: Record) -> float | None:
@@ -381,7 +470,7 @@ def epochs_factor(run: Record, small: Record) -> float | None:
     reached = np.flatnonzero(small.trend <= run.end)
     if not reached.size or not run.updates or not small.updates:
         return None
-    made = float(small.step[reached[0]] - small.step[0]) + 1
+    made = float(small.step[reached[0]] - small.first_step) + 1
     factor = small.updates / max(made, run.updates)
     return factor if factor > 1 else None
 
@@ -392,14 +481,12 @@ _LOWER_BY = (
 )
 _LOWER = "lower schedule.peak_lr; `largebatch lab range` finds the edge"
 _EXACT = "measure exact statistics before an evaluation: polish.statistics, or `largebatch polish`"
-_LONGER = "train for more epochs"
 _REGULARISE = (
     "more augmentation or label smoothing, more weight decay, or fewer epochs; `largebatch polish` "
     "shows whether BatchNorm's statistics are part of it"
 )
-_FIND_RATE = "find the rate of this batch (`largebatch lab range`), then train for more epochs"
 _DIVERGED = frozenset({"diverged"})
-_EXPLAINED = frozenset({"diverged", "statistics off", "class lost", "pair"})
+_EXPLAINED = frozenset({"diverged", "statistics off", "few images", "class lost", "pair"})
 _PAIR = frozenset(
     {"diverged", "rate beyond the edge", "spiked in warm-up", "statistics off", "class lost"}
 )
@@ -425,7 +512,13 @@ RULES: tuple[Rule, ...] = (
          "exact ones{most}"),
     Rule(kind="statistics off", holds=_wild, link="loss", unless=_DIVERGED, remedy=_EXACT,
          text="the {words}"),
-    Rule(kind="class lost", holds=_class_lost, unless=_DIVERGED,
+    Rule(kind="few images", holds=_few_images, link="accuracy", unless=_DIVERGED,
+         remedy="begin with weights that were trained on more images (`largebatch init FOLDER` "
+         "takes ImageNet's where it can get them; else model.weights), or add images; other rates "
+         "and longer training change little",
+         text="{samples:,} training images in {classes:,} classes, {images:.0f} of a class, and "
+         "random weights: top-1 is {top1} %"),
+    Rule(kind="class lost", holds=_class_lost, unless=_DIVERGED | {"few images"},
          remedy="look at its training images: their number and labels (`largebatch data show`), "
          "and the order of the classes",
          text="class {name} has only {correct:,} of {size:,} images right; {weak:,} of {classes:,} "
@@ -441,7 +534,7 @@ RULES: tuple[Rule, ...] = (
          "{end:.3g}, and in small batches was {then:.3g} after as many updates and "
          "{small_end:.3g} at the end; {ends}"),
     Rule(kind="underfit", holds=_higher_loss, link="loss", unless=_OTHER, group="pair",
-         remedy=_FIND_RATE,
+         remedy="{change}",
          text="the training loss ends at {end:.3g} against {small_end:.3g}{rates}; {ends}"),
     Rule(kind="generalisation gap", holds=_validation_rose, link="loss", unless=_EXPLAINED,
          remedy=_REGULARISE,
@@ -456,9 +549,8 @@ RULES: tuple[Rule, ...] = (
          text="the noise scale is {value} at the end (95 %: up to {high}), below the batch of "
          "{batch:,}, which needs {more:.0%} more steps than linear scaling"),
     Rule(kind="underfit", holds=_underfit, link="loss",
-         unless=frozenset({"diverged", "rate beyond the edge", "pair"}),
-         remedy="train for more epochs or in smaller batches; if the loss hardly falls, the rate "
-         "is wrong: `largebatch lab range`",
+         unless=frozenset({"diverged", "rate beyond the edge", "few images", "pair"}),
+         remedy="{change}",
          text="the final training loss is {end:.3g}{smoothing} {guess}{after}"),
     Rule(kind="input bound", holds=_waits, link="throughput", harms=False,
          remedy="execution.cache and execution.decoder, or more cores for each worker",

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
-from largebatch.formatting import three_digits
+from largebatch.formatting import plural, three_digits
 from largebatch.report.run import Run
 from largebatch.tracking.events import Step
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
@@ -77,9 +77,9 @@ def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
     found, batch = part.found, run.plan.batch_at(part.last)
-    begin = f"Over the last {found.updates:,} updates the gradient noise scale is "
+    begin = f"Over the last {plural(found.updates, 'update')} the gradient noise scale is "
     if not math.isfinite(found.high):
-        return f"{begin}at least {three_digits(found.low)} and has no upper bound: train longer."
+        return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."
     if not found.value > 0:
         return f"{begin}too small to be measured: at most {three_digits(found.high)}."
     return (

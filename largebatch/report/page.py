@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from largebatch.formatting import MISSING, duration, percent, plural, points, signed, three_digits
+from largebatch.formatting import (
+    MISSING,
+    TOP5,
+    duration,
+    four_decimals,
+    percent,
+    plural,
+    points,
+    signed,
+    three_digits,
+)
 from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
 from largebatch.report.noise import describe_noise, has_course
@@ -80,7 +90,7 @@ def verdict(run: Run) -> Verdict:
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         bad = f"; always predicting the most frequent class gives {percent(one)} %"
     elif change_from(best_stage, last).beyond_noise:
-        bad = f", below the {percent(best.top1)} % after {best.step:,} steps ({best.stage})"
+        bad = f", below the {percent(best.top1)} % after {plural(best.step, 'step')} ({best.stage})"
     if bad:
         likely = f" Likely cause: {causes[0].figure}." if causes else ""
         words = f"The run finished, but the final top-1 is {percent(end.top1)} %{bad}.{likely}"
@@ -114,6 +124,8 @@ def _unfinished(run: Run) -> str:
     else:
         words = f"The run was {run.summary.status} after {done}. Resume it with --resume."
     last = run.steps[-1] if run.steps else None
+    if run.summary is not None and run.summary.reason:
+        words += f" Reason: {run.summary.reason}."
     if last is not None and not last.skipped and not math.isfinite(last.loss):
         words += f" Its training loss was not finite at step {last.step:,}."
     return words + (" Accuracy was not measured." * (not run.evaluations))
@@ -158,7 +170,7 @@ def headlines(run: Run) -> Iterator[Headline]:
     if last is None:
         yield Headline("Top-1 accuracy", MISSING, "", "never measured")
     else:
-        when = "after polishing" if polished else f"after {last.step:,} steps"
+        when = "after polishing" if polished else f"after {plural(last.step, 'step')}"
         yield Headline("Top-1 accuracy", percent(last.top1), "%", when)
     yield _gain(run)
     if rate is None:
@@ -228,6 +240,8 @@ def _stages(run: Run) -> list[Part]:
     def scores(title: str, values: Sequence[object], before: list[str]) -> Column:
         return Column(title, values, before=before, align="number")
 
+    shows_top5 = run.classes is None or run.classes > TOP5
+    top5s = [f"{percent(one.after.top5)} %" if shows_top5 else None for one in run.stages]
     columns = [
         column("Stage", lambda one: one.name + " (discarded)" * (not one.kept), None),
         column("Updates", lambda one: one.result and one.result.steps, ",d"),
@@ -239,9 +253,9 @@ def _stages(run: Run) -> list[Part]:
                           for one in run.stages], align="number"),
         scores("Held out", [one and f"{percent(one.after)} %" for one in decisions],
                [percent(one.before) if one else "" for one in decisions]),
-        Column("Top-5", [f"{percent(one.after.top5)} %" for one in run.stages], align="number"),
-        scores("Loss", [f"{one.after.loss:.4f}" for one in run.stages],
-               [f"{one.loss:.4f}" if one else "" for one in befores]),
+        Column("Top-5", top5s, align="number"),
+        scores("Loss", [four_decimals(one.after.loss) for one in run.stages],
+               [four_decimals(one.loss) if one else "" for one in befores]),
     ]  # fmt: skip
     looks = [Series(None, one.name, COLOURS[one.name]) for one in run.stages]
     return [Table(columns=columns, series=looks, sortable=False), *_stage_notes(run)]
@@ -252,7 +266,8 @@ def _stage_notes(run: Run) -> Iterator[str]:
     if last is not None and gap is not None and math.isfinite(gap.gap):
         yield (
             f"The generalization gap is {signed(gap.gap, '.4f')}: the validation loss, "
-            f"{last.loss:.4f}, minus the training loss, {gap.loss:.4f}, on {gap.samples:,} images "
+            f"{four_decimals(last.loss)}, minus the training loss, {four_decimals(gap.loss)}, on "
+            f"{gap.samples:,} images "
             f"without augmentation. Top-1 on these is {percent(gap.top1)} %."
         )
     changes = [

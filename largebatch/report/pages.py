@@ -6,17 +6,18 @@ page without a sortable table has no script. Text is escaped by the template, pa
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
-from largebatch.report.style import COLOURS, PALETTE, make_svg, name_axes
+from largebatch.report.style import COLOURS, MORE_COLOURS, PALETTE, make_svg, name_axes
 from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 _WIDTH = 960  # of a chart, in points
-_COLOURS = tuple(COLOURS.values())
+_COLOURS = (*COLOURS.values(), *MORE_COLOURS)
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
-"""In widths of the line; with 6 colours, 30 series look different."""
+"""In widths of the line. Each six series have another dash, so that colours which some readers
+cannot tell apart differ by it; 60 series look different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,18 @@ class Series:
 
 def series(place: int, label: str, *, title: str = "") -> Series:
     """Return a series in the colours of the pages, the first ones solid, the next ones dashed."""
-    dash = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
     return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
+
+
+def _with_code(text: object) -> Markup:
+    """Return a text as HTML; what is in backticks, such as a command, is code.
+
+    >>> str(_with_code("run `lab range` & wait"))
+    'run <code>lab range</code> &amp; wait'
+    """
+    escaped = str(escape(text))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped))  # noqa: S704 -- escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +356,7 @@ class Page:
             lstrip_blocks=True,
         )  # fmt: skip
         sortable = any(isinstance(part, Table) and part.sortable for part in self._parts())
+        templates.filters["marked"] = _with_code
         return templates.get_template("pages.html").render(
             page=self, palette=PALETTE, has_script=sortable
         )

@@ -1,20 +1,15 @@
-"""The course of a run in the columns that a diagnosis reads: of a run folder or another's CSV."""
+"""The course of a run in the columns that a diagnosis reads."""
 
-import csv
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.keys import Loss
 from largebatch.report.noise import has_course
-from largebatch.report.run import SCHEDULE, FloatArray, Run, median, read_run, values_of
-from largebatch.tracking.events import LOG
+from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
 EARLY = 0.15  # least share of the rows that are the start of a run; a longer warm-up counts whole
 SHORT = 5  # updates of the shortest running median: a spike of two does not count
@@ -35,17 +30,6 @@ LEAST_ROWS = 6  # fewest rows before a rise for an estimate from these alone
 
 DEVIATION = 1.4826  # of a normal distribution, over the median of its absolute values
 
-_VALIDATION = "(val|valid|validation|eval|test)"
-_COLUMNS = {
-    "step": r"(trainer_)?(global_)?(step|iter|iteration|update)s?",
-    "epoch": r"epochs?",
-    "loss": r"(train(ing)?_)?loss(_step|_epoch)?",
-    "lr": r"(lr|learning_rate)(_.*)?",
-    "val_loss": rf"{_VALIDATION}_loss(_epoch)?",
-    "top1": rf"{_VALIDATION}_(acc|accuracy|top|prec)_?1?(_epoch)?",
-}
-"""The columns of a CSV that are read, by their names in lower case, with _ for other signs."""
-
 
 class Spike(NamedTuple):
     """A rise of the smoothed training loss above its lowest value before."""
@@ -64,8 +48,11 @@ class Record:
     step: FloatArray
     """Number of each row's update, as the log has it."""
 
+    first_step: int = 0
+    """Number of the first update: 0, or 1 in logs that count from 1."""
+
     epoch: FloatArray
-    """As the log has it, too: a CSV may count from 0."""
+    """As the log has it, too, which may count from 0."""
 
     loss: FloatArray
     """Training loss in nats."""
@@ -99,6 +86,9 @@ class Record:
 
     run: Run | None = None
     """None for the log of another program."""
+
+    notes: tuple[str, ...] = ()
+    """How the log of another program was read."""
 
     @property
     def chance(self) -> float:
@@ -221,22 +211,6 @@ class Record:
         return 2 * math.sqrt(max(top1 * (1 - top1), 1e-9) / self.val_samples)
 
 
-def read_record(path: Path, *, classes: int | None = None) -> Record:
-    """Read a run folder, or a CSV of another program with a row for each update or epoch.
-
-    `classes` is the number of classes, which a CSV lacks. Raises CheckpointError if there is no
-    log, or it has no training loss.
-    """
-    if not path.exists():
-        raise CheckpointError(f"{path}: not found; expected a run folder or a CSV")
-    if path.is_dir() or path.name == LOG:
-        return record_of(read_run(path if path.is_dir() else path.parent))
-    try:
-        return _read_csv(path, classes=classes)
-    except (OSError, ValueError, csv.Error) as error:
-        raise CheckpointError(f"{path}: cannot be read as a CSV: {error}") from None
-
-
 def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in SCHEDULE and not step.skipped]
@@ -263,68 +237,6 @@ def record_of(run: Run) -> Record:
         normalised=recipe is None or recipe.batch.bn_span is not None,
         run=run,
     )
-
-
-def _read_csv(path: Path, *, classes: int | None) -> Record:
-    """Return the record of a CSV; raise ValueError for one that would be misread.
-
-    A cell without a number was not measured; `nan` was, and is a loss that was not finite.
-    """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        rows = list(reader)
-    if any(None in row for row in rows):
-        raise ValueError("a row has more cells than the header")
-    found: dict[str, list[float | None]] = {}
-    names = [*(reader.fieldnames or ())]
-    for kind, pattern in _COLUMNS.items():
-        alike = [
-            [_number(row[name]) for row in rows]
-            for name in names
-            if re.fullmatch(pattern, re.sub("[^a-z0-9]+", "_", name.lower()).strip("_"))
-        ]
-        unknown: list[float | None] = [None] * len(rows)
-        found[kind] = min([*alike, unknown], key=lambda column: column.count(None))
-    trained = [row for row, cell in enumerate(found["loss"]) if cell is not None]
-    if not trained:
-        raise ValueError(f"has no training loss, such as train_loss; it has {shorten(names)}")
-    for row in range(1, len(rows)):  # some write rates into rows of their own
-        if found["lr"][row] is None:
-            found["lr"][row] = found["lr"][row - 1]
-
-    def column(kind: str, rows: list[int]) -> FloatArray:
-        return np.array([found[kind][row] for row in rows], dtype=np.float64)  # NaN for None
-
-    step, epoch = column("step", trained), column("epoch", trained)
-    if (np.diff(epoch) < 0).any() or (np.isnan(epoch).all() and (np.diff(step) < 0).any()):
-        raise ValueError("its epochs or updates go back; give the rows of one run")
-    if (np.diff(step) < 0).any():  # counted from the start of each epoch
-        step = np.full(len(step), math.nan)
-    cells = zip(found["val_loss"], found["top1"], strict=True)
-    evaluated = [row for row, pair in enumerate(cells) if pair != (None, None)]
-    measured = [found["val_loss"][row] is not None for row in evaluated]
-    val_loss, top1 = column("val_loss", evaluated), column("top1", evaluated)
-    return Record(
-        name=str(path),
-        step=step,
-        epoch=epoch,
-        loss=column("loss", trained),
-        lr=column("lr", trained),
-        by_update=bool(np.isnan(epoch).all() or (np.diff(epoch) == 0).any()),
-        updates=None if np.isnan(step).any() else round(step[-1] - min(step[0], 1) + 1),
-        epochs=float(epoch[-1] - min(epoch[0], 1) + 1),
-        val_epoch=column("epoch", evaluated),
-        val_loss=np.where(measured, bounded(val_loss), math.nan),
-        top1=top1 / 100 if np.nanmax(top1, initial=0) > 1 else top1,
-        classes=classes,
-    )
-
-
-def _number(cell: str | None) -> float | None:
-    try:
-        return float(cell or "")
-    except ValueError:
-        return None
 
 
 def bounded(losses: FloatArray) -> FloatArray:

@@ -104,6 +104,13 @@ class Run:
             return None
 
     @property
+    def classes(self) -> int | None:
+        """Number of classes, of the recipe or else of the mistakes; None if neither is known."""
+        if self.parsed is not None:
+            return self.parsed.data.classes
+        return len(self.mistakes[-1].classes) if self.mistakes else None
+
+    @property
     def name(self) -> str:
         """The recipe's name."""
         return self.starts[-1].recipe

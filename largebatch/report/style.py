@@ -37,6 +37,9 @@ COLOURS = {
 """Blue, orange, olive, violet, purple and bluish green; the markers tell apart what colours
 may not."""
 
+MORE_COLOURS = ("#7b3f00", "#c2185b", "#3b4754", "#4b7a00", "#1f2f86", "#00757f")
+"""Brown, crimson, slate, leaf green, navy and teal, for pages with more series than stages."""
+
 MARKERS = dict(zip(COLOURS, "os^>vD", strict=True))
 
 PALETTE = {

@@ -54,6 +54,8 @@ class Evaluated(NamedTuple):
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
+    classes: int
+
 
 class Saved(NamedTuple):
     """A saved model: of a run, of an export, or weights of another program."""
@@ -104,7 +106,8 @@ def evaluate_checkpoint(
         found = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         step = saved.checkpoint.progress.updates if saved.checkpoint else None
-        return Evaluated(saved.path, step, found, on_training)
+        classes = saved.recipe.data.classes
+        return Evaluated(saved.path, step, found, on_training, classes)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
@@ -134,7 +137,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             return True
 
         try:
-            return record(session, options.out, polish)
+            return record(session, options, polish)
         except (CheckpointError, OSError):  # a full disk: files would block the next try
             if session.backend.rank == 0:
                 remove_content(options.out)

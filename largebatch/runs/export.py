@@ -11,6 +11,7 @@ from torch import nn
 
 from largebatch.data.datasets.own import import_own
 from largebatch.errors import CheckpointError, clip, reason_of
+from largebatch.formatting import TOP5, four_decimals
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx, require_torchvision
 from largebatch.recipe.data import Data
@@ -134,10 +135,13 @@ def _card(checkpoint: Checkpoint) -> str:
         names=checkpoint.origin.classes or range(data.classes),
         shown=min(5, data.classes),
     )
-    rows = [("stage", "top-1", "top-5", "loss"), ("---",) * 4] if checkpoint.stages else []
+    shows_top5 = data.classes > TOP5
+    head = ["stage", "top-1", *(["top-5"] if shows_top5 else []), "loss"]
+    rows = [head, ["---"] * len(head)] if checkpoint.stages else []
     for stage in checkpoint.stages:
         name = stage.name if stage.kept else f"{stage.name} (rolled back)"
-        rows.append((name, f"{stage.top1:.2%}", f"{stage.top5:.2%}", f"{stage.loss:.4f}"))
+        top5 = [f"{stage.top5:.2%}"] if shows_top5 else []
+        rows.append([name, f"{stage.top1:.2%}", *top5, four_decimals(stage.loss)])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"""---
 library_name: {library}

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +24,7 @@ from largebatch.errors import (
     LargebatchError,
     SmallerBatchError,
     clip,
+    reason_of,
     shorten,
 )
 from largebatch.models.wrappers import failures_named
@@ -30,6 +32,7 @@ from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
+from largebatch.runs.interrupts import describe_cause, scheduler
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import WEIGHTS
 from largebatch.storage import remove_leftovers, write_whole, writing
@@ -62,6 +65,8 @@ OPTIONS = "options.json"
 _OPTIONS = TypeAdapter(Options)
 _LOG = logging.getLogger(__name__)
 
+_LONGEST = 300  # characters of an error in the summary
+
 _PLANNED = ("workers", "device_batch", "accumulation", "steps")
 """What trackers get of the plan: the rest follows from the recipe, which they have."""
 
@@ -80,7 +85,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         "plan": {key: getattr(session.plan, key) for key in _PLANNED},
         "commit": source_commit() if tracking.trackers else None,
     }
-    trackers: list[Tracker] = [Console()]
+    trackers: list[Tracker] = [Console(classes=recipe.data.classes)]
     for name in dict.fromkeys(tracking.trackers):
         match name:
             case "wandb":
@@ -113,21 +118,16 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         yield trackers
 
 
-def record(
-    session: Session,
-    folder: Path,
-    work: Callable[[], bool],
-    *,
-    resume: bool = False,
-    draws: bool = True,
-) -> Summary:
-    """Do the work in a run folder; write its summary, and with `draws` its report, in any case.
+def record(session: Session, options: Options, work: Callable[[], bool]) -> Summary:
+    """Do the work in the run folder; write its summary in any case, and its report by `options`.
 
     `work` returns True if the run is complete. Only worker 0 writes to the folder.
     """
+    folder = options.out
+    draws = options.report
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if session.backend.rank == 0:
-        opened = open_folder(session, folder, resume=resume)
+        opened = open_folder(session, folder, resume=bool(options.resume))
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()
@@ -137,24 +137,49 @@ def record(
                 session.saver.finish()
         except SmallerBatchError:
             session.saver.finish()
-            _finish(session, folder, "paused", draws=False)
+            reason = "memory ran out: it continues with a smaller device batch"
+            _finish(session, folder, _End("paused", reason), draws=False)
             raise
         except BaseException as error:
-            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             diverged = str(error) if isinstance(error, DivergedError) else None
+            end = _End("failed", clip(reason_of(error), _LONGEST), diverged)
+            if isinstance(error, KeyboardInterrupt):
+                end = _End("stopped", "a second request to stop, such as Ctrl-C twice")
             with suppress(CheckpointError):  # the first error is the one to fix
                 session.saver.finish()
             with suppress(CheckpointError):
-                _finish(session, folder, status, draws=draws, diverged=diverged)
+                _finish(session, folder, end, draws=draws)
             raise
-        stopped = session.requests.stopped
-        status = "finished" if complete else "interrupted" if stopped else "paused"
-        return _finish(session, folder, status, draws=draws)
+        end = end_of(session, options, complete=complete)
+        return _finish(session, folder, end, draws=draws)
 
 
-def _finish(
-    session: Session, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
-) -> Summary:
+class _End(NamedTuple):
+    """How a part of a run ended: the fields of its summary that tell it."""
+
+    status: Status
+    reason: str | None = None
+    diverged: str | None = None
+    is_requeued: bool = False
+
+
+def end_of(session: Session, options: Options, *, complete: bool) -> _End:
+    """Return how a part of a run ended that no error ended."""
+    if complete:
+        return _End("finished")
+    cause = session.requests.cause
+    if cause is None:
+        return _End("paused", f"--max-steps {options.max_steps}")
+    # Launch scripts resume automatically, and schedulers start what they stop again.
+    by_scheduler = cause not in {"SIGINT", "SIGHUP"} and scheduler() is not None
+    whole = options.whole_limit or options.time_limit or 0.0
+    used = whole - (options.time_limit or 0.0) + time.time() - session.began
+    reason = describe_cause(cause, limit=whole, used=used)
+    requeued = by_scheduler and options.resume == "auto"
+    return _End("interrupted", reason, is_requeued=requeued)
+
+
+def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summary:
     plan, state, backend = session.plan, session.state, session.backend
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
@@ -179,8 +204,7 @@ def _finish(
         weights_sha256=state.weights_sha256,
         kernels=session.proven,
         stages=tuple(state.stages),
-        status=status,
-        diverged=diverged,
+        **end._asdict(),
     )
     if backend.rank == 0:
         if not folder.is_dir():

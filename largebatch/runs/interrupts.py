@@ -12,10 +12,35 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.distributed.environment import LAUNCHER
+from largebatch.formatting import duration, plural
+
+if TYPE_CHECKING:
+    from largebatch.tracking.events import StopCause
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+CTRL_C = signal.SIGUSR2
+"""Signal by which the launcher passes Ctrl-C on: SIGINT would print a traceback of a worker that
+still imports, and SIGTERM would hide who stopped the run."""
+
+CAUSES: "dict[int, StopCause]" = {
+    signal.SIGINT: "SIGINT",
+    CTRL_C: "SIGINT",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGHUP: "SIGHUP",
+}
+
+SCHEDULERS = {
+    "SLURM_JOB_ID": "SLURM",
+    "PBS_JOBID": "PBS",
+    "LSB_JOBID": "LSF",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+}
+"""Schedulers by a variable that they set in their jobs."""
+
 HEARD = b"stopping; once more stops at once\n"
 
 TOGETHER_SECONDS = 1.0
@@ -40,6 +65,9 @@ class Requests:
 
     def __init__(self) -> None:
         self._first: float | None = None
+        self.number = 0
+        """The first signal; 0 without one."""
+
         self.again = False
         """True after a second request."""
 
@@ -48,11 +76,12 @@ class Requests:
         """True after the first request."""
         return self._first is not None
 
-    def add(self) -> None:
+    def add(self, number: int = signal.SIGINT) -> None:
         """Count a signal."""
         now = Requests.latest = time.monotonic()
         if self._first is None:
             self._first = now
+            self.number = number
         self.again = self.again or now - self._first > TOGETHER_SECONDS
 
 
@@ -78,8 +107,8 @@ def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Itera
 @contextmanager
 def stop_requests(
     *, handles_signals: bool, limit: float | None = None, begun: float | None = None
-) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a signal, or when `limit` seconds are nearly over.
+) -> Iterator[Callable[[], "StopCause | None"]]:
+    """Yield a function that returns the cause after a signal, or when `limit` seconds nearly end.
 
     `limit` counts from `begun`, a time of the monotonic clock, or from now. If `handles_signals`,
     the first request prints a line. The second request raises KeyboardInterrupt, except in workers
@@ -88,26 +117,52 @@ def stop_requests(
     requests = Requests()
     launched = LAUNCHER in os.environ
 
-    def add(*_: object) -> None:
+    def add(number: int, *_: object) -> None:
         first = not requests.any
-        requests.add()
+        requests.add(number)
         if first and handles_signals:
             say_heard()
         if requests.again and not launched:
             raise KeyboardInterrupt
 
-    with answering(add, *STOPS):
+    with answering(add, *STOPS, *([CTRL_C] if launched else [])):
         longest, last = 0.0, time.monotonic()
         end = math.inf if limit is None else (last if begun is None else begun) + limit
 
-        def wants_stop() -> bool:
-            """Return True, at the end too, less 1.5 of the longest time between two calls."""
+        def wants_stop() -> "StopCause | None":
+            """Return the cause; the limit's comes 1.5 of the longest time between calls before."""
             nonlocal longest, last
             now = time.monotonic()
             longest, last = max(longest, now - last), now
-            return now + 1.5 * longest > end or requests.any
+            if requests.any:
+                return CAUSES[requests.number]
+            return "time limit" if now + 1.5 * longest > end else None
 
         yield wants_stop
+
+
+def scheduler() -> str | None:
+    """Return the name of the scheduler that this process is a job of; None without one."""
+    return next((name for variable, name in SCHEDULERS.items() if variable in os.environ), None)
+
+
+def describe_cause(cause: "StopCause", *, limit: float | None, used: float) -> str:
+    """Describe why a run was stopped; `used` seconds of its time limit were over."""
+    manager = scheduler()
+    if cause == "time limit":
+        limit = limit or 0.0
+        given = duration(limit) if limit >= 120 else f"{limit:g} s"
+        return (
+            f"--time-limit {given}, of which {duration(used)} were over: the next "
+            "update might have ended later"
+        )
+    if cause == "SIGINT":
+        return "Ctrl-C (SIGINT)"
+    if cause == "SIGHUP":
+        return "SIGHUP: its terminal was closed"
+    if manager is not None:
+        return f"{cause} under {manager}: preemption, or the end of the job's time"
+    return f"{cause}, sent by another process"
 
 
 def noting_requests() -> Callable[[], bool]:
@@ -126,4 +181,4 @@ def describe_saved(folder: Path) -> str:
     newest = max((folder / CHECKPOINTS).glob("step-*.safetensors"), default=None)
     if newest is None:
         return "nothing is saved"
-    return f"saved is {newest}, after {int(newest.stem.removeprefix('step-')):,} steps"
+    return f"saved is {newest}, after {plural(int(newest.stem.removeprefix('step-')), 'step')}"

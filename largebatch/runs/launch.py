@@ -43,7 +43,7 @@ from largebatch.errors import (
     shorten,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import STOPS, Requests, answering, say_heard
+from largebatch.runs.interrupts import CTRL_C, STOPS, Requests, answering, say_heard
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
@@ -53,7 +53,7 @@ CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
 """Exit codes of a worker that reported an error, an error that the user can fix, a divergence, that
 the run can resume with a smaller device batch, or Ctrl-C before it could save; besides LOST."""
 
-_ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
+_ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in (*STOPS, CTRL_C)}}
 """Exit codes caused by another worker's failure or a request to stop, most informative first; NCCL
 aborts a process that has lost another one."""
 
@@ -67,7 +67,7 @@ def start_workers(
     """Run `python *command` as several workers on this machine and wait for them.
 
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
-    path. The first request to stop is passed on, as SIGTERM; the second one kills them.
+    path. The first request to stop is passed on; the second one kills them.
 
     Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
     diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
@@ -155,21 +155,22 @@ class _Workers(SubprocessContext):
         logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
-    def pass_on(self, *_: object) -> None:
+    def pass_on(self, number: int, *_: object) -> None:
         """Make the workers save and exit; the second time, kill them.
 
         A suspended worker (SIGSTOP) is continued, because all would wait for it.
         """
         first = not self.requests.any
-        self.requests.add()
+        self.requests.add(number)
         if first:
             say_heard()
+        passed = CTRL_C if number == signal.SIGINT else signal.Signals(number)
         for handler in self.subprocess_handlers.values():
             if self.requests.again:
                 handler.proc.send_signal(signal.SIGKILL)
             elif first:
-                handler.proc.send_signal(signal.SIGCONT)  # then SIGTERM gets to the main thread
-                handler.proc.send_signal(signal.SIGTERM)
+                handler.proc.send_signal(signal.SIGCONT)  # then the other gets to the main thread
+                handler.proc.send_signal(passed)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """End the running workers by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""

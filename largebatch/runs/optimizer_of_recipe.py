@@ -8,17 +8,16 @@ from torch.optim import SGD, Optimizer
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
 from largebatch.models import classifier_weights, hidden_matrices, param_groups
+from largebatch.optim import kernels as optimizer_kernels
 from largebatch.optim.adamw import build_adamw
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
-from largebatch.optional import require_schedulefree, require_shampoo
+from largebatch.optional import require_apex, require_schedulefree, require_shampoo
 from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
 
 
-def build_optimizer(  # noqa: PLR0911 -- one case for each kind
-    recipe: Recipe, model: nn.Module, workers: Group
-) -> Optimizer:
+def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 
     `workers` share the work of an update, where the optimizer can divide it. Raises RecipeError
@@ -26,6 +25,11 @@ def build_optimizer(  # noqa: PLR0911 -- one case for each kind
     library.
     """
     section, lr, kernels = recipe.optimizer, recipe.schedule.peak_lr, recipe.execution.kernels
+    device = next(model.parameters()).device
+    if kernels == "apex" and device.type in optimizer_kernels.DEVICES:
+        require_apex()
+        # They are tried like ours, and the environment variable switches them off too.
+        kernels = "apex" if optimizer_kernels.works(device) else "torch"
     if isinstance(section, optimizers.Muon):
         return _build_muon(section, model, workers, lr=lr)
     groups = param_groups(model, weight_decay=section.weight_decay)

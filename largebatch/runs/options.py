@@ -222,6 +222,9 @@ class Options(Machine):
     time_limit: Annotated[Seconds | None, OF_FOLDER] = None
     """Stop before this time is over, such as 90m or 8h; the run can be resumed."""
 
+    whole_limit: Annotated[float | None, Parameter(parse=False)] = None
+    """`time_limit` of the command in seconds, set where a restart leaves less of it."""
+
     profile: Annotated[
         tuple[int, int] | None,
         OF_FOLDER,
@@ -248,7 +251,9 @@ class Options(Machine):
     @property
     def without_limits(self) -> Self:
         """The options of the whole run, without changes, limits and what one command does."""
-        whole = replace(self, max_steps=None, time_limit=None, profile=None, allow=())
+        whole = replace(
+            self, max_steps=None, time_limit=None, whole_limit=None, profile=None, allow=()
+        )
         return whole.without_changes()
 
     def without_changes(self) -> Self:
@@ -284,6 +289,7 @@ def with_options(
             Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
                      annotation=hints[field.name])
             for field in fields(Options)
+            if field.name != "whole_limit"
         ]  # fmt: skip
         own = signature(function)
         first = next(iter(own.parameters.values()))

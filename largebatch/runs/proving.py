@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import repeat
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
@@ -32,6 +31,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.of_recipe import build_model
 from largebatch.optim import kernels as optimizer_kernels
 from largebatch.optim.kernels.tabled import Tabled
+from largebatch.optim.kernels.trials import Build
 from largebatch.optim.kernels.trials import trials_of as trials_of_optimizer
 from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial, Trials
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
@@ -49,7 +49,7 @@ _SHRUNK = 0.01  # of the peak learning rate: a few updates on noise must not div
 
 def wait_for_proof(device: torch.device) -> None:
     """Use PyTorch's operations until `settle`, such as while memory is measured."""
-    proof.switched_off()  # raises an error for a wrong value before workers wait for this one
+    proof.switched_off()  # raises an error for a value that the variable does not take
     proof.decide(device, dict.fromkeys(PARTS, "not tried yet"))
 
 
@@ -70,7 +70,8 @@ def settle(
     Raises RecipeError, on every worker, if a graph is required and refused.
     """
     device, findings = backend.device, dict[str, Finding]()
-    pixels = pixel_cache.one_size(pipeline.train_index)
+    has_crops = device.type in pixel_cache.DEVICES
+    pixels = pixel_cache.one_size(pipeline.train_index) if has_crops else None
     has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     refusals = {part: _choice(recipe, part) for part in parts}
@@ -78,7 +79,8 @@ def settle(
     if tried:
         accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
         settings, key = _settings(recipe, pipeline.plan, pixels, imports)
-        findings = proof.prove(__name__, tried, device, settings, key=key)
+        is_first = backend.rank == 0
+        findings = proof.prove(__name__, tried, device, settings, key=key, announces=is_first)
     refusals |= {part: finding.refused for part, finding in findings.items()}
     agreed = agree(refusals, backend, backend.device)
     proof.decide(device, agreed)
@@ -117,8 +119,6 @@ def _choice(recipe: Recipe, part: str) -> str | None:
     execution = recipe.execution
     if execution.kernels == "torch" and not (part == GRAPH and execution.graph is True):
         return "execution.kernels: torch"
-    if execution.kernels == "apex" and part == OPTIMIZER:
-        return "execution.kernels: apex"
     return None
 
 
@@ -200,7 +200,8 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
 
     def optimizer() -> Iterator[Trial]:
         model, scaled = build_model(recipe, device), recipe.precision == "fp16"
-        builders: dict[str, Callable[[nn.Module], Optimizer]] = {
+        is_apex = recipe.execution.kernels == "apex"
+        builders: dict[str, Build] = {
             recipe.optimizer.kind: lambda model: build_optimizer(recipe, model, Serial(device))
         }
         if recipe.polish is not None and recipe.polish.affine is not None:
@@ -210,7 +211,13 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
         for name, build in builders.items():
             built = build(model)
             if isinstance(built, Tabled) or isinstance(getattr(built, "_others", None), Tabled):
-                yield from trials_of_optimizer(name, build, model, scaled=scaled)
+                yield from trials_of_optimizer(
+                    f"{name} by apex" if is_apex else name,
+                    build,
+                    model,
+                    scaled=scaled,
+                    count=0 if is_apex else 1,  # who asks for apex's gets them if they are right
+                )
 
     def crops() -> Iterator[Trial]:
         from largebatch.data.decoders.trials import trials_of

@@ -157,7 +157,7 @@ def restarting(recipe: Recipe, options: Options) -> None:
                         break
         if limit is not None:  # it is the command's, not each start's
             limit_left = max(0.0, limit - (time.monotonic() - start))
-            options = replace(options, time_limit=limit_left)
+            options = replace(options, time_limit=limit_left, whole_limit=limit)
         options = replace(options, resume="auto")
         write_to(
             sys.stderr,
@@ -177,7 +177,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 raise
         gc.collect()  # the tensors of the session before
         left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
-        options = replace(options, resume="auto", time_limit=left)
+        whole_limit = options.whole_limit or limit
+        options = replace(options, resume="auto", time_limit=left, whole_limit=whole_limit)
 
 
 def _run_worker(recipe: Recipe, options: Options) -> Summary:
@@ -232,5 +233,4 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
                 return run_stages(profiled, until=until)
             raise halve(session, folder)  # here, where the failed pass is no longer referenced
 
-        resumes, draws = bool(options.resume), options.report
-        return record(session, folder, train, resume=resumes, draws=draws)
+        return record(session, options, train)

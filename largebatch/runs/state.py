@@ -29,7 +29,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
-from largebatch.tracking.events import CHECKPOINTS, Note, Step, System
+from largebatch.tracking.events import CHECKPOINTS, Note, Step, StopCause, System
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
@@ -110,7 +110,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     *,
     folder: Path,
     alone: bool = False,
-    wants_stop: Callable[[], bool] = lambda: False,
+    wants_stop: Callable[[], StopCause | None] = lambda: None,
     began: float | None = None,
     proven: str | None = None,
 ) -> Session:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from largebatch.errors import RecipeError
+from largebatch.formatting import plural
 from largebatch.recipe import schedule
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.section import Duration
@@ -63,8 +64,8 @@ class _Segment:
         length = self.steps_in(duration)
         if length > limit:
             raise RecipeError(
-                f"{self.key}.{name} ({length} steps) is too long to take effect in the "
-                f"{self.steps} steps of this policy: at most {limit} steps"
+                f"{self.key}.{name} ({plural(length, 'step')}) is too long to take effect in the "
+                f"{plural(self.steps, 'step')} of this policy: at most {plural(limit, 'step')}"
             )
         return length
 
@@ -81,9 +82,7 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(  # noqa: PLR0911 -- one case for each kind
-    decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment
-) -> Policy:
+def _build(decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment) -> Policy:
     last = segment.steps - 1
     match decay:
         case schedule.Constant():
@@ -163,7 +162,7 @@ class Course:
         """Return the most important facts about the schedule in words."""
         plan, steps = self.plan, len(self.rates)
         rows = {
-            "run": f"{steps:,} steps, {plan.position(steps):,} samples, "
+            "run": f"{plural(steps, 'step')}, {plural(plan.position(steps), 'sample')}, "
             f"{plan.epoch(steps):.2f} epochs",
             "first lr": self._at(0),
             "peak lr": self._at(self.peak),

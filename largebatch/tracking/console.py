@@ -12,7 +12,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import TextIO
 
-from largebatch.formatting import three_digits
+from largebatch.formatting import TOP5, duration, four_decimals, plural, three_digits
 from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
@@ -33,7 +33,8 @@ TIMED_UPDATES = 100  # whose mean length predicts the time left: that of one upd
 class Console:
     """A Tracker that shows samples/s, loss, learning rate, time left, and every evaluation."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, classes: int | None = None) -> None:
+        self._shows_top5 = classes is None or classes > TOP5
         self._stream = stream or sys.stdout  # None if the process has no output
         self._steps = 0
         self._resumed = False
@@ -50,14 +51,16 @@ class Console:
             case Step():
                 self._show_step(event)
             case Evaluation():
+                top5 = f"  top-5 {event.top5:7.2%}" if self._shows_top5 else ""
                 self._show(
-                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
-                    f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  val loss {event.loss:.4f}"
+                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  top-1 {event.top1:7.2%}{top5}  "
+                    f"val loss {four_decimals(event.loss)}"
                 )
             case GeneralizationGap():
                 self._show(
                     f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
-                    f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
+                    f"loss {four_decimals(event.loss)}  generalization gap "
+                    f"{four_decimals(event.gap, sign=True)}"
                 )
             case Note():
                 self._show(f"{event.stage:>10}  {event.text}")
@@ -73,7 +76,9 @@ class Console:
                 if summary.skipped_steps:
                     words += "; updates skipped because gradients were not finite: "
                     words += f"{summary.skipped_steps}"
-                self._show(f"{summary.status} after {summary.seconds:.1f} s{words}")
+                if summary.reason:
+                    words += f": {summary.reason}"
+                self._show(f"{summary.status} after {duration(summary.seconds)} of training{words}")
 
     def _show(self, line: str, *, bar: str = "") -> None:
         """Write a line; one with a bar replaces the one before, and stays open."""
@@ -94,11 +99,12 @@ class Console:
     def _show_start(self, event: Start) -> None:
         plan, step = event.plan, event.resume_step
         self._steps = plan.updates
-        more = f"and {plan.affine_steps} more " if plan.affine_steps else ""
+        more = f" and {plan.affine_steps:,} more" if plan.affine_steps else ""
         per_epoch = f"{plan.steps_per_epoch:.2f} steps an epoch"
-        work = f"{plan.steps} {more}steps of {describe_division(plan)} samples, {per_epoch}"
+        steps = plural(plan.steps, "step")
+        work = f"{steps}{more} of {describe_division(plan)} samples, {per_epoch}"
         for change in plan.batch_changes:
-            work += f"; {change.global_batch} samples from step {change.step}"
+            work += f"; {plural(change.global_batch, 'sample')} from step {change.step}"
         samples = plan.workers * plan.accumulation * plan.device_batch
         trains = step < plan.updates and samples == plan.global_batch
         self._resumed = step > 0 and trains
@@ -118,7 +124,7 @@ class Console:
         seconds = (self._steps - done) * fmean(self._recent)
         left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
         self._show(
-            f"{event.stage:>10}  step {done}/{self._steps}  loss {event.loss:.4f}  "
+            f"{event.stage:>10}  step {done}/{self._steps}  loss {four_decimals(event.loss)}  "
             f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left",
             bar="█" * (20 * done // self._steps) + "░" * (20 - 20 * done // self._steps),
         )

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAd
 from pydantic_core import to_json
 
 from largebatch.errors import printable
-from largebatch.formatting import Tabular, duration, percent, plural
+from largebatch.formatting import Tabular, duration, four_decimals, percent, plural
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
@@ -26,6 +26,9 @@ REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 
 StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
 """The stages of a run, in their order."""
+
+StopCause = Literal["time limit", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
+"""What requests a run to stop: --time-limit, Ctrl-C, a scheduler's signals, a closed terminal."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
 """paused: saved at --max-steps, or when memory ran out; interrupted: saved after a signal
@@ -303,12 +306,20 @@ class Summary(Tabular):
     diverged: Printable | None = None
     """Reason of the failure, if a loss or gradient was not finite."""
 
+    reason: Printable | None = None
+    """Why the run ended before its last update; null if it did not, and in older folders."""
+
+    is_requeued: bool = False
+    """True if a scheduler stopped the run, and the command that it starts again resumes it."""
+
     folder: Annotated[Path | None, Field(exclude=True)] = field(default=None, compare=False)
     """Run folder, of the Summary that `run` returns; not in the file."""
 
     def _caption(self) -> str:
         updates = plural(self.steps, "update")
         text = f"{self.recipe}: {self.status} after {updates} in {duration(self.seconds)}"
+        if self.reason:
+            text += f" ({self.reason})"
         if self.folder is None:
             return text
         page = self.folder / REPORT
@@ -316,14 +327,18 @@ class Summary(Tabular):
 
     def _rows(self) -> list[list[str]]:
         head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
-        return [head] + [
+        rows = [
             [
                 *(it.name, f"{it.steps:,}", f"{it.seconds:.1f}"),
-                *(percent(it.top1), percent(it.top5), f"{it.loss:.4f}"),
+                *(percent(it.top1), percent(it.top5), four_decimals(it.loss)),
                 "yes" if it.kept else "no",
             ]
             for it in self.stages
         ]
+        if self.stages and all(it.top5 == 1 for it in self.stages):
+            # So it is with five classes or fewer, and shows nothing.
+            return [[cell for place, cell in enumerate(row) if place != 4] for row in (head, *rows)]
+        return [head, *rows]
 
 
 Summary.__init__.__annotations__ |= get_type_hints(Summary)  # without pydantic's types

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.errors import reason_of
+from largebatch.formatting import plural
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
 from largebatch.storage import write_whole
@@ -153,8 +154,10 @@ class Wandb(ScalarTracker):
             kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
             kept.add_file(str(report))
             self._run.log_artifact(kept)
-        if level := _ALERTS.get(summary.status):
-            text = f"{self._folder}: {summary.diverged or f'after {summary.steps:,} updates'}"
+        level = _ALERTS.get(summary.status)
+        if level and not summary.is_requeued:
+            done = f"after {plural(summary.steps, 'update')}"
+            text = f"{self._folder}: {summary.diverged or summary.reason or ''} ({done})"
             self._run.alert(f"Run {summary.status}", text, level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from largebatch.tracking.events import (
     NoteKind,
     StageName,
     Step,
+    StopCause,
     System,
     Tracker,
 )
@@ -39,6 +40,7 @@ from largebatch.training.state import TrainState
 SAMPLES = 200
 """Number of measurements of the workers' resources in a run; at most one in each update."""
 
+STOP_CAUSES: tuple[StopCause, ...] = get_args(StopCause)
 _AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
 """Least seconds between two checkpoints, and the largest part of the time that they may take, for
 `every_minutes: auto`."""
@@ -74,13 +76,13 @@ class Requests:
         self,
         backend: Backend,
         *,
-        wants_stop: Callable[[], bool] = lambda: False,
+        wants_stop: Callable[[], StopCause | None] = lambda: None,
         save_minutes: float | Literal["auto"] | None = None,
     ) -> None:
         self._backend, self._wants_stop, self._save_minutes = backend, wants_stop, save_minutes
         self._saved, self._cost = time.perf_counter(), 0.0
-        self.stopped = False
-        """True if any worker was asked to stop."""
+        self.cause: StopCause | None = None
+        """What requested a worker to stop; None if nothing did."""
 
         self.save_due = False
         """True if the time for a checkpoint has come."""
@@ -94,14 +96,21 @@ class Requests:
             wait = 60 * self._save_minutes
         return time.perf_counter() - self._saved > wait
 
-    def own(self) -> list[float]:
-        """Return 1 if this worker is asked to stop, and 1 on worker 0 if it is time to save."""
-        late = self._backend.rank == 0 and self.save_is_late()
-        return [float(self._wants_stop()), float(late)]
+    @property
+    def stopped(self) -> bool:
+        """True if any worker was requested to stop."""
+        return self.cause is not None
 
-    def take(self, stop: float, save: float) -> None:
-        """Set `stopped` and `save_due` by the sums of `own` over the workers."""
-        self.stopped = self.stopped or stop > 0
+    def own(self) -> list[float]:
+        """Return 1 on worker 0 if it is time to save, and for each cause, 1 for that to stop."""
+        late = self._backend.rank == 0 and self.save_is_late()
+        stop = self._wants_stop()
+        return [float(late), *(float(cause == stop) for cause in STOP_CAUSES)]
+
+    def take(self, save: float, *stops: float) -> None:
+        """Set `cause` and `save_due` by the sums of `own` over the workers."""
+        causes = [cause for cause, stop in zip(STOP_CAUSES, stops, strict=True) if stop > 0]
+        self.cause = self.cause or next(iter(causes), None)
         self.save_due = self.save_due or save > 0
 
     def share(self) -> None:
@@ -377,7 +386,7 @@ class StepLog:
         """Return the values of this worker that are summed over the workers.
 
         The loss; the number of workers whose part of it is not finite, and the sum of their ranks;
-        the number with a gradient that is not finite, all or none; requests to stop and to save;
+        the number with a gradient that is not finite, all or none; requests to save and to stop;
         squared lengths from the reducer; resources used, in updates that measure them.
         """
         loss, device = update.loss, update.loss.device
@@ -431,9 +440,11 @@ class StepLog:
         skipped, loss_scale, scaled_by, *monitored = pending.own
         update = pending.update
         self._backend.started()
-        loss, bad, ranks, infinite, stop, save, *rest = sums
+        loss, bad, ranks, infinite, *others = sums
+        requests = 1 + len(STOP_CAUSES)
+        rest = others[requests:]
         squares = 0 if update.squares is None else len(update.squares)
-        self._requests.take(stop, save)
+        self._requests.take(*others[:requests])
         step = replace(
             pending.step,
             skipped=bool(skipped),

@@ -101,7 +101,7 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
     assert main(["evaluate", str(path), "--training"]) == DONE
     first, training, gap = capsys.readouterr().out.splitlines()[-3:]
     assert "top-1" in first
-    assert "(1437 images)" in training
+    assert "(1,437 images)" in training
     losses = [float(line.partition("loss ")[2].split()[0]) for line in (first, training)]
     assert float(gap.split()[-1]) == pytest.approx(losses[0] - losses[1], abs=2e-4)
     assert main(["evaluate", str(path), "--training", "--json"]) == DONE

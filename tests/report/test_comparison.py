@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from fake_runs import RECIPE, FakeRun, give_recipe, trained
 from html_pages import Parsed
+from scipy import stats
 from short_runs import log
 
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import write_comparison
-from largebatch.report.comparison import compare_runs, make_comparison_page
+from largebatch.report.comparison import compare_runs, describe, make_comparison_page
 from largebatch.report.course import updates_of
 from largebatch.report.run import change_from
+from largebatch.report.seeds import difference, student
 
 
 def ended_at(folder: Path, *top1: float) -> Path:
@@ -203,6 +205,72 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], na
     (tmp_path / "empty").mkdir()
     with pytest.raises(LargebatchError, match=str(tmp_path / named)):
         compare_runs([tmp_path / name for name in names])
+
+
+def of_seeds(folder: Path, name: str, *top1: float, first: int = 1, **change: str) -> list[Path]:
+    """Return runs of one setting with the seeds from `first` on."""
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in change.items()]
+    return [
+        give_recipe(ended_at(folder / f"{name}-{seed}", value), f"seed={seed}", *changes)
+        for seed, value in enumerate(top1, start=first)
+    ]
+
+
+def test_runs_that_differ_in_their_seeds_have_a_mean_and_none_of_them_wins(tmp_path: Path) -> None:
+    values = [0.90, 0.92, 0.91, 0.93, 0.90, 0.91, 0.92, 0.90, 0.97]
+    comparison = compare_runs(of_seeds(tmp_path, "digits", *values))
+    (group,) = comparison.groups
+    (setting,) = comparison.settings_of(group)
+    assert setting.label == "digits"
+    low, high = stats.t.interval(0.95, 8, 100 * np.mean(values), 100 * stats.sem(values))
+    assert setting.mean is not None
+    assert setting.mean[:3] == pytest.approx((100 * np.mean(values), low, high))
+    page = make_comparison_page(comparison)
+    assert not [words for words in page.findings if "digits-9" in words]
+    shown = Parsed(page.html())
+    assert shown.tables["settings"][1][:4] == ["digits", "9", "91.78", f"{low:.2f} to {high:.2f}"]
+    assert not {"To the best", "Beyond noise"} & {*shown.tables["runs"][0]}
+    assert len({look.colour for look in page.legend[1]}) == 9
+
+
+@pytest.mark.parametrize(
+    ("others", "first", "judged"),
+    [
+        pytest.param([0.90, 0.91, 0.92], 1, True, id="pairs that differ by as much"),
+        pytest.param([0.90, 0.91, 0.92], 4, False, id="as large a spread of other seeds"),
+        pytest.param([0.88], 1, False, id="one seed"),
+        pytest.param([0.70, 0.71, 0.72], 4, True, id="far below"),
+    ],
+)
+def test_settings_are_compared_by_pairs_of_seeds_or_by_their_spread(
+    others: list[float], first: int, judged: bool, tmp_path: Path
+) -> None:
+    folders = of_seeds(tmp_path, "a", 0.905, 0.916, 0.925)
+    folders += of_seeds(tmp_path, "b", *others, first=first, optimizer__eta="0.5")
+    comparison = compare_runs(folders)
+    best, other = comparison.settings_of(comparison.groups[0])
+    assert other.label == "optimizer.eta=0.5"
+    lead = difference(best.by_seed, other.by_seed)
+    assert lead.excludes_zero == judged
+    assert any("within the spread" in words for words in describe(comparison)) == (not judged)
+    if len(others) > 1 and first > 1:
+        welch = stats.ttest_ind([90.5, 91.6, 92.5], 100 * np.array(others), equal_var=False)
+        assert judged == (welch.pvalue < 0.05)
+
+
+def test_a_run_that_did_not_finish_is_in_no_mean(tmp_path: Path) -> None:
+    folders = of_seeds(tmp_path, "a", 0.90, 0.92, 0.91)
+    killed = folders[0] / "summary.json"
+    killed.unlink()
+    comparison = compare_runs(folders)
+    (setting,) = comparison.settings_of(comparison.groups[0])
+    assert setting.by_seed == pytest.approx({2: 92.0, 3: 91.0})
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 8, 30])
+def test_students_t_is_that_of_scipy(freedom: int) -> None:
+    assert student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+    assert student(freedom, together=3) == pytest.approx(stats.t.ppf(1 - 0.025 / 3, freedom))
 
 
 @pytest.fixture(scope="module")

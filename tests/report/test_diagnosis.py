@@ -15,7 +15,7 @@ from fake_runs import FakeRun, trained
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.cli.main import DONE, main
-from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.errors import LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
@@ -25,11 +25,11 @@ from largebatch.report.diagnosis import (
     find_causes,
     require_comparable,
 )
-from largebatch.report.page import verdict
+from largebatch.report.logs import read_record
+from largebatch.report.page import make_page, verdict
 from largebatch.report.record import (
     RISE,
     Record,
-    read_record,
     record_of,
     running_median,
     smoothing_floor,
@@ -252,6 +252,19 @@ def finished(
     return list(verdict(read_run(run.write())).causes)
 
 
+def test_commands_in_a_remedy_are_code_and_top5_of_five_classes_is_left_out(
+    tmp_path: Path,
+) -> None:
+    (cause,) = photographs(tmp_path / "run", 0.393)
+    assert "`largebatch init" in cause.remedy
+    page = make_page(read_run(tmp_path / "run"))
+    assert "<code>largebatch init" in page
+    assert "`" not in page.partition("<h1>")[2].partition("<details>")[0]
+    assert "Top-5" not in page
+    finished(tmp_path / "ten", wrong=evenly(20))
+    assert "Top-5" in make_page(read_run(tmp_path / "ten"))
+
+
 def evenly(number: int) -> list[int]:
     """Return `number` images, as many of each class."""
     return list(range(number))
@@ -316,6 +329,56 @@ def test_one_hard_class_among_many_and_a_class_of_few_images_are_usual(tmp_path:
         wrong = list(range(7, 360, number))[:-1] if number == 100 else [7, 37, 8, 38]
         run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
         assert verdict(read_run(run.write())).good
+
+
+def photographs(folder: Path, top1: float, *overrides: str) -> list[Cause]:
+    """Return the harmful causes in a run of 242 photographs in five classes."""
+    run = FakeRun(folder, clean_steps=0, train_samples=242)
+    run.classes = list("abcde")
+    run.train(0, 600)
+    for record in run.records:
+        if record["event"] == "step":  # falls up to the end, from 1.6
+            record["loss"] = 1.6 - 0.4 * record["step"] / 600
+    run.end("train", 600, top1, wrong=range(round(360 * (1 - top1))))
+    run.write()
+    data = "classes=5 train_samples=242 source=folder image_size=64 mean=[.5,.5,.5] std=[.5,.5,.5]"
+    batch = ("batch.global_batch=16", "batch.bn_span=16", "polish=null")
+    fake_runs.give_recipe(folder, *(f"data.{it}" for it in data.split()), *batch, *overrides)
+    return list(verdict(read_run(folder)).causes)
+
+
+def test_few_photographs_need_weights_and_not_more_epochs(tmp_path: Path) -> None:
+    """242 in five classes are 48.4 of a class, far below the 250 that `init` has as a limit."""
+    (cause,) = photographs(tmp_path / "random", 0.393)
+    assert cause.kind == "few images"
+    assert cause.numbers["images"] == pytest.approx(48.4)
+    assert "weights" in cause.remedy
+    assert "epochs" not in cause.remedy
+    assert photographs(tmp_path / "good", 0.95)[0].kind == "underfit"
+    begun = photographs(tmp_path / "weights", 0.393, "model.weights=w.safetensors")
+    assert [cause.kind for cause in begun] == ["underfit"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "top1", "longer"),
+    [
+        pytest.param(
+            [2.3, 2.1, 1.9, 1.7, 1.5], [0.2, 0.3, 0.4, 0.5], True, id="both still improve"
+        ),
+        pytest.param([2.3, 1.5, 1.5, 1.5], [0.2, 0.3, 0.4, 0.5], False, id="training is level"),
+        pytest.param([2.3, 2.1, 1.9, 1.7, 1.5], [0.4, 0.4, 0.4, 0.4], False, id="top-1 is level"),
+        pytest.param([2.3, 2.1, 1.9, 1.7, 1.5], [], True, id="not validated"),
+        pytest.param([2.3, 2.25], [], False, id="hardly falls"),
+    ],
+)
+def test_more_epochs_are_advised_only_where_the_curves_still_improve(
+    losses: list[float], top1: list[float], longer: bool, tmp_path: Path
+) -> None:
+    record = course(*losses)
+    record = validated(record, [2.0] * len(top1), top1) if top1 else record
+    (cause,) = find_causes(record)
+    assert cause.kind == "underfit"
+    assert cause.remedy.startswith("train for more epochs") == longer
 
 
 SMALL = course(2.3, 1.2, 0.6, 0.3, 0.1, batch=96)
@@ -390,28 +453,7 @@ def test_a_running_median_is_that_of_scipy(size: int) -> None:
     np.testing.assert_array_equal(running_median(values, size), expected)
 
 
-LOGS = Path(__file__).parent / "logs"
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers", "val_loss", "cause"),
-    [
-        pytest.param("timm.csv", (5, NAN, 5, 0.3, 0.183596, 0.92), 0.326424, None),
-        pytest.param("lightning.csv", (15, 59, 6, 0.5, 0.0581404, 0.935), 0.195135, None),
-        pytest.param("keras.csv", (9, NAN, 9, NAN, 0.42938, 0.9125), 0.418264, None),
-        pytest.param("keras_diverged.csv", (5, NAN, 5, NAN, NAN, 0.1025), INF, "diverged"),
-    ],
-)
-def test_a_csv_of_another_tool_is_read_as_it_means_it(
-    name: str, numbers: tuple[float, ...], val_loss: float, cause: str | None
-) -> None:
-    """Rows, updates, epochs, the highest rate, the last training loss and the best top-1."""
-    record = read_record(LOGS / name, classes=10)
-    found = len(record.loss), record.updates or NAN, record.epochs, record.peak, record.loss[-1]
-    assert (*found, record.top1.max()) == pytest.approx(numbers, rel=1e-5, nan_ok=True)
-    assert record.val_loss[-1] == pytest.approx(val_loss, rel=1e-5)
-    assert [found.kind for found in find_causes(record)] == [cause] * bool(cause)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -428,25 +470,6 @@ def test_a_cell_without_a_number_was_not_measured_and_nan_was(first: int, tmp_pa
     assert record.updates == 4
     (cause,) = find_causes(record)
     assert cause.figure.endswith(f"not finite at step {3 + first}")
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("epoch,loss\n0,2\n1,1,0.5\n", "more cells"),
-        ("epoch,loss\n0,2\n1,1\n0,1.5\n", "go back"),
-        ("epoch,test_loss\n0,2\n", "epoch, test_loss"),
-        ("epoch;loss\n0;2\n", "epoch;loss"),
-        (b"\xff\xfe\x00binary", "log.csv"),
-    ],
-)
-def test_what_would_be_misread_is_refused(content: str | bytes, named: str, tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(CheckpointError, match=named):
-        read_record(path)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        read_record(tmp_path / "nowhere")
 
 
 def test_what_a_csv_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> None:

@@ -253,7 +253,11 @@ def test_checkpoints_come_by_steps_and_by_minutes(
 
 def test_a_run_stops_before_its_time_is_over_and_can_go_on(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
-    assert run(recipe(), out=out, time_limit=1e-3).status == "interrupted"
+    stopped = run(recipe(), out=out, time_limit=1e-3)
+    assert stopped.status == "interrupted"
+    assert stopped.reason is not None
+    assert stopped.reason.startswith("--time-limit 0.001 s")
+    assert log(out, "finish")[-1]["summary"]["reason"] == stopped.reason
     assert saves(out) == [1]
     assert run(recipe(), out=out, resume=True, time_limit=3600.0).status == "finished"
     assert_same_end(out, whole)

@@ -1,5 +1,6 @@
 """The way of photographs: a recipe, a run that is stopped and resumed, and predictions."""
 
+import codecs
 import csv
 import io
 import json
@@ -96,9 +97,12 @@ def test_predictions_are_those_of_the_evaluation(
     out = tmp_path / "classes.csv"
     words = ["predict", str(run), str(photos / "data/val"), "--out", str(out)]
     assert main([*words, "--top", "1"]) == DONE
-    printed = capsys.readouterr().out
-    assert printed == out.read_text()
-    rows = list(csv.DictReader(io.StringIO(printed)))
+    assert capsys.readouterr().out == f"10 images: {out}\n"
+    assert out.read_bytes().startswith(codecs.BOM_UTF8)  # spreadsheets need it
+    written = out.read_text(encoding="utf-8-sig")
+    assert main([*words[:-2], "--top", "1"]) == DONE
+    assert capsys.readouterr().out == written
+    rows = list(csv.DictReader(io.StringIO(written)))
     best = expected.max(1)
     assert [row["class_1"] for row in rows] == [("cat", "dog")[label] for label in best.indices]
     values = [float(row["probability_1"]) for row in rows]

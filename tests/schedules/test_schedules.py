@@ -1,3 +1,4 @@
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -200,6 +201,12 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
     ),
     "skip": (partial(skip, DECAY), {"steps": 1}, {"steps": (-1, NAN, INF)}),
 }  # fmt: skip
+
+
+def test_every_function_of_a_rate_has_arguments_that_it_refuses() -> None:
+    made = {name for name, value in vars(functions).items()
+            if inspect.isfunction(value) and value.__module__ == functions.__name__}  # fmt: skip
+    assert {name for name in made if not name.startswith("_")} == WRONG.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """From the recipe's words to the rate of every step."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lrbench
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from schedules_of import course_of, schedule_of
 
 from largebatch.errors import RecipeError
+from largebatch.recipe import schedule
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
@@ -109,6 +111,15 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
     np.testing.assert_allclose(rates[:WARMUP], ramp, rtol=1e-12)
 
 
+def test_every_kind_has_a_row_on_the_page_of_learning_rates() -> None:
+    sections = (*get_args(schedule.Simple), schedule.Piecewise)
+    kinds = {kind for it in sections for kind in get_args(it.model_fields["kind"].annotation)}
+    page = FOLDER.parent / "docs" / "learning-rates.md"
+    table = page.read_text(encoding="utf-8").partition("| `kind` |")[2].partition("\n\n")[0]
+    first_cells = "".join(line.split("|")[1] for line in table.splitlines()[1:])
+    assert {*re.findall(r"`([\w-]+)`", first_cells)} == kinds
+
+
 @pytest.mark.parametrize(
     ("short", "long"),
     [
@@ -196,7 +207,7 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
         ),
         (
             "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1047}}",
-            "decay.cycle .* at most 1046",
+            "decay.cycle .* at most 1,046",
         ),
         ("schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}", "start_lr"),
         ("schedule.start_lr=0.5", "start_lr"),

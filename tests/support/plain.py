@@ -171,6 +171,8 @@ def move(optimizer: str, w: Tensor, g: Tensor, v: Tensor, *, lr: float) -> None:
     elif optimizer == "outside":
         v.copy_(MOMENTUM * v + (g + wd * w))
         w -= lr * ratio * v
+    elif optimizer != "fujitsu":
+        raise ValueError(f"no formula of {optimizer}")
     else:
         v.copy_(MOMENTUM * v + ratio * (lr / PEAK) * (PEAK * g + wd * PEAK * w))
         w -= v

@@ -304,7 +304,7 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     assert (rows[5]["held_out/top1"], rows[5]["drift/bn1/mean_shift"]) == (0.94, 0.5)
     assert server.summary["val/top1"] == {"max": 0.99, "last": 0.975}
     assert server.summary["stages"]["train"]["top1"] == 0.975
-    assert server.alerts == [("ERROR", "Run failed", f"{folder}: loss nan")]
+    assert server.alerts == [("ERROR", "Run failed", f"{folder}: loss nan (after 2 updates)")]
     assert server.summary["status"] == "failed"
     assert not {"top1", "global_batch", "commit"} & server.summary.keys()
     shown = {key: server.run[key] for key in ("displayName", "groupName", "notes", "commit")}

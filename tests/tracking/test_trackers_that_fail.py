@@ -2,6 +2,7 @@
 
 import io
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,17 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
     assert shown.getvalue().count(f"{note.text}\n") == 1
     assert there.calls[-1] == fails
     assert wandb not in trackers
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_a_run_that_a_scheduler_starts_again_sends_no_alert(
+    requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, _, wandb = fake(tmp_path, monkeypatch, "")
+    ended = replace(FINISH.summary, status="interrupted", reason="SIGTERM", is_requeued=requeued)
+    for event in (START, replace(FINISH, summary=ended)):
+        wandb.record(event)
+    assert ("alert" in there.calls) == (not requeued)
 
 
 @pytest.mark.parametrize(("known", "resume"), [(None, None), ("ab12", "allow")])

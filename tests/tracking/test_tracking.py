@@ -205,6 +205,16 @@ def lines_of(*events: Event) -> list[str]:
     return stream.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(("classes", "shown"), [(None, True), (6, True), (5, False)])
+def test_an_evaluation_shows_no_top5_of_few_classes_and_few_digits_of_a_huge_loss(
+    classes: int | None, shown: bool
+) -> None:
+    stream = io.StringIO()
+    Console(stream, classes=classes).record(replace(EVALUATION, loss=70119382108.4444))
+    assert stream.getvalue().endswith("val loss 7.012e+10\n")
+    assert ("top-5" in stream.getvalue()) == shown
+
+
 @pytest.mark.parametrize(
     ("seconds", "left"),
     [

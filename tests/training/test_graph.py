@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch import load_recipe, run
-from largebatch.accelerator import Graph, is_recording, waits
+from largebatch.accelerator import Graph, is_recording, passes, waits
 from largebatch.data.types import Batch
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import Backend
@@ -734,6 +734,44 @@ def watch_threads(device: torch.device | None = None) -> None:
 
 def test_only_waits_of_this_thread_and_of_autograd_count() -> None:
     on_forked_workers(watch_threads, workers=1)
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "random": random.random,
+    "shuffle": lambda: random.shuffle([1, 2, 3]),
+    "seed": lambda: random.seed(1),
+    "NumPy": lambda: np.random.normal(size=2),
+    "NumPy's seed": lambda: np.random.seed(1),
+    "torch": lambda: torch.rand(2),
+    "dropout": lambda: nn.functional.dropout(torch.ones(2)),
+    "torch's seed": lambda: torch.manual_seed(1),
+}
+
+
+def watch_draws() -> None:
+    device = accelerator.simulate()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy's stubs
+    for name, draw in DRAWS.items():
+        with passes(device, lambda: None) as found, ThreadPoolExecutor(1) as other:
+            other.submit(draw).result()
+        assert found == [], name
+        with passes(device, lambda: None) as found:
+            draw()
+        assert len(found) == 1, name
+    with passes(device, lambda: None) as found:
+        random.setstate(random.getstate())  # as torch's compiler does
+    assert found == []
+    np.random.seed(3)
+    expected = np.random.rand(2)
+    np.random.seed(3)
+    with passes(device, lambda: None):
+        first = np.random.rand()
+    assert [first, np.random.rand()] == list(expected)
+    assert np.random.get_bit_generator() is generator  # type: ignore[attr-defined]  # as above
+
+
+def test_draws_of_this_thread_count_and_leave_the_generators_as_they_are() -> None:
+    on_forked_workers(watch_draws, workers=1)
 
 
 class Fails(LARS):

@@ -22,7 +22,7 @@ from largebatch import run
 from largebatch.errors import DivergedError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.diagnosis import find_causes
-from largebatch.report.record import read_record
+from largebatch.report.logs import read_record
 from largebatch.tracking.events import LOG, RECIPE, SUMMARY
 
 ARCHIVE = Path(__file__).parents[3] / "tests" / "report" / "recorded_runs" / "runs.tar.xz"

@@ -24,6 +24,7 @@ from largebatch.data.index.headers import measure_bytes
 from largebatch.data.index.index import check_classes
 from largebatch.data.index.shards import Unusable, has_bytes, members
 from largebatch.errors import DataError, shorten
+from largebatch.formatting import plural
 
 _File = TypeVar("_File")
 
@@ -159,8 +160,8 @@ def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
         number = max(1, round(fraction * len(images)))
         if number >= len(images):
             raise DataError(
-                f"class {name} has {len(images)} images, of which {number} would be used for "
-                "validation and none for training: add images, or lower --val-fraction"
+                f"class {name} has {plural(len(images), 'image')}, of which {number} would be used "
+                "for validation and none for training: add images, or lower --val-fraction"
             )
         ranked = sorted(images, key=partial(_hash, f"{seed}/{name}/"))
         groups = _with_copies(ranked)

@@ -22,6 +22,7 @@ from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
+from largebatch.formatting import plural
 from largebatch.storage import PART, THREADS, Progress, new_folder
 
 AT_A_TIME = 32  # number of samples whose fingerprints are taken together; photographs are large
@@ -118,7 +119,9 @@ def write_shards(
                 "or leave them out: the same `largebatch data import` with --drop-bad\n  "
                 + shorten(bad, between="\n  ")
             )
-    left_out = [f"{len(bad)} images left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    left_out = (
+        [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
+    )
     return [*left_out, *copies.remarks()]
 
 

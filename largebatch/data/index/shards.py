@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 from largebatch.data.index.folder import EXTENSIONS, visible
 from largebatch.errors import DataError
+from largebatch.formatting import plural
 
 LABEL = "cls"
 
@@ -96,7 +97,7 @@ def _sample(
         if not has_bytes(part):
             return Unusable(part.name, "it is a link or a sparse file, expected a whole file")
     if len(images) != 1:
-        return Unusable(key, f"it has {len(images)} images, expected 1")
+        return Unusable(key, f"it has {plural(len(images), 'image')}, expected 1")
     (image,) = images
     if not labels:
         return Unusable(image.name, f"there is no {key}.{LABEL} with its label")

@@ -97,8 +97,8 @@ class Question:
         if needed > available:
             enough = self.minutes + (needed - available) / SHARES[part] / 60
             raise LargebatchError(
-                f"--minutes {self.minutes:g}: {what} takes {duration(needed)} and has "
-                f"{duration(available)}; give --minutes {math.ceil(enough)} or more"
+                f"--minutes {self.minutes:g}: {what} would take {duration(needed)}, and its part "
+                f"of the time is {duration(available)}; give --minutes {math.ceil(enough)} or more"
             )
 
     def this_machine(self, step_seconds: float) -> Cluster:

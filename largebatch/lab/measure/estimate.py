@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from largebatch import accelerator
+from largebatch.distributed.reducer import divide
 from largebatch.distributed.serial import Serial
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
@@ -19,7 +20,7 @@ from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import largest_side, random_batch, whole_spans
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.state import build_criterion
+from largebatch.runs.state import build_criterion, grouping_of, kept_exact
 
 _ENOUGH_SECONDS = 0.3  # seconds of a pass from which overhead no longer dominates
 
@@ -41,6 +42,9 @@ class Estimate(NamedTuple):
 
     memory_bytes: int
     """Bytes of weights, gradients, optimizer state, averages and activations."""
+
+    sums: tuple[int, ...] = ()
+    """Bytes of each group of gradients that several workers sum, in the order of sending."""
 
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
@@ -84,6 +88,14 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         for part, size in parts
         for steps, _, number in plan.within(part)
     )
+    exact = kept_exact(recipe.reduction.dtype, model)
+    grouping = grouping_of(recipe.execution.groups)
+    groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
+    shorter = 4 if recipe.reduction.dtype == "fp32" else 2
+
+    def sent_bytes(weight: nn.Parameter) -> int:
+        return weight.numel() * (4 if weight in exact else shorter)
+
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
@@ -91,6 +103,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
         run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
         memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
+        sums=tuple(sum(sent_bytes(weight) for _, weight in group) for group in groups),
     )
 
 

@@ -20,6 +20,7 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError, RecipeError, shorten
+from largebatch.formatting import plural
 from largebatch.lab.measure.estimate import estimate
 from largebatch.models.of_recipe import require_accepted
 from largebatch.polish.moments import Moments
@@ -29,6 +30,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
+from largebatch.report.diagnosis import FEW_IMAGES
 from largebatch.runs.pretrained import Start
 
 SAMPLE = 512  # number of training images whose colours are measured, spread evenly over all
@@ -45,8 +47,8 @@ SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
 EVALUATIONS, STATISTICS = 20, 10_000
 """Evaluations of the validation images in a run, and most images of the statistics pass."""
 
-FEW, FEW_VALIDATING, MOST_TUNED = 20, 100, 250
-"""Images of a class, and of validation, below which `init` warns, and of a class up to which it
+FEW, FEW_VALIDATING = 20, 100
+"""Images of a class, and of validation, below which `init` warns. Up to FEW_IMAGES of a class it
 takes pretrained weights."""
 
 WEIGHTS = "timm:resnet18.a1_in1k"
@@ -158,7 +160,7 @@ def needs_weights(train: Index) -> bool:
     ImageNet's weights fit photographs; smaller images, such as letters, are not.
     """
     middle = int(np.median(np.minimum(train.heights, train.widths)))
-    return _typical(train) <= MOST_TUNED and middle > SMALL
+    return _typical(train) <= FEW_IMAGES and middle > SMALL
 
 
 def _typical(train: Index) -> int:
@@ -186,9 +188,9 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
             "add images"
         )
     typical = _typical(train)
-    if typical <= MOST_TUNED and not pretrained:
+    if typical <= FEW_IMAGES and not pretrained:
         yield (
-            f"{typical} training images in a typical class, at most {MOST_TUNED}: from random "
+            f"{typical} training images in a typical class, at most {FEW_IMAGES}: from random "
             "weights a model learns little of so few; begin with --weights timm:NAME, a file of "
             "timm or torchvision with its --model, or a run on more images"
         )
@@ -230,8 +232,8 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
         )
     epochs = min(epochs, most)
     text = (
-        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: {epochs} epochs of "
-        f"{seconds / most:.1f} s at {found.image_size} pixels"
+        f"about {seconds / most * epochs / 60:.1f} minutes here, measured: "
+        f"{plural(epochs, 'epoch')} of {seconds / most:.1f} s at {found.image_size} pixels"
     )
     return found, epochs, text + f"; {least} would be better" * (epochs < least)
 
@@ -245,7 +247,11 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
         "are what it followed. Measured: not yet.",
     )
     least, most = _epochs(found)
-    rule = f"{SEEN:,} images, {least} to {most} epochs" if epochs is None else "as --minutes allows"
+    rule = (
+        f"{SEEN:,} images, {least} to {plural(most, 'epoch')}"
+        if epochs is None
+        else "as --minutes allows"
+    )
     seen = min(most, max(least, round(SEEN / number)))
     recipe = _recipe(found, name, epochs or seen)
     require_accepted(

@@ -431,7 +431,7 @@ def draw(figure: "Figure", test: RangeTest) -> None:
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:g}")
     title = name_axes(axes, y="Training loss", x="Learning rate")
-    title = name_line(axes, f"{len(test.curves)} seeds, smoothed", colour, after=title)
+    title = name_line(axes, f"{plural(len(test.curves), 'seed')}, smoothed", colour, after=title)
     lower, upper = test.bounds["lower"], test.bounds["upper"]
     if lower is not None and upper is not None and lower.value < upper.value:
         axes.axvspan(lower.value, upper.value, color=shade, alpha=0.1, lw=0)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
+from largebatch.formatting import plural
 from largebatch.recipe.loading import parse_yaml, read_text
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.section import Section
@@ -180,7 +181,7 @@ def require_workers(cluster: Cluster, workers: int) -> None:
     if workers > cluster.workers:
         raise ClusterError(
             f"--workers {workers:,}: {cluster.name} has {cluster.workers:,} "
-            f"({cluster.nodes:,} nodes of {each}); give at most that, or a larger cluster"
+            f"({plural(cluster.nodes, 'node')} of {each}); give at most that, or a larger cluster"
         )
     if workers > each and workers % each:
         below = workers - workers % each

@@ -23,7 +23,7 @@ from operator import attrgetter
 from pydantic import JsonValue
 
 from largebatch.errors import PlanError
-from largebatch.formatting import duration, three_digits
+from largebatch.formatting import duration, plural, three_digits
 from largebatch.lab.planner.cluster import (
     Cluster,
     ClusterError,
@@ -560,9 +560,9 @@ def describe(prediction: Prediction) -> dict[str, str]:
     step = sum(prediction.step.values())
     rows = {
         "recipe": prediction.recipe,
-        "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
-        "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
-        f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
+        "cluster": f"{prediction.cluster}, {plural(prediction.workers, 'worker')}",
+        "global batch": f"{prediction.global_batch:,} = {plural(prediction.workers, 'worker')} x "
+        f"{plural(prediction.accumulation, 'micro-batch')} x {prediction.device_batch}",
         "time": f"{duration(prediction.seconds)}, 90% of such runs within "
         f"{duration(prediction.low)} to {duration(prediction.high)}",
         "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "

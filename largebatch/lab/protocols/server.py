@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from largebatch.formatting import plural
 from largebatch.optim.lars import LARS
 from largebatch.optim.rates import set_rates
 from largebatch.recipe.protocols import Hardsync, Protocol
@@ -237,7 +238,7 @@ def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
     [[0, 2], [1, 3, 4]]
     """
     if not 1 <= servers <= len(sizes):
-        raise ValueError(f"{len(sizes)} tensors cannot be divided over {servers} servers")
+        raise ValueError(f"{len(sizes)} tensors cannot be divided over {plural(servers, 'server')}")
     parts: list[list[int]] = [[] for _ in range(servers)]
     filled = [0] * servers
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

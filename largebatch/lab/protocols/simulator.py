@@ -27,6 +27,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.formatting import plural
 from largebatch.lab.protocols.server import Arrival, MiniBatches, Rule
 from largebatch.optional import require_scipy, require_simpy
 from largebatch.recipe.section import NonNegative, Positive, Section
@@ -207,7 +208,9 @@ def simulate(
     another number of servers.
     """
     if rule.learners != cluster.learners:
-        raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
+        raise ValueError(
+            f"the rule has {plural(rule.learners, 'learner')}, the cluster {cluster.learners}"
+        )
     engine = _Engine(
         rule, cluster, servers=servers, seed=seed, updates=range(first, first + updates)
     )

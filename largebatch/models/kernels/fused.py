@@ -26,6 +26,7 @@ from torch.library import triton_op, wrap_triton
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Group
+from largebatch.formatting import plural
 from largebatch.models.kernels import Use, note_use
 from largebatch.models.kernels import triton_batchnorm as kernels
 
@@ -173,7 +174,7 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
         if each is not None and (each.shape != shape or each.device != x.device):
             raise ValueError(
                 f"a BatchNorm of {each.shape[-1]} channels on {each.device} was given images of "
-                f"{channels} channels on {x.device}"
+                f"{plural(channels, 'channel')} on {x.device}"
             )
     keys = torch._C._TorchDispatchModeKey
     modes = map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY))  # make_fx has the second

@@ -55,8 +55,13 @@ def trials(device: torch.device, _: Mapping[str, object]) -> Trials:
     return {OPTIMIZER: make}
 
 
-def trials_of(name: str, build: Build, model: nn.Module, *, scaled: bool) -> Iterator[Trial]:
-    """Yield the trials of an optimizer's steps: plain and skipped ones; with `scaled` in fp16."""
+def trials_of(
+    name: str, build: Build, model: nn.Module, *, scaled: bool, count: int = 1
+) -> Iterator[Trial]:
+    """Yield the trials of an optimizer's steps: plain and skipped ones; with `scaled` in fp16.
+
+    `build` is called for each side, with the decision about kernels that the side has.
+    """
     for is_scaled in (False, True) if scaled else (False,):
         for skips in (True,) if is_scaled else (False, True):
             settings = {"is_scaled": is_scaled, "skips": skips}
@@ -70,6 +75,7 @@ def trials_of(name: str, build: Build, model: nn.Module, *, scaled: bool) -> Ite
                 ours=ours.first,
                 theirs=theirs.first,
                 exact=exact.first,
+                count=count,
                 timed=(ours.step, theirs.step),
             )
 

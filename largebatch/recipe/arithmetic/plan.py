@@ -423,7 +423,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     }
     long = {key: length for key, length in parts.items() if length >= plan.steps}
     if long:
-        found = " and ".join(f"{key} ({length} steps)" for key, length in long.items())
+        found = " and ".join(f"{key} ({plural(length, 'step')})" for key, length in long.items())
         shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
         raise RecipeError(
             f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
@@ -432,7 +432,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
-            f"({plan.swa_steps} steps)"
+            f"({plural(plan.swa_steps, 'step')})"
         )
     begin = plan.steps - plan.swa_steps
     changes = [piece.step for piece in plan.batch_changes if piece.step > begin]
@@ -511,9 +511,9 @@ def describe_spans(plan: Plan) -> str:
 
 def describe_protocol(protocol: Protocol, *, global_batch: int) -> str:
     """Describe the gradients of an update, and the place of the weights."""
-    where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"
+    where = plural(protocol.dedicated, "server") if protocol.dedicated else "a server beside each"
     return (
         f"{protocol.kind}: {global_batch:,} samples an update = {protocol.gradients} gradients x "
-        f"{protocol.mini_batch(global_batch):,}; {protocol.learners} learners, {where}: "
-        f"{protocol.workers} workers"
+        f"{protocol.mini_batch(global_batch):,}; {plural(protocol.learners, 'learner')}, {where}: "
+        f"{plural(protocol.workers, 'worker')}"
     )
