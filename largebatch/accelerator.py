@@ -153,6 +153,34 @@ def free_memory_bytes(device: torch.device) -> int:
     return sum(_free_and_held(device))
 
 
+_OUT_OF_MEMORY = (
+    "out of memory",  # the driver's, as torch.AcceleratorError, and Triton's
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # its name from cuDNN 9 on
+)
+"""Texts of the errors of a device without memory that are RuntimeErrors like any other."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of a device that has no memory left: torch's or a library's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError for every error of a device that has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
 def is_crowded(device: torch.device) -> bool:
     """Return True if graphs hold more than a quarter of the memory that is free besides."""
     free, held = _free_and_held(device)

@@ -132,5 +132,9 @@ class PeerLostError(Exception):
     """Another worker exited during a collective operation; its traceback shows the cause."""
 
 
+class RequestedStopError(LargebatchError):
+    """Workers were requested to stop, and had nothing to save."""
+
+
 class WorkerFailedError(Exception):
     """A local worker failed; the message is that worker's traceback."""

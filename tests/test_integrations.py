@@ -136,7 +136,14 @@ def test_transformers_evaluates_the_average_and_trains_on_its_own_weights() -> N
     model = network()
     model(batches()[0][0])
     weight, evaluated = next(model.parameters()), list[Tensor]()
-    trainer = SimpleNamespace(model=model, evaluation_loop=lambda: evaluated.append(weight.clone()))
+    prefixes = list[str]()
+
+    def evaluation_loop(metric_key_prefix: str = "eval") -> SimpleNamespace:
+        evaluated.append(weight.clone())
+        prefixes.append(metric_key_prefix)
+        return SimpleNamespace(metrics={f"{metric_key_prefix}_loss": float(weight.sum())})
+
+    trainer = SimpleNamespace(model=model, evaluation_loop=evaluation_loop)
     callback = PolishedAverage(trainer, batches(), decay=0.5)
     args, state = SimpleNamespace(load_best_model_at_end=True), SimpleNamespace(global_step=0)
     with pytest.raises(ValueError, match="load_best"):
@@ -152,10 +159,12 @@ def test_transformers_evaluates_the_average_and_trains_on_its_own_weights() -> N
         callback.on_optimizer_step(args, state, None, model=model)
     raw = weight.clone()
     for _ in range(2):  # as for several evaluation sets
-        trainer.evaluation_loop()
-    torch.testing.assert_close(evaluated, [raw * 2 / 3] * 2)
+        result = trainer.evaluation_loop()
+    torch.testing.assert_close(evaluated, [raw, raw * 2 / 3] * 2)
+    assert prefixes == ["eval", "eval_average"] * 2
+    assert set(result.metrics) == {"eval_loss", "eval_average_loss"}
     assert weight.equal(raw)  # as a checkpoint saves it
     callback.on_train_end(args, state, None, model=model)
     trainer.evaluation_loop()
-    assert weight.equal(evaluated[0])
-    assert weight.equal(evaluated[2])
+    assert weight.equal(evaluated[1])
+    assert weight.equal(evaluated[4])

@@ -74,6 +74,7 @@ def write_images(root: Path) -> Index:
         "heights": random.integers(200, 600, SAMPLES),
         "widths": random.integers(200, 600, SAMPLES),
         "orientations": np.ones(SAMPLES, np.uint8),
+        "by_pillow": np.zeros(SAMPLES, np.uint8),
         "num_bytes": np.ones(SAMPLES, np.int64),
         "mtimes": np.full(SAMPLES, changed),
         "names": np.frombuffer(name.encode() * SAMPLES, np.uint8).reshape(SAMPLES, -1),

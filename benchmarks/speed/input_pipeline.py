@@ -5,13 +5,15 @@
 Full-size ImageNet JPEGs, RandomResizedCrop 224, flip, normalise; two threads or worker processes.
 In every round each rival goes once, in turn: some batches that are not counted, so that what it
 had prepared while others ran is used up, then the counted ones. Ratios are of times in the same
-round, ours first. Then: CIFAR-10 kept decoded against decoded each time. index.py measures the
-first batch of a run, input_host.py the time of input in the thread that trains.
+round, ours first. Then: device batches of 28 against 256, for each decoder; and CIFAR-10 kept
+decoded against decoded each time. index.py measures the first batch of a run, input_host.py the
+time of input in the thread that trains.
 """
 
 import argparse
 import importlib
 import json
+import math
 import os
 import random
 import tempfile
@@ -38,6 +40,8 @@ from largebatch.optional import require_torchvision
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 CPU = torch.device("cpu")
+SMALL, LARGE = 28, 256
+"""Device batches: that of 86,016 images on 3,072 GPUs, and the largest that is usual on a CPU."""
 
 Rival = Iterator[object]
 """Yields batches indefinitely."""
@@ -176,6 +180,33 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
     return compared("ours on DALI", rates, {"DALI's reader": 1.0, "DataLoader": 1 / 1.3})
 
 
+def small_batches(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure small device batches against large ones, of the JPEGs that `full_size` wrote.
+
+    In a turn both decode as many images as are whole batches of either.
+    """
+    index = load_or_read(folder, "train")
+    images = math.lcm(SMALL, LARGE)
+    turn = argparse.Namespace(
+        rounds=args.rounds, pause=args.pause, batch=images, batches=1, uncounted=1
+    )
+
+    def rival(open_decoder: OpenDecoder, batch: int) -> Rival:
+        sized = argparse.Namespace(batch=batch, threads=args.threads)
+        decoded = ours(open_decoder, index, sized)
+        while True:
+            for _ in range(images // batch):
+                next(decoded)
+            yield None
+
+    result = {}
+    for name, opens in {"DALI": dali.open_decoder, "torchvision": torchvision.open_decoder}.items():
+        small, large = f"batches of {SMALL}", f"batches of {LARGE}"
+        rates = compete({small: rival(opens, SMALL), large: rival(opens, LARGE)}, turn)
+        result[name] = compared(small, rates, {large: 1 / 0.95})
+    return result
+
+
 def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure 10,000 decoded CIFAR-10 images in memory against PNG files decoded each time."""
     labels = np.load(archive / "test_labels.npy")
@@ -232,6 +263,7 @@ def main() -> None:
         result: dict[str, Any] = {"settings": {**vars(args), "data": "LARGEBATCH_DATA"}}
         samples = args.data / "imagenet_samples/samples.zip"
         result["full-size JPEGs"] = full_size(samples, folder / "jpeg", args)
+        result["small batches"] = small_batches(folder / "jpeg", args)
         result["CIFAR-10"] = cifar(args.data / "cifar10", folder / "cifar10", args)
     print(json.dumps(result, indent=2))
     print(write("input_pipeline", result))

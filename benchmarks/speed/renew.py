@@ -32,12 +32,13 @@ COMMANDS = {
     "quickstart": "--seeds 5 --workers 2 --starts 5",
     "index": "--rounds 3",
     "input_pipeline": "--rounds 9",
+    "decoder_pixels": "",
 }
 """The benchmarks that take minutes, each a script of this folder with its options."""
 
 ENVIRONMENT = {"checkpoint": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
 
-NEED_DATA = {"index", "input_pipeline"}
+NEED_DATA = {"index", "input_pipeline", "decoder_pixels"}
 """Benchmarks of real images, from the folder LARGEBATCH_DATA."""
 
 

@@ -24,6 +24,7 @@ _INPUT = ("data/augment.py", "data/decoders", "data/pipeline.py")
 MEASURED = {
     "audit_cost": ("audit",),
     "checkpoint": ("training/checkpoint.py", "training/state.py"),
+    "decoder_pixels": ("data/decoders/dali.py", "data/decoders/torchvision.py"),
     "index": ("data/index",),
     "input_gpu": _INPUT,
     "input_host": (*_INPUT, "data/index/index.py", "data/order.py"),

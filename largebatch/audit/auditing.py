@@ -4,11 +4,12 @@ Every check runs on all workers. What may fail on one of them, such as the scrip
 between two exchanges, after which all of them continue or all of them stop.
 """
 
+import math
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -18,14 +19,21 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Finding, Findings, Level, fault, fine, note, unknown
+from largebatch.audit.findings import Check, Finding, Findings, Level, fault, fine, note, unknown
 from largebatch.audit.gradient import check_gradient
-from largebatch.audit.randomness import check_augmentation, check_dropout
+from largebatch.audit.overlap import check_overlap
+from largebatch.audit.randomness import check_augmentation, check_draws, states_of
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import Recorder
 from largebatch.audit.reference import reference_of
-from largebatch.audit.replicas import averaged_tensors, check_modes, check_moves, compare_replicas
+from largebatch.audit.replicas import (
+    averaged_tensors,
+    check_modes,
+    check_moves,
+    compare_replicas,
+    compare_settings,
+)
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Forward, Step, Subject
@@ -87,17 +95,48 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     >>> findings.ok, findings.named("gradient direction")[0].figure
     (True, 1.0)
     """
-    given = dict(locals())
+    return audit_from(
+        None,
+        model=model,
+        loader=loader,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        step=step,
+        steps=steps,
+        set_epoch=set_epoch,
+        base=base,
+        rate=rate,
+        epochs=epochs,
+        val_loader=val_loader,
+        evaluate=evaluate,
+        averaged=averaged,
+        forward=forward,
+    )
+
+
+def audit_from(
+    read: int | None,
+    progress: Callable[[], object] | None = None,
+    **given: Any,  # noqa: ANN401 -- of `audit`
+) -> Findings:
+    """Audit a script whose own loop has read `read` batches of its epoch.
+
+    `progress` is called after each exchange between the workers. The other arguments are those of
+    `audit`; None is the same as leaving them out.
+    """
+    names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
+    given = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
+    model = given["model"]
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(
             f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
         )
-    ranks = Ranks(_backend(model))
+    ranks = Ranks(_backend(model), progress)
     found: list[Finding] = []
     try:
         found.append(_check_world(ranks))
-        _run_checks(_subject(ranks, given), ranks, found)
+        _run_checks(replace(_subject(ranks, given), read=read), ranks, found)
     except StoppedError as stopped:
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
@@ -178,7 +217,7 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
     objects = [subject.model, subject.averaged, subject.optimizer]
     loaders = [subject.loader, subject.val_loader]
     functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
-    for check in (check_updates, check_samples, check_augmentation, check_evaluation):
+    for check in _CHECKS:
         copied = restored(objects, loaders, [*functions, subject.forward])
         with ExitStack() as stack, uncompiled():
             enter = partial(stack.enter_context, copied)
@@ -188,6 +227,24 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
             except StoppedError as stopped:
                 if all(it.text != str(stopped) for it in found):  # several checks use the loader
                     found.append(stopped.finding)
+
+
+_NOT_GIVEN: dict[str, tuple[Check, str]] = {
+    "base": ("rate for the batch", "base= (a global batch and the rate that trained well with it)"),
+    "epochs": ("updates", "epochs= (the length of the run)"),
+    "val_loader": ("evaluation samples", "val_loader= (the validation loader of this worker)"),
+    "evaluate": ("evaluation mean", "evaluate= (a function that returns your metric)"),
+}
+"""Arguments without which a check is not made, with that check."""
+
+
+def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
+    """Return what is not examined because an argument was left out."""
+    return [
+        unknown(check, "not examined", f"give {argument}")
+        for name, (check, argument) in _NOT_GIVEN.items()
+        if getattr(subject, name) is None
+    ]
 
 
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
@@ -207,7 +264,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
-    found = check_dropout(model, ranks)
+    found: list[Finding] = []
     if isinstance(subject.step, partial) and subject.step.func is _plain_step:
         text = "the audit's own: zero_grad, forward, loss, backward, step; step= audits yours"
         found.append(fine("updates", text))
@@ -219,14 +276,21 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     if number < max(counts):  # the step failed on some workers, after which they are not equal
         return [*found, *unequal.values()]
     after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
-    found += (after | unequal).values()
+    after |= unequal
+    if settings := compare_settings([it.settings for it in recorder.updates], ranks):
+        after["learning rates"] = settings
+        cause = f"correct this first: {settings.text}"
+        for check in ("weights", "optimizer state", "averaged weights"):  # follow from the rates
+            if check in after and check not in unequal and after[check].level == "fault":
+                after[check] = replace(after[check], remedy=cause)
+    found += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     found += check_moves(recorder.moves, ranks)
     found += check_modes(model, recorder.evaluated, ranks)
     found += norms.check_span(model, recorder.norm_samples, ranks)
     micros = max((it.micros for it in recorder.updates), default=1)
     found += norms.check_momentum(model, before, recorder.passes, micros=micros)
-    found += check_rates(subject, recorder.updates, ranks)
+    found += check_rates(subject, recorder.updates, ranks, recorder.schedule_steps)
     found += norms.check_statistics(model, distances)
     if averaged is not None:
         try:  # the other findings on these updates are kept
@@ -234,6 +298,16 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         except StoppedError as stopped:
             found.append(stopped.finding)
     return found
+
+
+_CHECKS = (
+    check_updates,
+    check_samples,
+    check_augmentation,
+    check_overlap,
+    check_evaluation,
+    _check_given,
+)
 
 
 def _make_updates(
@@ -244,17 +318,27 @@ def _make_updates(
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
     stream, steps, stopped = _endless(subject.loader), subject.steps, list[Finding]()
+    epoch = _Epoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
     results: list[tuple[int, list[Finding]]] = []
+    found: list[Finding] = []
     try:
         for _ in range(steps * _MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
             batches += [batch] if len(batches) < steps else []
-            results += _call(batch, subject, ranks, recorder)
-            if max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1) >= steps:
+            states = states_of(subject.inner)
+            of_call = _call(batch, subject, ranks, recorder)
+            found = found or check_draws(states, states_of(subject.inner), ranks)
+            epoch.add(len(of_call))
+            most = max((micros for micros, _ in results), default=0)
+            results += [it for it in of_call if it[0] >= most or not epoch.is_overrun]
+            made = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
+            if made >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
                 break
     except StoppedError as error:
         stopped = [error.finding]
-    found = _worst(results)
+    if not epoch.end_was_seen and not stopped:
+        found.append(epoch.finding())
+    found += _worst(results)
     if any(it.level == "fault" for it in found):
         return found  # an error is a consequence
     if stopped or (recorder.updates and not recorder.skipped):
@@ -295,21 +379,83 @@ def _call(
     named = {name: it for name, it in subject.inner.named_parameters() if it.requires_grad}
     results = []
     for update in recorder.updates[made:]:
-        found = check_gradient(update, named, ranks)
+        most = max(it.micros for it in recorder.updates)
+        found = check_gradient(update, named, ranks, most=most)
         results.append((max(ranks.gather(micros)), found))
         update.gradients, update.reference = [], None  # frees their memory
     return results
 
 
-def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
-    """Return the worst finding of each check over the updates with all their micro-batches.
+@dataclass(slots=True)
+class _Epoch:
+    """Calls of the step since the audit began, beside the batches of an epoch.
 
-    The first update may have fewer, if the script counts its micro-batches from another number.
+    With accumulation the last update of an epoch may have fewer micro-batches, which only an audit
+    of that update shows.
+    """
+
+    length: int
+    """Number of batches; 0 if it is not known."""
+
+    read: int | None
+    """As in `Subject`."""
+
+    calls: int = 0
+    _since_update: int = 0
+    _window: int = 0
+    """Largest number of calls of an update."""
+
+    def add(self, updates: int) -> None:
+        """Count a call of the step, which made these updates."""
+        self.calls += 1
+        self._since_update += 1
+        if updates:
+            self._window = max(self._window, self._since_update)
+            self._since_update = 0
+
+    @property
+    def is_overrun(self) -> bool:
+        """True if the script's loop was given more batches than its epoch has."""
+        return self.read is not None and 0 < self.length < self.calls + self.read
+
+    @property
+    def end_was_seen(self) -> bool:
+        """True if an update at an epoch's end was made, or has as many micro-batches as others."""
+        if self._window <= 1:
+            return True
+        is_whole = self.length and self.length % self._window == 0
+        return bool(is_whole or 0 < self.length <= self.calls + (self.read or 0))
+
+    def finding(self) -> Finding:
+        """Return what an audit that did not reach the end of the epoch cannot know."""
+        text = f"no epoch's end was seen, where an update may have fewer than {self._window} "
+        text += f"micro-batches: {self.length:,} batches, {self.calls} calls of the step"
+        remedy = "give a loader whose length is known"
+        if self.length:
+            remedy = f"pass steps={math.ceil(self.length / self._window)} to reach it"
+        return unknown("updates", text, remedy, float(self.calls))
+
+
+def _length_of(loader: object) -> int:
+    """Return the number of batches of a loader; 0 if it is not known."""
+    try:
+        return len(loader)  # type: ignore[arg-type]  # that is what is tried
+    except (TypeError, NotImplementedError):  # as a DataLoader of an iterable data set raises
+        return 0
+
+
+def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
+    """Return the worst finding of each check over the updates.
+
+    The first update is left out if it has fewer micro-batches than others, because the script may
+    count them from another number; the last one of an epoch, which may have fewer too, counts.
     """
     most = max((micros for micros, _ in results), default=0)
+    if results and results[0][0] < most:
+        results = results[1:]
     levels = get_args(Level)
     worst: dict[str, Finding] = {}
-    for finding in [it for micros, found in results if micros == most for it in found]:
+    for finding in [it for _, found in results for it in found]:
         before = worst.get(finding.check)
         if before is None or levels.index(finding.level) < levels.index(before.level):
             worst[finding.check] = finding

@@ -54,7 +54,7 @@ _ALL = "the mean of all readings"
 
 def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Check the samples of a validation loader, and the script's evaluation if it is given."""
-    found, epoch, held = _check_samples(subject.val_loader, ranks)
+    found, epoch, held = _check_samples(subject, ranks)
     if subject.evaluate is None:
         return found
     evaluation = subject.evaluate
@@ -90,13 +90,16 @@ def check_evaluation(subject: Subject, ranks: Ranks) -> list[Finding]:
 
 
 def _check_samples(
-    loader: object, ranks: Ranks
+    subject: Subject, ranks: Ranks
 ) -> tuple[list[Finding], Epoch | None, Numbers | None]:
     """Return findings on a validation loader, this worker's samples, and those of all workers."""
+    loader = subject.val_loader
     if loader is None:
         return [], None, None
     try:
-        _, epochs, readings = read_epochs(loader, 1, ranks, "evaluation samples")
+        _, epochs, readings = read_epochs(
+            loader, 1, ranks, "evaluation samples", other=subject.loader
+        )
     except NoNumbersError as error:
         remedy = "give the audit a DataLoader whose data set has a length"
         return [unknown("evaluation samples", str(error), remedy)], None, None

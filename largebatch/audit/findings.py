@@ -36,6 +36,7 @@ Check = Literal[
     "warm-up",
     "updates",
     "weight decay",
+    "held-out samples",
     "evaluation samples",
     "evaluation mean",
     "evaluation mode",

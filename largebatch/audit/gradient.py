@@ -114,11 +114,12 @@ class Fit:
 
 
 def check_gradient(
-    update: Update, parameters: Mapping[str, nn.Parameter], ranks: Ranks
+    update: Update, parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, most: int = 0
 ) -> list[Finding]:
     """Compare one update with that of one process; every worker calls this.
 
-    `parameters` are those of the model that are trained, by name.
+    `parameters` are those of the model that are trained, by name; `most` is the largest number of
+    micro-batches of an update before this one.
     """
 
     def reference_of() -> Reference:
@@ -139,7 +140,7 @@ def check_gradient(
     for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    return found + _Comparison(update, reference, parameters, ranks, counts).findings()
+    return found + _Comparison(update, reference, parameters, ranks, counts, most=most).findings()
 
 
 def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:
@@ -172,10 +173,13 @@ class _Comparison:
         named: Mapping[str, nn.Parameter],
         ranks: Ranks,
         counts: list[list[float]],
+        *,
+        most: int,
     ) -> None:
         self.update, self.reference, self.ranks = update, reference, ranks
         self.names, self.parameters = [*named], [*named.values()]
         self.counts, self.micros = counts, max(map(len, counts))
+        self.most = max(most, self.micros)
         self.samples = math.fsum(map(math.fsum, counts))
         losses = [it.own_loss for it in reference.passes if it.own_loss]
         seen = sum(scale for scale, _ in losses) / max(1, len(losses))
@@ -462,8 +466,10 @@ class _Comparison:
         if in_loss >= _LEAST_LOSS_SCALE and _is(power, round(power), 1e-6):
             text = f"the gradient still has the loss scale {in_loss:g}"
             factor = (text, "call scaler.step(optimizer), or scaler.unscale_ before the update")
+        short = f"the last {micros} micro-batches of an epoch are divided by {self.most}"
         of_loss = [
             (1, "", ""),
+            (micros / self.most, short, "divide by the micro-batches that the update has"),
             (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
             (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
             (batch, f"the loss is a sum over {batch:g} samples, not a mean", "take their mean"),

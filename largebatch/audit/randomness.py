@@ -5,19 +5,21 @@ it is: only the noise of augmentation and dropout no longer averages out over th
 is a note. Draws that each epoch repeats are a fault: a sample then has one augmentation only.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch import accelerator
-from largebatch.audit.findings import Finding, fault, fine, note
+from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
+from largebatch.audit.restoring import generators_of
 from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.formatting import plural
@@ -29,6 +31,8 @@ _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""
 
 _SEED = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
+
+SetEpoch = Callable[[int], object]
 
 Draws = npt.NDArray[np.int64]
 """Fingerprints of one sample's draws: epoch x worker x draw."""
@@ -57,15 +61,66 @@ def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
     if not all(ranks.gather(countable)):
         return []
     assert base is not None
-    draws = ranks.attempt("augmentation", "a sample", lambda: _draws_of_one_sample(base))
+    advance = subject.set_epoch
+    draw = partial(_draws_of_one_sample, base, advance)
+    draws = ranks.attempt("augmentation", "a sample", draw)
     everyone = [np.array(own) for own in ranks.gather(draws.tolist())]
     if all(len(np.unique(own)) == 1 for own in everyone):
-        text = f"{plural(draws.size, 'draw')} of a sample are equal: none is at random"
+        repeats = partial(_repeated_epoch, base, advance, by_script=subject.read is not None)
+        found = ranks.attempt("augmentation", "a sample", repeats)
+        if found is not None:
+            return [found]
+        text = f"{plural(draws.size, 'draw')} of a sample are identical: nothing is random"
         return [fine("augmentation", text)]
+    if all(len(np.unique(epoch)) == 1 for own in everyone for epoch in own):
+        return [fine("augmentation", "draws follow from the sample's number and the epoch")]
     return [compare_draws(everyone)]
 
 
-def _draws_of_one_sample(base: DataLoader[Any]) -> Draws:
+def _repeated_epoch(
+    base: DataLoader[Any], advance: SetEpoch | None, *, by_script: bool
+) -> Finding | None:
+    """Return a finding on a data set that draws by its epoch, which stays the same in the loader.
+
+    It is called where all draws of the loader in two epochs were equal.
+    """
+    set_by_data = _epoch_setter_of(base.dataset)
+    if advance is not None and _changes_by(advance, base.dataset):
+        text = "the data set draws by its epoch, and each epoch of the loader repeats the first one"
+        remedy = "its processes keep their copies: persistent_workers=False, or share the epoch"
+        return fault("augmentation", text, remedy, float(_DRAWS))
+    if set_by_data is None or not _changes_by(set_by_data, base.dataset):
+        return None
+    if advance is None or by_script:
+        text = "the data set draws by its epoch, and what sets that was not given"
+        return unknown("augmentation", text, "give set_epoch= with all that your loop sets")
+    text = "the data set draws by its epoch, which set_epoch leaves as it is: all epochs repeat"
+    remedy = "set the epoch of the data set too, before each epoch"
+    return fault("augmentation", text, remedy, float(_DRAWS))
+
+
+def _changes_by(advance: SetEpoch, dataset: Any) -> bool:  # noqa: ANN401 -- of any kind
+    """Return True if a sample changes with the epoch, with equal states of the generators."""
+    restore, samples = generators_of(), []
+    for epoch in range(2):
+        restore()
+        advance(epoch)
+        samples.append(fingerprint(dataset[0]))
+    restore()
+    return samples[0] != samples[1]
+
+
+def _epoch_setter_of(dataset: Any) -> SetEpoch | None:  # noqa: ANN401 -- of any kind
+    """Return the `set_epoch` of a data set, or of the one within it."""
+    while dataset is not None:
+        found: SetEpoch | None = getattr(dataset, "set_epoch", None)
+        if found is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def _draws_of_one_sample(base: DataLoader[Any], advance: SetEpoch | None) -> Draws:
     """Return the draws of one sample as the loader seeds its workers, in two epochs."""
     workers = min(base.num_workers, _WORKERS)
     each = _DRAWS // max(1, workers)
@@ -79,7 +134,12 @@ def _draws_of_one_sample(base: DataLoader[Any]) -> Draws:
         multiprocessing_context=base.multiprocessing_context,
         persistent_workers=base.persistent_workers and workers > 0,
     )
-    return np.array([list(probe) for _ in range(2)], dtype=np.int64)
+    epochs = []
+    for epoch in range(2):
+        if advance is not None:
+            advance(epoch)
+        epochs.append(list(probe))
+    return np.array(epochs, dtype=np.int64)
 
 
 def compare_draws(ranks: Sequence[Draws]) -> Finding:
@@ -105,17 +165,34 @@ def compare_draws(ranks: Sequence[Draws]) -> Finding:
     return fine("augmentation", text)
 
 
-def check_dropout(model: nn.Module, ranks: Ranks) -> list[Finding]:
-    """Check whether workers draw the same masks of dropout: their generators then have equal bits.
-
-    Nothing is returned for a model without layers of dropout in training mode.
-    """
-    layers = [it for it in model.modules() if isinstance(it, _DropoutNd)]
-    if ranks.size == 1 or not all(ranks.gather(any(it.p and it.training for it in layers))):
-        return []
+def states_of(model: nn.Module) -> dict[str, int]:
+    """Return a fingerprint of each generator that a step may draw from, by its library."""
     device = device_of(model)
-    place: Any = torch.get_device_module(device) if accelerator.is_remote(device) else torch
-    if len(set(ranks.gather(fingerprint(place.get_rng_state())))) > 1:
-        return [fine("dropout", "workers draw different masks")]
-    text = f"{ranks.size} of {ranks.size} workers draw the same masks: their generators are equal"
+    states = {
+        "torch": fingerprint(torch.get_rng_state()),
+        "NumPy": fingerprint(np.random.get_state()),
+        "random": fingerprint(random.getstate()),
+    }
+    if accelerator.is_remote(device):
+        place: Any = torch.get_device_module(device)
+        states[device.type] = fingerprint(place.get_rng_state())
+    return states
+
+
+def check_draws(before: dict[str, int], after: dict[str, int], ranks: Ranks) -> list[Finding]:
+    """Check whether workers draw the same random numbers in a step: dropout, mixup, noise.
+
+    The states of the generators are those before and after a call of the step. Nothing is returned
+    for a step that draws none.
+    """
+    own = {name: it for name, it in before.items() if it != after[name]}
+    everyone = ranks.gather(own)
+    drawn = [name for name in own if all(name in it for it in everyone)]
+    if ranks.size == 1 or not drawn:
+        return []
+    equal = [name for name in drawn if all(it[name] == own[name] for it in everyone)]
+    if not equal:
+        return [fine("dropout", f"workers draw different numbers ({', '.join(drawn)}) in a step")]
+    text = f"{ranks.size} of {ranks.size} workers draw the same random numbers in a step "
+    text += f"({', '.join(equal)}): dropout, mixup or noise"
     return [note("dropout", text, _SEED, float(ranks.size))]

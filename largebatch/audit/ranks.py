@@ -30,8 +30,9 @@ class StoppedError(Exception):
 class Ranks:
     """The workers of the script, with operations that every one of them must call."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, progress: Callable[[], object] | None = None) -> None:
         self.backend = backend
+        self._progress = progress
         self.rank, self.size = backend.rank, backend.world_size
 
     def attempt(
@@ -64,7 +65,10 @@ class Ranks:
 
     def gather(self, own: object) -> list[Any]:
         """Return the plain values of every worker, by rank."""
-        return gather_values(own, self.backend, self.backend.device)
+        values = gather_values(own, self.backend, self.backend.device)
+        if self._progress is not None:
+            self._progress()
+        return values
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all workers, in float64 on the tensor's device."""

@@ -7,15 +7,18 @@ MLPerf's rules, and BatchNorm has none in Goyal's.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks, StoppedError
-from largebatch.audit.recording import Update
+from largebatch.audit.recording import ScheduleStep, Update
 from largebatch.audit.subject import Subject
 from largebatch.formatting import plural, three_digits
 from largebatch.models import norm_parameters
@@ -35,14 +38,21 @@ _MOST_UPDATES = 100_000  # largest number of updates at which the schedule is re
 Rate = Callable[[int], float]
 
 
-def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> list[Finding]:
-    """Check learning rates and the plan of the run; `updates` are the first of the script."""
+def check_rates(
+    subject: Subject,
+    updates: Sequence[Update],
+    ranks: Ranks,
+    steps: Sequence[ScheduleStep] = (),
+) -> list[Finding]:
+    """Check learning rates and the plan of the run; `updates` are the first of the script, `steps`
+    those of torch's schedulers in them.
+    """
     if not updates:
         return []
     samples = max(update.samples for update in updates)  # not those of an epoch's last batch
     micros = max(update.micros for update in updates)
     batch = sum(ranks.gather(samples))
-    compare = partial(_compare, subject, updates, batch, micros, ranks.size)
+    compare = partial(_compare, subject, updates, batch, micros, ranks.size, steps)
     remedy = "`rate` must return a number for each update of the run, counted from 0"
     try:
         return ranks.attempt("warm-up", "comparing the rates", compare, remedy=remedy)
@@ -51,7 +61,12 @@ def check_rates(subject: Subject, updates: Sequence[Update], ranks: Ranks) -> li
 
 
 def _compare(
-    subject: Subject, updates: Sequence[Update], batch: int, micros: int, workers: int
+    subject: Subject,
+    updates: Sequence[Update],
+    batch: int,
+    micros: int,
+    workers: int,
+    steps: Sequence[ScheduleStep],
 ) -> list[Finding]:
     """Return the findings of one worker, whose script computes the planned rates."""
     measured, number, findings = [it.rate for it in updates], 0, []
@@ -65,6 +80,9 @@ def _compare(
     if rate:
         factors = {*range(2, _FASTEST), workers, micros, workers * micros} - {1}
         findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, factors))
+    else:
+        attempts = [it.attempt for it in updates]
+        findings.append(_check_steps(subject, steps, attempts, micros, number, workers))
     if number and subject.epochs:
         if planned:
             growth = batch / subject.base[0] if subject.base else 1.0
@@ -143,9 +161,84 @@ def _check_schedule(
             text = f"the schedule moves {times} steps an update: rates {rates}"
             remedy = "step the scheduler once an update, or count its length in these steps"
             return fault("warm-up", text, remedy, float(times))
-    remedy = "check in which unit the schedule counts: batches, updates or epochs"
+    remedy = "step the schedule in `step`, as your loop does, and check in which unit it counts: "
+    remedy += "batches, updates or epochs"
     figure = measured[-1] / expected[-1] if expected[-1] else None
-    return note("warm-up", f"the first updates had rates {rates}", remedy, figure)
+    return fault("warm-up", f"the first updates had rates {rates}", remedy, figure)
+
+
+def _check_steps(
+    subject: Subject,
+    steps: Sequence[ScheduleStep],
+    attempts: Sequence[int],
+    micros: int,
+    number: int,
+    workers: int,
+) -> Finding:
+    """Count how often torch's schedulers move in an update, without the planned rates.
+
+    A scheduler that moves in each micro-batch is right if its length counts them; the length of
+    torch's schedulers is known. `number` is that of the updates in the run, 0 if it is not known.
+    """
+    counted = [it for it in steps if not it.is_placed]
+    # Only between two updates are all moves of an update seen, whether they come after it or before
+    # the next one; the audit may begin and end between them.
+    whole = [it for it in counted if attempts[0] < it.updates <= attempts[-1]]
+    if not whole:
+        rates = f"the rates of {plural(len(attempts), 'update')} were not compared"
+        text = f"{rates}: no scheduler of torch moved between them"
+        if counted:
+            text = f"{rates}: too few to count the moves of a scheduler"
+        return unknown("warm-up", text, "give rate= (the rate by update, from the present one)")
+    moves = Counter((id(it.scheduler), it.updates) for it in whole)
+    in_a_row = Counter((id(it.scheduler), it.updates, it.passes) for it in whole)
+    (mover, _), times = moves.most_common(1)[0]
+    first = next(it for it in whole if id(it.scheduler) == mover)
+    name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
+    text = f"{name} moves {plural(times, 'step')} an update"
+    if times == 1 and number and subject.epochs and length == subject.epochs < number:
+        text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
+        remedy = "step it once an epoch, or give it a length in updates"
+        return fault("warm-up", text, remedy, number / length)
+    if times == 1:
+        return fine("warm-up", text, figure=1.0)
+    if first.is_of_accelerate and times in {workers, workers * micros}:
+        remedy = "nothing if its length counts the batches of all workers, before prepare()"
+        return note("warm-up", f"{text}, as Accelerate does by design", remedy, float(times))
+    remedy = "step the scheduler once an update, or count its length in these steps"
+    if (most := max(in_a_row.values())) > 1:
+        text += f", up to {most} of them in a row"
+        return fault("warm-up", text, remedy, float(times))
+    batches = len(subject.loader) if hasattr(subject.loader, "__len__") else 0
+    return _check_length(f"{text}, once in each micro-batch", times, length, batches, micros)
+
+
+def _check_length(text: str, times: int, length: int, batches: int, micros: int) -> Finding:
+    """Return the finding on a scheduler that moves in each micro-batch, from its length."""
+    remedy = "step the scheduler once an update, or count its length in these steps"
+    updates = {batches // micros, math.ceil(batches / micros)} - {0}
+    if length and batches:
+        text += f"; its length is {length:,}, an epoch has {batches:,} batches"
+        if length % batches == 0:
+            return fine("warm-up", text, figure=float(times))
+        if any(length % it == 0 for it in updates) and length >= min(updates):
+            return fault("warm-up", f"{text} in {max(updates):,} updates", remedy, float(times))
+    return note("warm-up", text, f"{remedy}; rate= compares the rates", float(times))
+
+
+def _length_of(scheduler: Any) -> int:  # noqa: ANN401 -- each class has attributes of its own
+    """Return the number of steps that a scheduler of torch is made for; 0 if it is not known."""
+    if isinstance(scheduler, SequentialLR):
+        last = _length_of(scheduler._schedulers[-1])
+        return last and scheduler._milestones[-1] + last
+    if isinstance(scheduler, (LinearLR, ConstantLR)):  # of a warm-up as often as of a run
+        return 0
+    for name in ("total_steps", "T_max", "total_iters"):
+        if isinstance(length := getattr(scheduler, name, None), int):
+            return length
+    functions = getattr(scheduler, "lr_lambdas", ())  # Transformers' are partials
+    words = [getattr(it, "keywords", {}).get("num_training_steps") for it in functions]
+    return words[0] if words and isinstance(words[0], int) else 0
 
 
 def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: float) -> Finding:

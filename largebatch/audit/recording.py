@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from largebatch.audit.replicas import settings_of
 from largebatch.audit.restoring import generators_of
-from largebatch.models.inputs import logits_of
+from largebatch.audit.subject import scores_in
 from largebatch.models.wrappers import device_of
 
 
@@ -88,6 +90,9 @@ class Update:
     rate: float
     """Largest learning rate of a group of parameters."""
 
+    settings: dict[str, list[float]]
+    """Learning rates, momentum and other numbers of the optimizers' groups at this update."""
+
     micros: int
     samples: int
     places: set[int]
@@ -101,6 +106,25 @@ class Update:
 
     attempt: int
     """Number of updates before this one, with those that a GradScaler skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStep:
+    """One call of a torch scheduler's `step`."""
+
+    scheduler: LRScheduler
+    updates: int
+    """Number of updates before it, with those that a GradScaler skipped."""
+
+    passes: int
+    """Number of forward passes before it."""
+
+    is_placed: bool
+    """True if the call has an epoch or another argument, from which the place in the schedule
+    follows, whatever the number of calls."""
+
+    is_of_accelerate: bool
+    """True if Accelerate made the call, which it repeats for each worker by design."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +158,8 @@ class Recorder:
     """Largest number of samples that a BatchNorm layer has normalised over; 0 if none. The last
     batch of an epoch may have fewer."""
 
+    schedule_steps: list[ScheduleStep] = field(default_factory=list)
+
     elsewhere: int = 0
     """Number of steps of `optimizer` if it has no parameter of the model."""
 
@@ -154,6 +180,7 @@ class Recorder:
     _sums: list[float] = field(default_factory=list)
     _scale: float = 1.0
     _is_paused: bool = False
+    _schedule_depth: int = 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -193,7 +220,33 @@ class Recorder:
                 return result
 
             stack.enter_context(mock.patch.object(torch.amp.GradScaler, "step", step))
+            for kind in _with_step(LRScheduler):
+                counted = self._counted(vars(kind)["step"])
+                stack.enter_context(mock.patch.object(kind, "step", counted))
             yield
+
+    def _counted(self, own_step: Callable[..., object]) -> Callable[..., object]:
+        """Return the step of a class of schedulers that records its calls."""
+
+        @wraps(own_step)
+        def step(scheduler: LRScheduler, *args: Any, **words: Any) -> object:  # noqa: ANN401
+            if not self._schedule_depth:  # SequentialLR calls the step of those within it
+                caller = sys._getframe(1).f_globals.get("__name__")
+                call = ScheduleStep(
+                    scheduler,
+                    len(self.updates) + self.skipped,
+                    self.passes,
+                    is_placed=bool(args or words),
+                    is_of_accelerate=caller == "accelerate.scheduler",
+                )
+                self.schedule_steps.append(call)
+            self._schedule_depth += 1
+            try:
+                return own_step(scheduler, *args, **words)
+            finally:
+                self._schedule_depth -= 1
+
+        return step
 
     def _before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -286,6 +339,7 @@ class Recorder:
             self._scale,
             self.sends_float16 or any(it.half == torch.float16 for it in self.micros),
             rate=max(float(group["lr"]) for group in self.optimizer.param_groups),
+            settings=settings_of({optimizer: None, self.optimizer: None}),
             micros=len(used),
             samples=sum(map(samples_in, used)),
             places=places,
@@ -328,13 +382,21 @@ class Recorder:
         self._clips.append(Clip(before, most, norm, factor))
 
 
+def _with_step(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
+    """Yield the classes of schedulers that define `step`, also those of the script."""
+    if "step" in vars(kind):
+        yield kind
+    for below in kind.__subclasses__():
+        yield from _with_step(below)
+
+
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
     return {id(it): 0.0 if it.grad is None else float(it.grad.norm()) for it in tensors}
 
 
 def first_logits(output: object) -> Tensor | None:
     """Return the logits of a model's output, the first of several; None if it has none."""
-    logits: object = logits_of(output)
+    logits: object = scores_in(output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
     return logits if isinstance(logits, Tensor) else None

@@ -30,6 +30,14 @@ _SAME_LOSS = 1e-3
 """Relative difference of two losses that are equal but for rounding; bfloat16 has 8 bits."""
 
 
+_SAME_WEIGHT = 5e-3
+"""Relative difference of two equal sums of weights: differences of float32 losses have few bits."""
+
+
+_ONE_OTHER_BOTH = (slice(0, 1), slice(1, 2), slice(0, 2))
+"""Places in a pair of samples: the first one, the second one, both."""
+
+
 class Pass(NamedTuple):
     """One micro-batch of one worker."""
 
@@ -42,6 +50,9 @@ class Pass(NamedTuple):
 
     labels: int
     """Number of labels in the batch of which this is the whole or a part."""
+
+    is_weighted: bool
+    """True if the loss weights the samples by their labels."""
 
     own_loss: tuple[float, float] | None
     """Factor and cosine of the script's own gradient of the logits to that of the loss function;
@@ -91,8 +102,7 @@ def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
         restore_random()
     given = {id(micro.batch): it.labels for micro, it in zip(micros, passes, strict=True)}
     repeats = sum(map(samples_in, micros)) > sum(given.values()) > 0
-    weights = _option_of(subject.loss_fn, "weight", None)
-    return Reference(passes, hooked, repeats, isinstance(weights, Tensor))
+    return Reference(passes, hooked, repeats, any(it.is_weighted for it in passes))
 
 
 def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
@@ -135,8 +145,8 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
         logits, of_batch = subject.scores_and_labels(micro.batch, output)
         labels, given = _labels_of(micro, of_batch)
         labels = labels.to(device) if isinstance(labels, Tensor) else labels
-        loss, labels = subject.loss_and_labels(logits, labels)
-        samples, divisor = _samples_of(subject.loss_fn, logits, labels, loss)
+        loss, logits, labels = subject.loss_of(logits, labels)
+        samples, divisor, is_weighted = _samples_of(subject.loss_fn, logits, labels, loss)
     scale = _FP16_SCALE if half == torch.float16 else 1.0
     wanted = list(parameters) if first is None else [*parameters, first]
     found = torch.autograd.grad(
@@ -144,7 +154,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
     )
     gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
     of_logits = None if first is None else gradients.pop()
-    return Pass(gradients, samples, given, _compare(micro.output_gradient, of_logits))
+    return Pass(gradients, samples, given, is_weighted, _compare(micro.output_gradient, of_logits))
 
 
 def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
@@ -161,8 +171,9 @@ def _samples_of(
     logits: Any,  # noqa: ANN401 -- as the model returns them
     labels: Any,  # noqa: ANN401 -- as the loader has them
     loss: Tensor,
-) -> tuple[float, float]:
-    """Return the number of samples that a loss is the mean over, and what to divide it by.
+) -> tuple[float, float, bool]:
+    """Return the number of samples that a loss is the mean over, what to divide it by, and whether
+    the samples have weights.
 
     The loss of a batch must follow from the losses of its halves. Labels to be ignored do not
     count, and class weights do, as in torch's cross-entropy. A sum over samples is divided by their
@@ -170,25 +181,77 @@ def _samples_of(
     """
     whole = float(loss.detach())
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or len(labels) < 2:
-        return (len(labels) if isinstance(labels, Tensor) and labels.ndim else 1), 1
+        number = len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
+        return number, 1, False
     half = len(labels) // 2
     halves = [(logits[:half], labels[:half]), (logits[half:], labels[half:])]
     with torch.no_grad():
         parts = [float(loss_fn(*it)) for it in halves]
     tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)
     ignored = _option_of(loss_fn, "ignore_index", -100)
-    for weight in (_option_of(loss_fn, "weight", None), None):
+    weights = _option_of(loss_fn, "weight", None)
+    if weights is None:
+        weights = _weights_within(loss_fn, logits, labels)
+    for weight in (weights, None):
         counts = [_count(part, ignored, weight) for _, part in halves]
         mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
         is_mean = abs(mean - whole * sum(counts)) <= tolerance * abs(mean)
         if is_mean or not math.isfinite(whole):  # which is reported with the gradients
-            return sum(counts), 1
+            return sum(counts), 1, isinstance(weight, Tensor)
         if abs(sum(parts) - whole) <= tolerance * abs(whole):
-            return sum(counts), sum(counts)
+            return sum(counts), sum(counts), isinstance(weight, Tensor)
     raise ValueError(
         f"the loss of {len(labels)} samples ({whole:.6g}) does not follow from the losses of its "
         f"halves ({parts[0]:.6g}, {parts[1]:.6g}), so there is no exact gradient to compare with"
     )
+
+
+def _weights_within(
+    loss_fn: Callable[[Any, Any], Tensor], scores: Tensor, labels: Tensor
+) -> Tensor | None:
+    """Return the class weights within a loss function, of the labels' classes; None if it has none.
+
+    They are in units of that of class 0, or of the next one that counts. A weighted mean of two
+    samples with losses a and b and weights 1 and w is (a + w b) / (1 + w), from which w follows. It
+    must be the same for another loss of the first sample: then no samples are coupled.
+    """
+    if scores.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
+        return None
+    classes = scores.shape[1]
+    present = sorted({int(it) for it in labels.unique() if 0 <= it < classes})  # sync: in an audit
+    for first in range(min(3, classes)):
+        weights = torch.zeros(classes, dtype=torch.float64)
+        for label in present:
+            weights[label] = _weight_of(loss_fn, scores, labels, first, label)
+        found = weights[present]
+        if present and bool(found.isfinite().all() and (found >= 0).all() and found.any()):
+            counted = found[found > 0]
+            is_equal = counted.max() <= (1 + _SAME_WEIGHT) * counted.min()
+            return None if is_equal else weights
+    return None
+
+
+def _weight_of(
+    loss_fn: Callable[[Any, Any], Tensor], scores: Tensor, labels: Tensor, first: int, label: int
+) -> float:
+    """Return the weight of a class over that of class `first`; NaN if it cannot be found."""
+    found = []
+    for score in (-4.0, -8.0):  # of the first sample, whose loss is then larger than the second's
+        pair = torch.zeros_like(scores[:1]).repeat(2, 1)
+        pair[0, first] = score
+        targets = labels.new_tensor([first, label])
+        with torch.no_grad():
+            try:
+                losses = [float(loss_fn(pair[it], targets[it])) for it in _ONE_OTHER_BOTH]
+            except Exception:  # of the script's loss, which may take another number of samples
+                return math.nan
+        alone, other, both = losses
+        if math.isnan(other) and both == alone:  # an ignored class alone has the mean of nothing
+            found.append(0.0)
+        else:
+            found.append((alone - both) / (both - other) if both != other else math.nan)
+    is_same = math.isclose(*found, rel_tol=_SAME_WEIGHT, abs_tol=1e-6)
+    return sum(found) / 2 if is_same else math.nan
 
 
 def _option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given

@@ -1,6 +1,6 @@
 """Whether weights, buffers, averages, optimizer state, rates and modes are equal on all workers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 
@@ -22,7 +22,7 @@ _REMEDIES: dict[Check, str] = {
     "weights": "give every worker worker 0's weights before training, and the same updates",
     "buffers": "broadcast the buffers (broadcast_buffers=True), or make them equal at the start",
     "optimizer state": "load or broadcast the optimizer's state on every worker",
-    "learning rates": "step the same schedule equally often on every worker",
+    "learning rates": "step the same schedule equally often, in the same update, on every worker",
     "averaged weights": "average on every worker after each update, from weights that all share",
 }
 
@@ -51,7 +51,9 @@ def compare_replicas(
         "weights": dict(model.named_parameters()),
         "buffers": {name: it for name, it in model.named_buffers() if id(it) not in norms},
         "optimizer state": {} if is_divided else dict(_state_of(model, optimizer)),
-        "learning rates": dict(_rates_of(optimizer)),
+        "learning rates": {
+            name: torch.tensor(values).double() for name, values in settings_of([optimizer]).items()
+        },
         "averaged weights": averaged_tensors(averaged, model) if averaged else {},
     }
     found = {}
@@ -88,6 +90,30 @@ def differences(
         f"({shorten(unequal, most=3)}), by up to {three_digits(100 * most)} % of the mean"
     )
     return fault(check, text, _REMEDIES[check], most)
+
+
+def compare_settings(updates: Sequence[Mapping[str, list[float]]], ranks: Ranks) -> Finding | None:
+    """Return a fault that names the first update in which settings differ; None if none does.
+
+    `updates` are the results of `settings_of` at each update. Rates that are equal before and after
+    the audit may differ between: a schedule that moves an update late on one worker.
+    """
+    everyone = gather_unequal([dict(it) for it in updates], ranks.backend, ranks.backend.device)
+    if everyone is None:
+        return None
+    for number, of_update in enumerate(zip(*everyone, strict=True), 1):
+        for name in of_update[0]:
+            values = [settings.get(name) for settings in of_update]
+            if None in values or all(it == values[0] for it in values):
+                continue
+            place = next(at for at, it in enumerate(zip(*values, strict=True)) if len(set(it)) > 1)
+            each = [it[place] for it in values]
+            mean = sum(each) / len(each)
+            most = max(abs(it - mean) for it in each) / max(abs(mean), 1e-30)
+            what = "learning rates differ" if name.endswith(" lr") else f"{name} differs"
+            text = f"{what} in update {number} ({shorten([f'{it:.6g}' for it in each])})"
+            return fault("learning rates", text, _REMEDIES["learning rates"], most)
+    return None
 
 
 def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
@@ -149,9 +175,14 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Ten
                 yield f"{name}.{key}", torch.as_tensor(value)
 
 
-def _rates_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            values = value if isinstance(value, tuple) else (value,)
-            if key != "params" and all(isinstance(it, (float, int, Tensor)) for it in values):
-                yield f"group {number} {key}", torch.tensor(list(map(float, values))).double()
+def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, list[float]]:
+    """Return learning rates, momentum and other numbers of the groups of these optimizers."""
+    found: dict[str, list[float]] = {}
+    for place, optimizer in enumerate(optimizers):
+        owner = f"optimizer {place} " * bool(place)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                values = value if isinstance(value, tuple) else (value,)
+                if key != "params" and all(isinstance(it, (float, int, Tensor)) for it in values):
+                    found[f"{owner}group {number} {key}"] = list(map(float, values))
+    return found

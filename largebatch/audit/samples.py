@@ -40,6 +40,8 @@ _SMALL_PART = 0.01
 """Part of an epoch that `drop_last` may leave out without a note: an epoch's order changes, so each
 sample misses one epoch in 100 at most."""
 
+_MOST_BATCHES = 64  # batches of a worker that are read where samples have no numbers
+
 Numbers = npt.NDArray[np.int64]
 
 _PASS_ON = INNER_LOADERS[:2]
@@ -93,19 +95,19 @@ class Readings:
 def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Check which samples are read in two epochs, and in which order.
 
-    Where samples have no numbers, a few batches of the workers are compared.
+    Where samples have no numbers, the first batches of the workers are compared.
     """
     try:
-        base, epochs, readings = read_epochs(subject.loader, 2, ranks, "samples", subject.set_epoch)
+        base, epochs, readings = read_epochs(
+            subject.loader, 2, ranks, "samples", subject.set_epoch, other=subject.val_loader
+        )
     except NoNumbersError as error:
         return [_compare_batches(subject, ranks, str(error))]
     sampler = getattr(base.batch_sampler, "sampler", base.sampler)
     findings = [_coverage(readings, ranks.size, sampler)]
     few, most = min(readings.batches), max(readings.batches)
     if few < most:
-        text = f"workers have {few:,} to {most:,} batches in an epoch: the last updates wait"
-        remedy = "give all workers as many batches: DistributedSampler, drop_last, or DDP's join()"
-        findings.append(fault("samples", text, remedy, float(most - few)))
+        findings.append(_unequal_batches(few, most))
     return [*findings, _order(epochs, subject, ranks)]
 
 
@@ -115,8 +117,13 @@ def read_epochs(
     ranks: Ranks,
     check: Check,
     set_epoch: Callable[[int], object] | None = None,
+    *,
+    other: object = None,
 ) -> tuple[DataLoader[Any], list[Epoch], Readings]:
     """Return the DataLoader in a loader, this worker's epochs, and all readings in the first one.
+
+    Samples that only `other` reads, of the same data set, are not expected in this loader: they
+    are the other part of a division by samplers.
 
     Raises NoNumbersError on all workers if the samples of one of them have no numbers.
     """
@@ -132,11 +139,48 @@ def read_epochs(
     base = torch_loader(loader)
     if problems or base is None:
         raise NoNumbersError(problems[0])
-    return base, epochs, _count_readings(base.dataset, epochs[0], ranks)
+    places = ranks.attempt(check, "drawing sample numbers", lambda: _read_by(other, base.dataset))
+    return (
+        base,
+        epochs,
+        _count_readings(
+            base.dataset, epochs[0], places, ranks, is_chosen=check == "evaluation samples"
+        ),
+    )
 
 
-def _count_readings(dataset: Any, epoch: Epoch, ranks: Ranks) -> Readings:  # noqa: ANN401 -- any kind
+def _read_by(other: object, dataset: Any) -> Numbers:  # noqa: ANN401 -- any kind
+    """Return the places that another loader of the same data set reads; none for another one."""
+    base = torch_loader(other)
+    if base is None or whole(base.dataset)[0] is not whole(dataset)[0]:
+        return np.empty(0, dtype=np.int64)
+    try:
+        return epochs_of(other, 1)[0].samples
+    except NoNumbersError:
+        return np.empty(0, dtype=np.int64)
+
+
+def _count_readings(
+    dataset: Any,  # noqa: ANN401 -- any kind
+    epoch: Epoch,
+    of_other: Numbers,
+    ranks: Ranks,
+    *,
+    is_chosen: bool,
+) -> Readings:
+    """Count readings; if the other loader reads other samples of this data set, those are not
+    expected here, and with `is_chosen` only those that are read are.
+    """
     root, held = whole(dataset)
+    if len(set(ranks.gather(len(root)))) == 1:
+        by = torch.zeros(2, len(root), dtype=torch.int32)
+        by[0, epoch.samples] = 1
+        by[1, of_other] = 1
+        sum_over_workers(by, ranks.backend)
+        of_other_only = ((by[0] == 0) & (by[1] > 0)).numpy()
+        if of_other_only.any() and is_chosen:
+            held = held[(by[0] > 0).numpy()[held]]
+        held = held[~of_other_only[held]]
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
     read, has, before = (
         np.bincount(it, minlength=len(root)) for it in (epoch.samples, held, early)
@@ -281,14 +325,14 @@ def may_set_epoch() -> bool:
 
 
 def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
-    """Compare a few batches of the workers, where samples have no numbers."""
+    """Compare the batches of the workers and their number, where samples have no numbers."""
 
     def read() -> list[int]:
-        batches = islice(without_iterator(subject.loader), subject.steps)
+        batches = islice(without_iterator(subject.loader), _MOST_BATCHES + 1)
         return [fingerprint(batch) for batch in batches]
 
     everyone = ranks.gather(ranks.attempt("samples", "the loader", read))
-    number = min(map(len, everyone))
+    number = min(*map(len, everyone), _MOST_BATCHES) if everyone else 0
     if number == 0 or ranks.size == 1:
         remedy = "give the audit a DataLoader whose data set has a length"
         return unknown("samples", problem, remedy)
@@ -303,7 +347,21 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
         text = f"{most} of {ranks.size} workers read the same {words}: the data are not divided"
         remedy = "divide an iterable data set by rank: split_dataset_by_node, or its own shards"
         return fault("samples", text, remedy, float(most))
-    return fine("samples", f"{words} differ between workers; more cannot be seen: {problem}")
+    counts = [len(own) for own in everyone]
+    if min(counts) <= _MOST_BATCHES and min(counts) < max(counts):
+        more = "more than " * (max(counts) > _MOST_BATCHES)
+        largest = min(max(counts), _MOST_BATCHES)
+        return _unequal_batches(min(counts), largest, more=more)
+    if min(counts) > _MOST_BATCHES:
+        text = f"the first {words} differ between workers; the end was not seen: {problem}"
+        return unknown("samples", text, "give the data set a length, or count its batches yourself")
+    return fine("samples", f"{words} on each worker, which differ; more cannot be seen: {problem}")
+
+
+def _unequal_batches(few: int, most: int, *, more: str = "") -> Finding:
+    text = f"workers have {few:,} to {more}{most:,} batches in an epoch: the last updates wait"
+    remedy = "give all workers as many batches: DistributedSampler, drop_last, or DDP's join()"
+    return fault("samples", text, remedy, float(most - few))
 
 
 def _inner_name(loader: object) -> str | None:

@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler
 
-from largebatch.audit.auditing import audit
+from largebatch.audit.auditing import audit_from
 from largebatch.audit.findings import Findings
-from largebatch.audit.ranks import in_one_line
+from largebatch.audit.watchdog import Watchdog, leave_before_the_audit
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
 from largebatch.models.wrappers import device_of
@@ -53,33 +53,26 @@ class _EndedError(BaseException):
 def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> Findings:
     """Run a script with its arguments until its first updates are audited; every worker calls this.
 
-    Raises DataError, with what was not seen, if the script ends before that or cannot be audited,
-    and if over Gloo some workers make no update within `timeout` seconds of the first one's.
+    Raises DataError, with what was not seen, if the script ends before that or cannot be audited. A
+    wait of the audit for another worker ends this process after `timeout` seconds, with the stacks
+    of all workers. So does a script that ends its process by itself.
     """
-    watch = _Watch(timeout)
+    watchdog = Watchdog(path, timeout)
+    watch = _Watch(timeout, watchdog)
     require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path), *arguments]
-    end: Exception = RuntimeError("the script ended")
+    watchdog.start()
     try:
-        with watch.installed():
-            runpy.run_path(str(path), run_name="__main__")
-    except _EndedError:
-        pass
-    except SystemExit as error:
-        if watch.thread is None and error.code:
-            raise DataError(
-                f"{path}: it exited with {error.code} before its first updates were audited; "
-                "options of the audit, such as --workers, come before the script"
-            ) from None
-    except Exception as error:
+        _run(path, watch)
+    finally:
         if watch.thread is None:
-            raise
-        end = error
-    watch.requests.put(end)
+            watchdog.stop()
     if watch.thread is not None:
+        watchdog.thread_of_audit = watch.thread
         watch.thread.join()
+        watchdog.stop()
         watch.models, watch.optimizer = [], None
         gc.collect()  # a DistributedDataParallel that outlives its process group can block
         if dist.is_initialized():
@@ -99,11 +92,34 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     )
 
 
+def _run(path: Path, watch: "_Watch") -> None:
+    """Run the script until its audit ends it; an error in between becomes one of the audit's."""
+    end: Exception = RuntimeError("the script ended")
+    try:
+        with watch.installed(), _no_exit(path, watch):
+            runpy.run_path(str(path), run_name="__main__")
+    except _EndedError:
+        pass
+    except SystemExit as error:
+        if watch.thread is None and error.code:
+            raise DataError(
+                f"{path}: it exited with {error.code} before its first updates were audited; "
+                "options of the audit, such as --workers, come before the script"
+            ) from None
+    except Exception as error:
+        if watch.thread is None:
+            raise
+        watch.watchdog.fail(error)
+        end = error
+    finally:  # also after Ctrl-C: the step of the audit waits for the script
+        watch.requests.put(end)
+
+
 class _Watch:
     """What hooks saw of a script, and the exchange of batches between it and its audit."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timedelta(seconds=timeout)
+    def __init__(self, timeout: float, watchdog: Watchdog) -> None:
+        self.timeout, self.watchdog = timeout, watchdog
         self.models: list[nn.Module] = []
         self.loss: tuple[Callable[[Any, Any], Tensor], object] | None = None
         """Loss function and labels of its last call."""
@@ -112,6 +128,9 @@ class _Watch:
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
         self.batch: object = None
+        self.read = 0
+        """Number of batches that the script has read in this epoch."""
+
         self.thread: threading.Thread | None = None
         self.result: Findings | BaseException | None = None
         self.batches: SimpleQueue[Any] = SimpleQueue()
@@ -180,17 +199,24 @@ class _Watch:
 
     def _follow(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
-        for batch in own:
-            self.loader, self.batch = loader, batch
+        for number, batch in enumerate(own, 1):
+            self.loader, self.batch, self.read = loader, batch, number
             yield batch
             if self.optimizer is None or self.loader is not loader:
                 continue
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:
+                self._hand_over(None)
                 yield batch
+                self._hand_over(self.thread)
                 self.requests.put(None)
             raise _EndedError
+
+    def _hand_over(self, to: threading.Thread | None) -> None:
+        """Watch the thread of the audit, or the script."""
+        self.watchdog.thread_of_audit = to
+        self.watchdog.progress()
 
     def _start(self) -> None:
         model, loader, optimizer = self.models[-1], self.loader, self.optimizer
@@ -198,8 +224,8 @@ class _Watch:
         if loss_fn is None or not _has_labels(self.batch, labels):
             raise DataError(
                 "the script has not passed the labels of the batch that it read last to a loss "
-                "function (a loader that reads ahead, mixup, a loss in the model): call "
-                "largebatch.audit in it, or a part of largebatch.integrations"
+                "function (a loader that reads ahead, mixup, labels first, a loss in the model): "
+                "call largebatch.audit in it, or a part of largebatch.integrations"
             )
         batches, requests = self.batches, self.requests
         sampler, set_epoch = getattr(loader, "sampler", None), self.set_epoch
@@ -219,27 +245,56 @@ class _Watch:
                 if device.type != "cpu":
                     torch.get_device_module(device).set_device(device)
                 self._wait_for_all()
-                self.result = audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)
+                self.result = audit_from(
+                    self.read,
+                    self.watchdog.progress,
+                    model=model,
+                    loader=loader,
+                    loss_fn=loss_fn,
+                    optimizer=optimizer,
+                    step=step,
+                    set_epoch=set_epoch,
+                )
             except BaseException as error:  # raised in the main thread
                 self.result = error
             batches.put(None)
 
         # Set before it starts: the audit restores what the hook of set_epoch refers to.
-        self.thread = threading.Thread(target=work, name="audit")
+        self.thread = threading.Thread(target=work, name="audit", daemon=True)
+        self._hand_over(self.thread)
+        self.watchdog.begin()
         self.thread.start()
 
     def _wait_for_all(self) -> None:
-        if not dist.is_initialized() or "gloo" not in str(dist.get_backend()):
-            return
-        try:
-            dist.monitored_barrier(timeout=self.timeout)
-        except RuntimeError as error:
-            found = (
-                f"some workers made no update in {self.timeout} after this one's first; call "
-                f"optimizer.step() on all (--timeout waits longer): {in_one_line(str(error))}"
-            )
-            sys.stderr.write(f"largebatch: {found}\n")  # those that wait fail before this one ends
-            raise DataError(found) from None
+        """Wait until all workers have made an update: sums of theirs must not meet the audit's."""
+        if dist.is_initialized() and "gloo" in str(dist.get_backend()):
+            # The watchdog ends this wait before: it knows where the others are.
+            dist.monitored_barrier(timeout=timedelta(seconds=2 * self.timeout + 60))
+
+
+@contextmanager
+def _no_exit(path: Path, watch: _Watch) -> Iterator[None]:
+    """Report it if the script ends its process, without an exception, before the audit is made.
+
+    Processes that the script forks, and this package, end as usual.
+    """
+    own = os.getpid()
+
+    def guard(name: str) -> Callable[..., Any]:
+        function = getattr(os, name)
+
+        def leave(*args: Any, **words: Any) -> Any:  # noqa: ANN401 -- of any of the functions
+            module = str(sys._getframe(1).f_globals.get("__name__"))
+            if os.getpid() == own and watch.result is None and not module.startswith("largebatch."):
+                leave_before_the_audit(path, f"os.{name}")
+            return function(*args, **words)
+
+        return leave
+
+    with ExitStack() as stack:
+        for name in ("_exit", "execv", "execve", "abort"):
+            stack.enter_context(mock.patch.object(os, name, guard(name)))
+        yield
 
 
 def _has_labels(batch: Any, labels: object) -> bool:  # noqa: ANN401 -- as the loader has it

@@ -61,14 +61,15 @@ def study(  # noqa: PLR0913 -- its options
     """Carry out a study, or resume it; print its table and draw its page.
 
     Args:
-        file: A YAML file, or an installed study: lrbench, gtdlbench, rudra, jaeger, dell.
+        file: A YAML file, or an installed study: lrbench, gtdlbench, rudra, jaeger, dell, and small
+            ones: digits-policies, digits-settings, digits-staleness, digits-servers.
         out: Folder of the records (runs/<name>), which several machines may fill at once.
         jobs: Number of runs at a time.
         data: Folder of images, or RECIPE=DIR for one recipe of the study.
         dataset: Instead: what module M's function F returns, (train, val).
         imports: Modules to import first.
         timeout: Seconds to wait for a worker that does nothing.
-        dry_run: Print the runs that are left.
+        dry_run: Print the runs that are left, and how long they take, by a few updates of each.
         page: Start nothing; draw what is recorded, and simulations.
     """
     from largebatch.lab.studies import runner

@@ -48,6 +48,7 @@ from largebatch.errors import (
     PeerLostError,
     PlanError,
     RecipeError,
+    RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
     clip,
@@ -305,6 +306,8 @@ def _call(words: Sequence[str]) -> int:
             time.sleep(_HEAD_START)
         else:
             _show(f"worker {rank}: {error}" if rank else str(error))
+        if isinstance(error, RequestedStopError):
+            return STOPPED
         return INTERRUPTED if isinstance(error, SmallerBatchError) else USER
     except KeyboardInterrupt as stop:
         if rank == 0:

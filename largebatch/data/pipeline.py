@@ -37,6 +37,12 @@ from largebatch.recipe.execution import Cache, Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of the images on a GPU, by the recipe's precision."""
+
+READS = 64
+"""Images that a worker reads at a time, at most; fast storage uses fewer threads, down to one."""
+
 MIN_EPOCHS = 2
 """Passes over the data from which decoding all images beforehand pays."""
 
@@ -61,6 +67,7 @@ class Pipeline:
     val_index: Index
     open_decoder: OpenDecoder
     channels_last: bool = False  # True if images are stored channels last, like the model's weights
+    dtype: torch.dtype = torch.float32  # type of the images
     idle: dict[Split, tuple[ExitStack, Decode]] = field(default_factory=dict)
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
@@ -122,6 +129,7 @@ class Pipeline:
             std=self.data.std,
             interpolation=self.data.interpolation,
             channels_last=self.channels_last,
+            dtype=self.dtype,
         )
 
     def training_samples(self, positions: range) -> IntArray:
@@ -169,7 +177,7 @@ class Pipeline:
 
     def validation(self) -> Batches:
         """Yield this worker's share of the validation samples, which may be empty."""
-        return self.clean("val", self._dealt(self.evaluated_samples, size=self.plan.device_batch))
+        return self.clean("val", self._dealt(self.evaluated_samples, size=self._evaluated_at_once))
 
     def statistics(self, num_samples: int) -> Batches:
         """Yield this worker's share of the first `num_samples` of the training order, clean.
@@ -181,14 +189,18 @@ class Pipeline:
 
     def held_out(self) -> Batches:
         """Yield this worker's share of the held-out training samples, clean; it may be empty."""
-        return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
+        return self.clean("train", self._dealt(self.held_out_samples, size=self._evaluated_at_once))
 
     @property
     def validation_samples(self) -> IntArray:
         """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
-        parts = self._dealt(samples, size=self.plan.device_batch)
+        parts = self._dealt(samples, size=self._evaluated_at_once)
         return np.concatenate([*parts, samples[:0]])
+
+    @property
+    def _evaluated_at_once(self) -> int:
+        return self.plan.evaluation_batch or self.plan.device_batch
 
     def positions(self, steps: range) -> Iterator[range]:
         """Yield the positions of this worker's device batches in these updates, in order."""
@@ -249,6 +261,7 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
     device, threads = backend.device, max(1, available_cores() // backend.local_size)
     chosen: list[str] = []
     cache = execution.cache
+    opened: OpenWith | None = None
     if dataset is not None:
         train, val, open_with = _open_own(data, execution, dataset, folder, backend)
     else:
@@ -262,23 +275,17 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
         if cache == "device" and not accelerator.is_remote(device):
             cache = "memory"  # the host's memory is the device's
         if cache in {"memory", "device"}:
-            from largebatch.data.decoders import pixel_cache
-
-            try:
-                open_with = _open_cached(cache, [train, val], backend, threads, progress)
-                kept = f"images are decoded once and kept (execution.cache: {cache})"
-            except pixel_cache.UnwritableError as error:
-                if execution.cache is not None:
-                    raise
-                cache, kept = None, f"images are decoded each time: {error}"
-            if execution.cache is None:
-                chosen.append(kept)
-        if cache not in {"memory", "device"}:
-            open_with = _decoder(data, execution)
+            open_cached = partial(_open_cached, [train, val], backend, threads, progress)
+            if execution.cache is not None:
+                opened = open_cached(cache)
+            else:
+                cache, opened, remark = _open_chosen(cache, open_cached, [train, val], backend)
+                chosen.append(remark)
+        open_with = opened or _decoder(data, execution)
     plan, *reasons = (plan,) if fit is None else fit()
     chosen += reasons
-    largest, reads = plan.statistics_batch, max(8, min(64, plan.device_batch // 4))
-    resources = Resources(device, threads, largest, reads=execution.reads or reads)
+    largest = max(plan.device_batch, plan.statistics_batch)
+    resources = Resources(device, threads, largest, reads=execution.reads or READS)
     open_decoder: OpenDecoder = partial(open_with, resources=resources)
     if cache != "device":  # which moves images itself
         open_decoder = partial(_moving, open_decoder)
@@ -293,6 +300,8 @@ def open_images(  # noqa: PLR0913 -- of the run, and how it is shown
         val_index=val if data.held_out is None else train,
         open_decoder=open_decoder,
         channels_last=execution.channels_last(device.type),
+        # On a GPU the first layer would convert them itself; so they take half of its memory.
+        dtype=DTYPES[recipe.precision] if accelerator.is_remote(device) else torch.float32,
         evaluated_samples=evaluated,
         held_out_samples=held_out,
         chosen=chosen,
@@ -308,7 +317,7 @@ def _choose_cache(
 ) -> Cache | None:
     """Return where to cache the pixels of a recipe that leaves it open, the same on every worker.
 
-    On a GPU `device` if they are of one size and take an eighth of its memory. Otherwise `memory`
+    On a GPU `device` if they are of one size and take an eighth of what is free. Otherwise `memory`
     if they fit the host's, on a CPU only where no image is resized, which changes roundings.
     """
     from largebatch.data.decoders import pixel_cache
@@ -317,6 +326,7 @@ def _choose_cache(
     is_remote = accelerator.is_remote(backend.device)
     sizes = {pixel_cache.one_size(index) for index in indexes}
     total = sum(map(pixel_cache.num_bytes, indexes))
+    fits_device = is_remote and total <= accelerator.free_memory_bytes(backend.device) / 8
     resizes = data.crop_area or data.eval_resize or data.resolution
     same_bits = not resizes and sizes == {(data.image_size, data.image_size)}
     pays = plan.epoch(plan.updates) >= MIN_EPOCHS and "mlperf" not in recipe.tracking.trackers
@@ -324,7 +334,7 @@ def _choose_cache(
         return None
     choices: list[Cache | None] = [None, "memory", "device"]
     own = int(pixel_cache.fits_host(indexes))
-    if is_remote and None not in sizes and total <= accelerator.memory_bytes() / 8:
+    if fits_device and None not in sizes:
         own = max(own, 2 * pixel_cache.fits_host(indexes, on_disk=True))
     of_workers = backend.all_gather(torch.tensor(own).to(backend.device))
     return choices[int(of_workers.min())]  # sync: once, before training
@@ -378,13 +388,39 @@ def _decoder(data: Data, execution: Execution) -> OpenWith:
     return torchvision.open_decoder
 
 
-def _open_cached(
+def _open_chosen(
     cache: Cache,
+    open_cached: Callable[[Cache], OpenWith],
+    indexes: Sequence[Index],
+    backend: Backend,
+) -> tuple[Cache | None, OpenWith | None, str]:
+    """Open the chosen cache, or the next one where there is no room; the same on every worker.
+
+    A GPU may have less memory than when it was chosen: other programs use it too.
+    """
+    from largebatch.data.decoders import pixel_cache
+
+    try:
+        opened = open_cached(cache)
+    except pixel_cache.UnwritableError as error:
+        return None, None, f"images are decoded each time: {error}"
+    except pixel_cache.DeviceFullError as error:
+        fits = torch.tensor(pixel_cache.fits_host(indexes)).to(backend.device)
+        if not backend.all_gather(fits).all():  # sync: once, before training
+            return None, None, f"images are decoded each time: {error}"
+        opened = open_cached("memory")
+        return "memory", opened, f"images are decoded once and kept in memory: {error}"
+    return cache, opened, f"images are decoded once and kept (execution.cache: {cache})"
+
+
+def _open_cached(
     indexes: Sequence[Index],
     backend: Backend,
     threads: int,
     progress: Progress,
+    cache: Cache,
 ) -> OpenWith:
+    """Open cached pixels; raise UnwritableError or DeviceFullError on all workers or on none."""
     from largebatch.data.decoders import pixel_cache
 
     caches = {
@@ -397,7 +433,19 @@ def _open_cached(
         return lambda index, view, resources: pixel_cache.open_decoder(
             caches[index.digest], view, resources
         )
-    uploaded = {key: pixel_cache.upload(each, backend.device) for key, each in caches.items()}
+    uploaded: dict[str, pixel_cache.Uploaded] = {}
+    problem: pixel_cache.DeviceFullError | None = None
+    try:
+        for key, each in caches.items():
+            uploaded[key] = pixel_cache.upload(each, backend.device)
+    except pixel_cache.DeviceFullError as error:
+        problem = error
+    failed = torch.tensor(problem is not None).to(backend.device)
+    if backend.all_gather(failed).any():  # sync: once, before training
+        uploaded.clear()  # also the split that did fit
+        raise problem or pixel_cache.DeviceFullError(
+            "decoded images do not fit on the device of another worker; use execution.cache: memory"
+        )
     return lambda index, view, **_: nullcontext(
         partial(pixel_cache.decode_on_device, uploaded[index.digest], view)
     )

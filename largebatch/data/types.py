@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
-    images: Tensor  # float32, N x C x H x W, normalised
+    images: Tensor  # N x C x H x W, normalised, in the type of the view
     labels: Tensor  # int64, N
 
 
@@ -54,6 +54,8 @@ class View:
     interpolation: Interpolation
 
     channels_last: bool = False  # True for torch's channels_last memory format
+    dtype: torch.dtype = torch.float32
+    """Type of the images. Pixels are computed in float32 and rounded once at the end."""
 
 
 class Resources(NamedTuple):

@@ -250,10 +250,9 @@ def lost_peers_named(worker: int, *, by: type[RuntimeError] = RuntimeError) -> I
     """Convert an error of the library, which cannot reach another worker, to PeerLostError."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except by as error:  # Gloo's are plain RuntimeErrors
-        if "CUDA error" in str(error):  # of this worker alone
+        of_this_worker = "CUDA error" in str(error) or accelerator.is_out_of_memory(error)
+        if of_this_worker:
             raise
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         text = f"worker {worker} lost contact with another worker ({reason})"

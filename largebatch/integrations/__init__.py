@@ -3,17 +3,15 @@
 `lightning`, `transformers`, `accelerate` and `timm` are a library's hooks; here is what they share.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from largebatch.audit import Findings, audit
 from largebatch.polish import polish
 
 
@@ -44,28 +42,3 @@ def exchange(model: nn.Module, averaged: AveragedModel) -> None:
         content = one.clone()
         one.copy_(other)
         other.copy_(content)
-
-
-def audit_updates(  # noqa: PLR0913 -- those of `audit`
-    model: nn.Module,
-    loader: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
-    optimizer: Optimizer,
-    backward: Callable[[Any], object],
-    clip: Callable[[], object],
-    *,
-    micros: int,
-) -> Findings:
-    """Audit updates of `micros` calls of `backward(batch)` and one of `clip`, and undo them."""
-    calls = count(1)
-
-    def step(batch: Any) -> None:
-        backward(batch)
-        if next(calls) % micros == 0:
-            clip()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    owner = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
-    set_epoch = getattr(owner, "set_epoch", None)
-    return audit(model, loader, loss_fn, optimizer, step, set_epoch=set_epoch)

@@ -1,14 +1,13 @@
 """Callbacks for Lightning."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from itertools import count
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from largebatch.audit import Findings
-from largebatch.integrations import audit_updates
+from largebatch.audit import Findings, audit
 from largebatch.polish import polish
 
 
@@ -47,14 +46,20 @@ class Audit(Callback):  # type: ignore[misc]  # as above
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         micros = trainer.accumulate_grad_batches
 
-        def backward(batch: Any) -> None:
+        calls = count(1)
+        norm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+
+        def step(batch: Any) -> None:
             output = strategy.training_step(strategy.batch_to_device(batch), 0)
             loss = output["loss"] if isinstance(output, dict) else output
             strategy.backward(loss / micros, optimizer)
+            number = next(calls)
+            if number % micros == 0 or number % len(loader) == 0:  # as at the end of an epoch
+                pl_module.configure_gradient_clipping(optimizer, *norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
-        norm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        clip = partial(pl_module.configure_gradient_clipping, optimizer, *norm)
         network, loader = pl_module.get_submodule(self.network), trainer.train_dataloader
-        self.findings = audit_updates(
-            network, loader, self.loss_fn, optimizer, backward, clip, micros=micros
-        )
+        owner = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+        set_epoch = getattr(owner, "set_epoch", None)
+        self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from largebatch import accelerator
 from largebatch.errors import DeviceMemoryError, RecipeError, clip
 from largebatch.models import affine_parameters, build, kernels
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
@@ -35,7 +36,8 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
             raise RecipeError(f"polish.affine: {error}") from None
     if device.type != "cpu":  # where it is; fake tensors cannot be moved
         try:
-            model.to(device)
+            with accelerator.memory_errors():
+                model.to(device)
         except torch.OutOfMemoryError:
             raise DeviceMemoryError(
                 f"model.name: {section.name} does not fit the free memory of {device}"

@@ -207,7 +207,7 @@ class Schedule(Section):
     """The policy: the rate after the warm-up."""
 
     first_step: Literal[0, 1] = 0
-    """The number of the first update; MLPerf's reference counts from 1."""
+    """The number of the first update; MLPerf's reference and MXNet count from 1."""
 
     @model_validator(mode="after")
     def _rates_fit(self) -> Self:

@@ -5,10 +5,12 @@ with charts as inline SVG and 60 lines of script that sort tables, filter rows a
 page without a sortable table has no script. Text is escaped by the template, pages.html.
 """
 
+import csv
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -17,7 +19,14 @@ from markupsafe import Markup, escape
 
 from largebatch.errors import LargebatchError
 from largebatch.formatting import MISSING, aligned
-from largebatch.report.style import COLOURS, MORE_COLOURS, PALETTE, make_svg, name_axes
+from largebatch.report.style import (
+    COLOURS,
+    MORE_COLOURS,
+    PALETTE,
+    make_svg,
+    name_axes,
+    save_figure,
+)
 from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
@@ -28,7 +37,8 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-_WIDTH = 960  # of a chart, in points
+_WIDTH = 960  # of a chart in a page, in points
+_PAPER_WIDTH = 468  # of a chart for a paper: 6.5 inches, the text of a page of one column
 _COLOURS = (*COLOURS.values(), *MORE_COLOURS)
 _DASHES = ((), (4, 2.2), (1, 1.4), (5, 1.6, 1, 1.6), (8, 2.5))
 """In widths of the line. Each six series have another dash, so that colours which some readers
@@ -162,6 +172,56 @@ class Table:
         rows = [[one.title for one in columns], *zip(*cells, strict=True)]
         return aligned(rows, right=[n for n, one in enumerate(columns) if one.is_number])
 
+    def csv(self) -> str:
+        """Return the table with all digits, for a spreadsheet; nothing for a missing value."""
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([column.title for column in self.shown])
+        columns = [["" if _is_missing(one) else one for one in each.values] for each in self.shown]
+        writer.writerows(zip(*columns, strict=True))
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """Return the table as it is shown, as a `tabular` with the rules of LaTeX's booktabs."""
+        align = "".join("r" if column.is_number else "l" for column in self.shown)
+        cells = [[str(cell["text"]) for cell in column.cells()] for column in self.shown]
+        rows = [[column.title for column in self.shown], *zip(*cells, strict=True)]
+        lines = [" & ".join(map(_as_latex, row)) + r" \\" for row in rows]
+        return "\n".join(
+            [
+                r"% needs \usepackage{booktabs}",
+                rf"\begin{{tabular}}{{{align}}}",
+                *(r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"),
+                r"\end{tabular}",
+                "",
+            ]
+        )
+
+
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "−": r"$-$",
+        "×": r"$\times$",
+        "–": "--",
+        "<": r"$<$",
+        ">": r"$>$",
+    }
+)
+
+
+def _as_latex(text: str) -> str:
+    r"""Return a text of a table for LaTeX.
+
+    >>> print(_as_latex("Top-1, % ± a_b"))
+    Top-1, \% $\pm$ a\_b
+    """
+    return text.translate(_LATEX)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -173,6 +233,10 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     """Ends of intervals, drawn as bars."""
+
+    left: Sequence[float] = ()
+    right: Sequence[float] = ()
+    """Ends of intervals of x, drawn as bars."""
 
     line: bool = True
     points: bool = True
@@ -214,6 +278,11 @@ class Chart:
         drawn = make_svg(self.draw, size=size, name=self.name, label=label)
         return Markup(drawn)  # noqa: S704 -- matplotlib escapes the text in it
 
+    def save(self, path: Path, *, legend: "Sequence[Series]") -> None:
+        """Write the chart for a column of text with a legend; .pdf or .svg, as the path ends."""
+        names = [(one.label, one.colour, one.dash) for one in legend]
+        save_figure(path, self.draw, size=(_PAPER_WIDTH, self.height), legend=names)
+
 
 def line_chart(name: str, *panels: Panel, title: str = "", caption: str = "") -> Chart:
     """Return a chart of one panel, or of several side by side."""
@@ -254,6 +323,8 @@ def _draw_line(axes: "Axes", one: Line) -> None:
         axes.plot(one.x, one.y, color=colour, ls=style, gid=gid)
     if len(one.low):
         axes.vlines(one.x, one.low, one.high, color=colour, lw=1.2, gid=gid)
+    if len(one.left):
+        axes.hlines(one.y, one.left, one.right, color=colour, lw=1.2, gid=gid)
     if one.points:
         axes.scatter(one.x, one.y, 25, colour, zorder=3, gid=gid)
 
@@ -342,6 +413,22 @@ class Page:
         with writing(path, error=LargebatchError):
             write_whole(path, content)
         return path
+
+    def write_for_paper(self, folder: Path) -> Path:
+        """Write each table as CSV and LaTeX and each chart as PDF and SVG; return the folder.
+
+        CSV begins with the mark by which spreadsheets know UTF-8. Raises LargebatchError if a file
+        cannot be written.
+        """
+        with writing(folder, error=LargebatchError):
+            for part in self._parts():
+                if isinstance(part, Table):
+                    write_whole(folder / f"{part.name}.csv", part.csv().encode("utf-8-sig"))
+                    write_whole(folder / f"{part.name}.tex", part.latex().encode())
+                elif isinstance(part, Chart):
+                    for suffix in (".pdf", ".svg"):
+                        part.save(folder / f"{part.name}{suffix}", legend=self.legend[1])
+        return folder
 
     def text(self) -> str:
         """Return the first table and the findings, for a terminal."""

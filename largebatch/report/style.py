@@ -5,7 +5,7 @@ The only module that imports matplotlib. pyplot, which keeps figures in global s
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -85,6 +85,9 @@ _STYLE = {
 }
 
 
+_UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # metadata of an SVG file
+
+
 def save_png(
     path: Path, draw: Callable[["Figure"], None], *, size: tuple[float, float], pixels: int
 ) -> None:
@@ -94,6 +97,34 @@ def save_png(
         figure.set_facecolor(PAPER)
         draw(figure)
         figure.savefig(file, format="png", dpi=72 * pixels / size[0])
+
+
+def save_figure(
+    path: Path,
+    draw: Callable[["Figure"], None],
+    *,
+    size: tuple[float, float],
+    legend: Sequence[tuple[str, str, tuple[float, ...]]] = (),
+) -> None:
+    """Write a drawing of `size` points as its suffix says, .pdf or .svg, the same bytes each time.
+
+    `legend` has the label, colour and dashes of lines, which are named beside the drawing.
+    """
+    undated = {".pdf": {"CreationDate": None, "Producer": None, "Creator": None}, ".svg": _UNDATED}
+    own = {"svg.hashsalt": path.stem, "svg.fonttype": "path", "pdf.fonttype": 42}
+    with _style(own), whole_file(path) as file:
+        from matplotlib.lines import Line2D
+
+        figure = _figure(size, margin=MARGIN / 2)
+        figure.set_facecolor(PAPER)
+        draw(figure)
+        handles = [
+            Line2D([], [], color=colour, ls=(0, dashes) if dashes else "-", label=label)
+            for label, colour, dashes in legend
+        ]
+        if handles:
+            figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+        figure.savefig(file, format=path.suffix[1:], metadata=undated[path.suffix])
 
 
 def write_chart(path: Path, draw: Callable[["Figure"], None], *, size: tuple[float, float]) -> None:
@@ -150,8 +181,7 @@ def make_svg(
         figure = _figure(size, margin=1)
         figure.set_facecolor("none")
         draw(figure)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", metadata=nothing)
+        figure.savefig(buffer, format="svg", metadata=_UNDATED)
     svg = buffer.getvalue()
     named = f'<svg role="img" aria-label="{escape(label)}" class="{name}"'
     svg = svg[svg.index("<svg") :].replace("<svg", named, 1)

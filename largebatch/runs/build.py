@@ -156,7 +156,10 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             with closing(build_state(here, plan, model, backend)) as state:
                 updates = synchronous_updates  # it makes none
                 try:
-                    yield build_session(here, pipeline, backend, state, updates, folder=options.out)
+                    with accelerator.memory_errors():
+                        yield build_session(
+                            here, pipeline, backend, state, updates, folder=options.out
+                        )
                 except torch.OutOfMemoryError:
                     raise DeviceMemoryError(
                         f"execution.device_batch: {plan.device_batch:,} images do not fit the "
@@ -172,7 +175,9 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
     parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
-    with closing(pipeline.clean("train", parts)) as batches:
+    # In float32, with decoders of its own: weights are computed from the images.
+    exact = replace(pipeline, dtype=torch.float32, idle={})
+    with closing(exact), closing(exact.clean("train", parts)) as batches:
         init(batch.images for batch in batches)
 
 

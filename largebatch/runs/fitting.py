@@ -5,8 +5,10 @@ It is kept in the run folder: a resumed run rounds as before and measures nothin
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DeviceMemoryError, PlanError, SmallerBatchError
+from largebatch.models.wrappers import mode
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion
@@ -25,12 +28,17 @@ from largebatch.tracking.events import CHECKPOINTS
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
-"""File in a run folder: device batch, number of workers, type of their devices, and a remark."""
+"""File in a run folder: device batch, number of workers, type of their devices, a remark, and the
+samples of a batch that is evaluated, null if as many."""
 
-_KEPT = TypeAdapter(tuple[PositiveInt, PositiveInt, str, str])
+_KEPT = TypeAdapter(tuple[PositiveInt, PositiveInt, str, str, PositiveInt | None])
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
+
+BESIDE = 0.05
+"""Part of the free memory for a batch that is evaluated, since a graph of training passes keeps
+SHARE of it. A graph of the evaluation takes as much again; half of the rest stays free."""
 
 _PART = 1 / 8
 """Part of the free memory that the second measurement aims at."""
@@ -43,35 +51,51 @@ def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
 
     `plan` is any plan of the recipe for these workers. The model does not change.
     """
-    images, reason = measure(recipe, plan, model, backend)
-    of_workers = backend.all_gather(torch.tensor(images).to(backend.device))
-    images = int(of_workers.min())  # sync: once, before training
+    *own, reason = measure(recipe, plan, model, backend)
+    of_workers = backend.all_gather(torch.tensor(own).to(backend.device)).view(-1, 2)
+    images, evaluated = of_workers.amin(dim=0).tolist()  # sync: once, before training
     fitted = make_plan(recipe, workers=plan.workers, backend=backend.name, fits=images)
+    fitted = _with_evaluations(fitted, evaluated)
+    fewer = f", {evaluated:,} at a time in evaluations" if fitted.evaluation_batch else ""
     return fitted, (
         f"device batch {fitted.device_batch:,} of a worker's {_share(plan):,} samples in an "
-        f"update: {images:,} fit, {reason} (execution.device_batch sets another)"
+        f"update: {images:,} fit, {reason}{fewer} (execution.device_batch sets another)"
     )
 
 
-def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[int, str]:
-    """Return the number of samples that fit this worker's device, and the reason in words.
+def _with_evaluations(plan: Plan, evaluated: int | None) -> Plan:
+    """Return the plan with batches of this size in evaluations, if they must be smaller."""
+    if evaluated is None or evaluated >= plan.device_batch:
+        return plan
+    return replace(plan, evaluation_batch=evaluated)
+
+
+def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[int, int, str]:
+    """Return the samples that this worker can train on and evaluate at once, and why, in words.
 
     The memory of a forward and backward pass is measured for two numbers of random samples, whole
-    BatchNorm spans or part of one; its growth is the memory of a sample. Raises DeviceMemoryError
-    if not even the first of them fit.
+    BatchNorm spans or part of one; its growth is the memory of a sample. An evaluation is measured
+    with the second number. Raises DeviceMemoryError if not even the first of them fit.
     """
     device, most, span = backend.device, _share(plan), plan.bn_span or 1
     side = largest_side(plan, usual=recipe.data.image_size)
     criterion = build_criterion(recipe.loss)
     free = accelerator.free_memory_bytes(device)
 
-    def peak(num: int) -> int:
-        def work() -> None:
-            images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
-            criterion(model(images), labels).backward()
+    def train(num: int) -> None:
+        images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
+        criterion(model(images), labels).backward()
 
+    @torch.no_grad()
+    def evaluate(num: int) -> None:
+        images, _ = random_batch(num, side, classes=recipe.data.classes, device=device)
+        with mode(model, training=False):
+            model(images)
+
+    def peak(num: int, work: Callable[[int], None] = train) -> int:
         try:
-            found = accelerator.measure_peak(device, work)
+            with accelerator.memory_errors():
+                found = accelerator.measure_peak(device, partial(work, num))
         except torch.OutOfMemoryError:
             raise DeviceMemoryError(
                 f"{num:,} samples of {side} x {side} pixels do not fit the memory of {device}, of "
@@ -86,18 +110,23 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
         low = peak(few)
         many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
         high = peak(many)
+        evaluation = peak(many, evaluate)
     each = max(1.0, (high - low) / (many - few) if many > few else high / many)
     weights = sum(weight.nbytes for weight in model.parameters())
     fixed = max(0.0, high - many * each) + _COPIES * weights
-    return max(1, min(most, int((SHARE * free - fixed) / each))), (
+    fits = max(1, min(most, int((SHARE * free - fixed) / each)))
+    evaluated = max(1, int(BESIDE * free * many / evaluation))
+    reason = (
         f"in {SHARE:.0%} of {free / 1e9:.3g} GB: {each / 1e6:.3g} MB a sample of {side} x {side} "
         f"pixels, measured, and {fixed / 1e9:.3g} GB besides"
     )
+    return fits, evaluated, reason
 
 
-def keep(folder: Path, backend: Backend, device_batch: int, *, reason: str = "") -> None:
+def keep(folder: Path, backend: Backend, plan: Plan, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    kept = device_batch, backend.world_size, backend.device.type, reason
+    place = backend.world_size, backend.device.type
+    kept = plan.device_batch, *place, reason, plan.evaluation_batch
     with writing(folder):
         write_whole(folder / KEPT, _KEPT.dump_json(kept))
 
@@ -112,15 +141,17 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     with suppress(OSError):
         content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
     try:
-        device_batch, *place, why = _KEPT.validate_json(broadcast_bytes(content, backend))
+        kept = _KEPT.validate_json(broadcast_bytes(content, backend))
     except ValueError:  # a run of an earlier version has none
         return None, []
+    device_batch, *place, why, evaluated = kept
     remark = f"device batch {device_batch:,}, as in this run before"
     remark = f"{why}; {remark}" if why else remark
     with suppress(PlanError):
         if place == [backend.world_size, backend.device.type]:
             given = recipe.with_execution(device_batch=device_batch)
-            return make_plan(given, workers=backend.world_size, backend=backend.name), [remark]
+            plan = make_plan(given, workers=backend.world_size, backend=backend.name)
+            return _with_evaluations(plan, evaluated), [remark]
     return None, [f"{remark}, was for {place[0]} x {place[1]}, and is chosen again"]
 
 
@@ -136,7 +167,10 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     recipe, plan, backend = session.saver.recipe, session.plan, session.backend
     reducer = session.state.updater.reducer
     free = recipe.with_execution(device_batch=None)
-    smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
+    halved = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2)
+    if plan.evaluation_batch is not None:
+        halved = _with_evaluations(halved, max(1, plan.evaluation_batch // 2))
+    smaller = halved.device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
     step, in_passes = session.state.progress.step, reducer.in_passes
     if smaller >= plan.device_batch or recipe.protocol is not None:
@@ -163,7 +197,7 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     session.log.note("train", str(error))
     if saves:
         session.saver.save()
-    keep(folder, backend, smaller, reason=where)
+    keep(folder, backend, halved, reason=where)
     return error
 
 

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -38,6 +38,7 @@ from largebatch.errors import (
     DivergedError,
     LargebatchError,
     PeerLostError,
+    RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
     shorten,
@@ -69,7 +70,8 @@ def start_workers(
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
     path. The first request to stop is passed on; the second one kills them.
 
-    Raises LargebatchError with a worker's message if the user can fix it, DivergedError if training
+    Raises LargebatchError with a worker's message if the user can fix it, RequestedStopError after
+    the first request if the workers do not save, DivergedError if training
     diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
     traceback; KeyboardInterrupt after the second request.
     """
@@ -195,7 +197,7 @@ def _cause(
     rank = min(failures, key=informative)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
-        return LargebatchError("stopped before the workers had finished")
+        return RequestedStopError("stopped before the workers had finished")
     if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
         names = shorten([str(each) for each in sorted(silent)])
         message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
@@ -254,6 +256,11 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
+    leave_with_error(code, message)
+
+
+def leave_with_error(code: int, message: str) -> NoReturn:
+    """Write the error of a worker of start_workers for its launcher, and end the process."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")

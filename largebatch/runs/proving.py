@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
-from largebatch.data.pipeline import Pipeline
+from largebatch.data.pipeline import DTYPES, Pipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import agree
 from largebatch.distributed.backend import Backend
@@ -222,8 +222,13 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
     def crops() -> Iterator[Trial]:
         from largebatch.data.decoders.trials import trials_of
 
-        order = recipe.execution.channels_last(device.type)
-        return trials_of(tuple(settings["pixels"]), sizes, device, channels_last=order)
+        return trials_of(
+            tuple(settings["pixels"]),
+            sizes,
+            device,
+            channels_last=recipe.execution.channels_last(device.type),
+            dtype=DTYPES[recipe.precision],
+        )
 
     def graph() -> Iterator[Trial]:
         is_required = recipe.execution.graph is True

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
+from largebatch import accelerator
 from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
 from largebatch.errors import (
     BackendError,
@@ -210,7 +211,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
         def train() -> bool:
             if session.backend.rank == 0:
                 remember(folder, options)
-                keep(folder, session.backend, session.plan.device_batch)
+                keep(folder, session.backend, session.plan)
             session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
             pipeline = session.pipeline
             remarks: list[str | None] = [
@@ -229,7 +230,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
             remarks += [session.proven, recipe.tracking.remark]
             for remark in filter(None, remarks):
                 session.log.note("train", remark)
-            with suppress(torch.OutOfMemoryError), profiler:
+            with suppress(torch.OutOfMemoryError), accelerator.memory_errors(), profiler:
                 return run_stages(profiled, until=until)
             raise halve(session, folder)  # here, where the failed pass is no longer referenced
 

@@ -209,7 +209,8 @@ class Graphs:
     ) -> _Graph | None:
         """Record parts on all workers; nothing is computed. Return None if that failed on any.
 
-        Nothing then remains of it. Raises torch.OutOfMemoryError, also without a trace.
+        Nothing then remains of it. Raises the error of a device without memory, also without a
+        trace.
         """
         if not self._shape.updates:  # dropped in this update
             return None
@@ -253,7 +254,7 @@ class Graphs:
                 work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
             cause: BaseException | None = problem
             while cause is not None and cause is not handled:
-                if isinstance(cause, torch.OutOfMemoryError):
+                if accelerator.is_out_of_memory(cause):
                     raise cause from None  # after it a graph may be invalid
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)

@@ -105,7 +105,7 @@ def test_the_peak_of_the_schedule_counts_in_warm_up() -> None:
         pytest.param([1, 2, 3], 2, "fine", None, id="it rests in skipped updates"),
         pytest.param([1, 4, 7], 0, "fault", 3.0, id="three steps an update"),
         pytest.param([5, 7, 9], 2, "fault", 2.0, id="two steps an update and in skipped ones"),
-        pytest.param([2], 0, "note", 2.0, id="one rate shows no speed"),
+        pytest.param([2], 0, "fault", 2.0, id="one rate shows no speed"),
     ],
 )
 def test_a_schedule_that_moves_too_fast_is_counted(

@@ -8,12 +8,13 @@ import pytest
 from programs import output_of
 
 from largebatch.audit.script import audit_script
-from largebatch.cli.main import DONE, main
-from largebatch.errors import DataError
+from largebatch.cli.main import DONE, STOPPED, USER, main
+from largebatch.errors import DataError, RequestedStopError
 
 LOOP = """
 import os
 import sys
+import time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,7 +39,13 @@ for epoch in range(100):
     for number, (images, labels) in enumerate(loader):
         if fault == "labels":
             labels = labels.roll(1)
+        if fault == "leave":
+            os._exit(0)
         scores = model(images)
+        if number == 3 and fault in {"error in a sum", "sleep"} and dist.get_rank():
+            if fault == "sleep":
+                time.sleep(1000)
+            raise RuntimeError("of worker 1")
         if fault == "loss":
             loss = -scores.log_softmax(1)[torch.arange(8), labels].mean()
         else:
@@ -70,15 +77,44 @@ def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(scr
     words = [sys.executable, "-m", "largebatch", "audit", str(script), "--workers", "none"]
     printed = output_of(*words)
     assert "audit: no fault" in printed
-    assert "unknown" not in printed
+    assert "gradients not compared" not in printed
     assert "1.0000 times that of one process with all 32 samples" in printed
 
 
-def test_a_worker_that_makes_no_update_ends_the_audit(script: Path) -> None:
-    words = [sys.executable, "-m", "largebatch", "audit", "--timeout", "2", str(script)]
-    done = subprocess.run([*words, "one worker"], capture_output=True, text=True, check=False)
-    assert done.returncode
-    assert "Rank 1 failed" in done.stderr
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param("error in a sum", "worker 1 failed: loop.py, line ", id="it raises"),
+        pytest.param("sleep", "time.sleep(1000)", id="it sleeps", marks=pytest.mark.long),
+        pytest.param(
+            "one worker", "worker 1 made no update", id="no update", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_worker_that_others_wait_for_is_named(fault: str, words: str, script: Path) -> None:
+    command = [sys.executable, "-m", "largebatch", "audit", "--timeout", "2", str(script), fault]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == USER
+    assert words in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "worker 1" in last  # and not worker 0, which waits
+
+
+def test_an_exit_before_the_audit_is_not_a_pass(script: Path) -> None:
+    command = [sys.executable, "-m", "largebatch", "audit", "--workers", "1", str(script), "leave"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == USER
+    assert "os._exit" in done.stderr
+
+
+def test_an_interrupted_audit_ends_as_stopped(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise RequestedStopError("stopped")
+
+    monkeypatch.setattr("largebatch.runs.launch.start_workers", stop)
+    assert main(["audit", str(script)]) == STOPPED
 
 
 @pytest.mark.parametrize(

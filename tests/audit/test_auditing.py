@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from planted_audit import findings_of
+from planted_audit import findings_of, not_known
 from planted_parts import (
     Arguments,
     Loop,
@@ -163,11 +163,11 @@ def test_what_cannot_be_checked_is_said_in_one_line(
 ) -> None:
     findings = unknown[make.__name__]
     assert isinstance(findings, Findings), findings
-    not_known = [it for it in findings if it.level == "unknown"]
-    texts = [it.text for it in not_known]
+    unable = not_known(findings)
+    texts = [it.text for it in unable]
     assert [text for text in texts if UNKNOWN[make] in text] == texts[:1]
     assert "\n" not in "".join(texts)
-    assert all(it.remedy for it in not_known)
+    assert all(it.remedy for it in unable)
     assert not findings.faults
 
 
@@ -219,7 +219,7 @@ def test_workers_that_lose_each_other_end_an_audit_with_the_error_of_this_worker
     model = linear()
     monkeypatch.setattr(Ranks, "gather", gather)
     findings = audit(model, apart(0), cross_entropy, sgd(model), step)
-    (lost,) = [it for it in findings if it.level == "unknown"]
+    (lost,) = not_known(findings)
     assert lost.text.startswith("the step failed: RuntimeError: bad file; the workers lost")
     assert lost.remedy
     assert findings.table() in capsys.readouterr().out
@@ -233,7 +233,8 @@ def test_a_loader_needs_no_length_and_a_loss_may_have_more_terms_as_its_page_sho
         assert isinstance(findings, Findings), findings
         fine = {it.check for it in findings if it.level == "fine"}
         assert {"gradient scale", "gradient direction"} <= fine
-        assert not [it for it in findings if it.level in {"fault", "unknown"}]
+        assert not findings.faults
+        assert not not_known(findings)
     assert isinstance(split, Findings), split
     (fault,) = split.faults  # found without an optimizer that was given
     assert fault.text.startswith("2 times that of one process with all 16 samples")

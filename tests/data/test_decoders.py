@@ -3,18 +3,21 @@
 Decoding agrees to the bit: JPEG with every chroma layout, grey, palette, CMYK, alpha. Resizing
 nearly does. Pillow rounds to bytes between its two passes, DALI does not: one step of 255. And
 where a shrinking filter hangs over the edge of the box, Pillow weighs the pixels that are there,
-DALI repeats the outermost one: a score of steps in the outermost rows and columns of real
-photographs (benchmarks/results/decoder_pixels_*.json).
+DALI repeats the outermost one. At most an eighth of a linear filter hangs over an edge: 32 steps
+of 255 in the outermost rows and columns; in a corner 15 / 64, 60 steps. Photographs have up to 28
+(benchmarks/results/decoder_pixels_*.json).
 """
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run
+from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run, view
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -22,6 +25,7 @@ from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
+from largebatch.optional import require_dali
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -57,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         path = root / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path, **options)
+    # Adobe's segment, which marks inks as inverted: without it libjpeg and DALI do not invert them.
+    path = root / "train/jpeg/cmyk without a mark.jpg"
+    rgb.convert("CMYK").save(path, exif=exif)
+    content = path.read_bytes()
+    mark = content.index(b"\xff\xee\0\x0eAdobe")
+    path.write_bytes(content[:mark] + content[mark + 16 :])
     return read_folder(root, "train")
 
 
@@ -127,6 +137,65 @@ def test_a_batch_does_not_change_while_others_are_decoded(decode: Decode, folder
         assert torch.equal(copy, images)
 
 
+@both_decoders
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_images_of_16_bits_are_those_of_32_rounded_once(
+    decode: Decode, dtype: torch.dtype, folder: Index
+) -> None:
+    requests = augmented(folder, 5, 2)
+    normalised: dict[str, Any] = {"mean": MEAN, "std": STD}
+    whole = run(decode, folder, requests, **normalised)
+    rounded = run(decode, folder, requests, **normalised, dtype=dtype)
+    for a, b in zip(whole, rounded, strict=True):
+        assert b.images.dtype == dtype
+        assert torch.equal(b.images, a.images.to(dtype))
+
+
+@needs_dali
+def test_one_run_of_dali_decodes_several_batches_with_the_pixels_of_one_each(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 batches of 7 and one of 3 fit into two runs; batches of 200 do not share one."""
+    package = require_dali()
+    real, runs = package.Pipeline.run, []
+
+    def counted(*args: Any, **settings: Any) -> Any:  # noqa: ANN401 -- as DALI's
+        outputs = real(*args, **settings)
+        runs.append(len(outputs[0]))
+        return outputs
+
+    monkeypatch.setattr(package.Pipeline, "run", counted)
+    small = [*augmented(folder, 7, 40), *augmented(folder, 3, 1)]
+    found = list(run(dali.open_decoder, folder, small))
+    assert runs == [36 * 7, 4 * 7 + 3]
+    assert [len(batch.images) for batch in found] == [7] * 40 + [3]
+    runs.clear()
+    alone = [next(run(dali.open_decoder, folder, [request])) for request in small[::20]]
+    for batch, expected in zip(found[::20], alone, strict=True):
+        assert torch.equal(batch.images, expected.images)
+        assert torch.equal(batch.labels, expected.labels)
+    runs.clear()
+    assert len(list(run(dali.open_decoder, folder, augmented(folder, 100, 3)))) == 3
+    assert runs == [200, 100]
+
+
+@needs_dali
+def test_a_gpus_decoder_gets_hints_of_the_images_and_dali_knows_them(folder: Index) -> None:
+    """DALI refuses an unknown option where an operator is made, which needs no GPU."""
+    hints = dali._gpu_hints(folder)
+    assert hints["preallocate_width_hint"] == hints["preallocate_height_hint"] == 500
+    assert hints["device_memory_padding"] == 2 * hints["host_memory_padding"] == 2**24
+    large = replace(folder, heights=folder.heights * 40, widths=folder.widths * 40)
+    hints = dali._gpu_hints(large)
+    assert (hints["preallocate_width_hint"], hints["device_memory_padding"]) == (1200, 2**26)
+    package = require_dali()
+    source = SimpleNamespace(inputs=iter(()))
+    with package.Pipeline(batch_size=1, num_threads=1, device_id=0) as pipeline:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            dali._graph(package, source, view(dtype=dtype), hints, on_gpu=True)
+        assert pipeline is not None
+
+
 @pytest.fixture(scope="module")
 def photographs(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
     """The 100 full-size ImageNet JPEGs."""
@@ -144,6 +213,28 @@ def photographs(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> In
 def test_the_decoders_agree_on_real_photographs(photographs: Index) -> None:
     clean = clean_request(photographs, np.arange(100), image_size=224, resize=256)
     assert_alike(photographs, [*augmented(photographs, 100, 1), clean], image_size=224)
+
+
+@needs_dali
+@pytest.mark.parametrize("size", [64, 32])
+def test_black_edges_differ_by_an_eighth_of_the_filter_and_photographs_by_less(
+    size: int, photographs: Index, tmp_path: Path
+) -> None:
+    some = np.arange(0, 100, 4)
+    clean = clean_request(photographs, some, image_size=size, resize=round(size * 8 / 7))
+    assert_alike(photographs, [clean], image_size=size)
+    pixels = np.full((512, 512, 3), 255, dtype=np.uint8)
+    pixels[0] = pixels[:, 0] = 0
+    (tmp_path / "train/any").mkdir(parents=True)
+    Image.fromarray(pixels).save(tmp_path / "train/any/edges.png")
+    edges = read_folder(tmp_path, "train")
+    whole = Request(np.zeros(1, np.int64), np.array([[0, 0, 512, 512]]), np.zeros(1, np.bool_))
+    assert_alike(edges, [whole], image_size=size, mean=2.0)
+    ours, theirs = (
+        next(run(decode, edges, [whole], image_size=size)).images[0, 0]
+        for decode in (torchvision.open_decoder, dali.open_decoder)
+    )
+    assert (ours - theirs).abs()[0, 1:].max() > 25  # the bound is near
 
 
 @pytest.mark.long
@@ -166,7 +257,7 @@ def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) ->
 
 
 def assert_alike(
-    index: Index, requests: list[Request], *, image_size: int = 128, outermost: float = 32
+    index: Index, requests: list[Request], *, image_size: int = 128, mean: float = 0.25
 ) -> None:
     """Compare in steps of 255."""
     theirs = run(dali.open_decoder, index, requests, image_size=image_size)
@@ -174,5 +265,7 @@ def assert_alike(
     for a, b in zip(theirs, ours, strict=True):
         difference = (a.images - b.images).abs()
         assert difference[:, :, 1:-1, 1:-1].max() <= 1.01
-        assert difference.max() <= outermost
-        assert difference.mean() <= 0.25
+        assert difference[:, :, 1:-1].max() <= 32
+        assert difference[:, :, :, 1:-1].max() <= 32
+        assert difference.max() <= 60
+        assert difference.mean() <= mean

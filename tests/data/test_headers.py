@@ -59,7 +59,8 @@ def test_the_size_equals_pillows(content: bytes) -> None:
     with Image.open(io.BytesIO(content)) as image:
         image.load()
         assert image.size == (48, 31)
-    assert measure_bytes(content) == (31, 48, 1)
+        is_inks = image.mode == "CMYK"
+    assert measure_bytes(content) == (31, 48, 1, is_inks)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_real_jpegs_have_pillows_size(real_data: Path) -> None:
             if name.endswith(".JPEG"):
                 content = file.read(name)
                 with Image.open(io.BytesIO(content)) as image:
-                    assert measure_bytes(content) == (image.height, image.width, 1), name
+                    assert measure_bytes(content)[:3] == (image.height, image.width, 1), name
                 with pytest.raises(BadImageError):
                     measure_bytes(content[: len(content) * 3 // 4])
                 number += 1

@@ -54,7 +54,7 @@ def test_a_heic_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     register_heif_opener()
     Image.fromarray(photograph(64, 48)).save(tmp_path / "a.heic")
     content = (tmp_path / "a.heic").read_bytes()
-    assert measure_bytes(content) == (64, 48, 1)
+    assert measure_bytes(content) == (64, 48, 1, True)  # left to Pillow
     for length in (20, len(content) // 2, len(content) - 1):
         with pytest.raises(BadImageError):
             measure_bytes(content[:length])

@@ -50,7 +50,7 @@ def test_classes_and_images_are_in_bytewise_order(root: Path) -> None:
     assert {a.dtype for a in (index.labels, index.heights, index.widths)} == {np.dtype(np.int64)}
     for sample, name in enumerate(names):
         stat = (root / name).stat()
-        assert index.locate(sample) == (root / name, 0, stat.st_size, stat.st_mtime_ns)
+        assert index.locate(sample) == (str(root / name), 0, stat.st_size, stat.st_mtime_ns)
 
 
 def spoil(root: Path) -> dict[str, str]:

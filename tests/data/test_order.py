@@ -1,9 +1,12 @@
 import itertools
+from threading import Thread, current_thread, main_thread
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from largebatch.data import order
 from largebatch.data.order import Stream, random_words, sample_ids
 
 seeds = st.integers(0, 2**63)
@@ -45,6 +48,33 @@ def test_every_sample_is_equally_likely_at_every_position() -> None:
     ids = sample_ids(range(10_000), seed=0, num_samples=10).reshape(-1, 10)
     counts = np.stack([np.bincount(column, minlength=10) for column in ids.T])
     assert ((counts - 100) ** 2 / 100).sum() < 150
+
+
+def test_a_thread_draws_the_next_order_and_training_draws_it_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forked process has no such thread."""
+    expected = sample_ids(range(30), seed=5, num_samples=10).tolist()
+    drawn_by_training: list[int] = []
+
+    def noted_words(seed: int, stream: Stream, *, part: int = 0, **size: int) -> np.ndarray:
+        if current_thread() is main_thread():
+            drawn_by_training.append(part)
+        return random_words(seed, stream, part=part, **size)
+
+    def forget() -> None:
+        for cached in (order._draw, order._drawing):
+            cached.cache_clear()
+
+    monkeypatch.setattr(order, "random_words", noted_words)
+    for runs, by_training in ((Thread.run, []), (lambda _: None, [0, 1, 2])):
+        forget()
+        monkeypatch.setattr(Thread, "run", runs)
+        found = [sample_ids(range(at, at + 5), seed=5, num_samples=10) for at in range(0, 30, 5)]
+        assert np.concatenate(found).tolist() == expected
+        assert drawn_by_training == by_training
+        assert order._drawing.cache_info().currsize == 4  # the fourth is drawn ahead
+    forget()
 
 
 def test_no_two_purposes_share_random_numbers() -> None:

@@ -83,4 +83,4 @@ def test_damaged_exif_is_ignored() -> None:
     place = content.index(b"Exif\0\0")
     for length in range(8, 28):
         damaged = content[: place + 6] + b"\xff" * length + content[place + 6 + length :]
-        assert measure_bytes(damaged) in {(90, 140, 1), (140, 90, 6)}
+        assert measure_bytes(damaged)[:3] in {(90, 140, 1), (140, 90, 6)}

@@ -62,7 +62,7 @@ def test_a_read_that_fails_is_retried_three_times_then_ends_the_run_with_its_pat
     decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [batch.images.clone() for batch in run(decode, folder, whole(folder))]
-    path = folder.locate(8).path
+    path = Path(folder.locate(8).path)
     failing = Failing(monkeypatch, path, 3)
     found = [batch.images for batch in run(decode, folder, whole(folder))]
     assert failing.failed == 3
@@ -74,7 +74,7 @@ def test_a_read_that_fails_is_retried_three_times_then_ends_the_run_with_its_pat
 
 @both_decoders
 def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> None:
-    path = folder.locate(8).path
+    path = Path(folder.locate(8).path)
     content = path.read_bytes()
     for changed in (content[:-10], content + b"more"):
         overwrite(path, changed)
@@ -98,7 +98,7 @@ def overwrite(path: Path, content: bytes) -> None:
 @both_decoders
 @pytest.mark.parametrize("sample", [0, 8, 23])
 def test_bytes_that_are_not_an_image_are_named(decode: Decode, folder: Index, sample: int) -> None:
-    path = folder.locate(sample).path
+    path = Path(folder.locate(sample).path)
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: .*cannot decode this image"):
         list(run(decode, folder, whole(folder)))
@@ -109,14 +109,14 @@ def test_an_image_in_a_shard_is_named_with_its_offset(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"0.tar \(byte 1536\): cannot be read \(its file has 464 of its 999"
     ):
-        reading.read(Location(tmp_path / "0.tar", 1536, 999))
-    assert reading.read(Location(tmp_path / "0.tar", 1000, 999)) == bytes(999)
+        reading.read(Location(str(tmp_path / "0.tar"), 1536, 999))
+    assert reading.read(Location(str(tmp_path / "0.tar"), 1000, 999)) == bytes(999)
 
 
 def test_an_image_that_cannot_be_cached_is_named_and_nothing_is_left(
     folder: Index, tmp_path: Path
 ) -> None:
-    path = folder.locate(8).path
+    path = Path(folder.locate(8).path)
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
         pixel_cache.open_cache(folder, backend=Serial(torch.device("cpu")), threads=2)
@@ -125,7 +125,7 @@ def test_an_image_that_cannot_be_cached_is_named_and_nothing_is_left(
 
 @both_decoders
 def test_a_shrunken_image_is_named(decode: Decode, folder: Index) -> None:
-    path = folder.locate(8).path
+    path = Path(folder.locate(8).path)
     smaller = io.BytesIO()
     Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
     overwrite(path, smaller.getvalue().ljust(path.stat().st_size, b"\0"))

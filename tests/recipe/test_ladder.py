@@ -206,6 +206,7 @@ FUJITSU = IMAGENET | {
     "schedule.decay.power": 2.2,
     "schedule.decay.end_lr": 13 * 0.0025,
     "schedule.decay.over.steps": 780,
+    "schedule.first_step": 1,
     "loss.label_smoothing": 0.1,
     "loss.off_target": "others",
     "precision": "fp16",

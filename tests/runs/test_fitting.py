@@ -2,8 +2,10 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import accelerator
 import late_group
@@ -11,17 +13,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
-from short_runs import STATISTICS, a_recipe
+from short_runs import STATISTICS, a_recipe, log
 from torch import nn
 
-from largebatch.accelerator import measure_peak
+from largebatch import run
+from largebatch.accelerator import measure_peak, memory_errors
+from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import DeviceMemoryError
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.runs.fitting import KEPT, SHARE, fitted_plan, kept_plan, measure, random_batch
+from largebatch.runs.fitting import (
+    BESIDE,
+    KEPT,
+    SHARE,
+    fitted_plan,
+    keep,
+    kept_plan,
+    measure,
+    random_batch,
+)
 from largebatch.runs.state import build_criterion
+from largebatch.training.loop import Work
 
 RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
 POSSIBLE = [48, 96, 240, 480]
@@ -35,8 +49,17 @@ def one_pass(model: nn.Module, num: int) -> None:
     build_criterion(RECIPE.loss)(model(images), labels).backward()
 
 
-def chosen() -> list[tuple[int, int, dict[int, int]]]:
-    """Return for each limit the device batch, the free memory, and the peak of each possible."""
+@torch.no_grad()
+def one_evaluation(model: nn.Module, num: int) -> None:
+    images, _ = random_batch(num, 16, classes=10, device=torch.device(accelerator.NAME, 0))
+    model.eval()(images)
+
+
+def chosen() -> list[tuple[int, int, dict[int, int], int, int]]:
+    """Return for each limit the device batch, the free memory, and the peak of each possible.
+
+    Then the batch of an evaluation, and its peak.
+    """
     device = accelerator.simulate()
     found = []
     for limit in LIMITS:
@@ -56,8 +79,10 @@ def chosen() -> list[tuple[int, int, dict[int, int]]]:
         for num in POSSIBLE[at : at + 2]:
             peaks[num] = measure_peak(device, partial(one_pass, model, num))
             model.zero_grad()
+        evaluated = plan.evaluation_batch or plan.device_batch
+        evaluation = measure_peak(device, partial(one_evaluation, model, evaluated))
         del model
-        found.append((plan.device_batch, free, peaks))
+        found.append((plan.device_batch, free, peaks, evaluated, evaluation))
     accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 200_000
     with pytest.raises(DeviceMemoryError, match=r"e-05 GB"):
         fitted_plan(RECIPE, make_plan(RECIPE), build_model(RECIPE, device), Serial(device))
@@ -69,11 +94,15 @@ def chosen() -> list[tuple[int, int, dict[int, int]]]:
 
 def test_the_device_batch_is_the_largest_that_fits_and_the_measurement_leaves_no_trace() -> None:
     found = on_forked_workers(chosen, workers=1)
-    assert [batch for batch, _, _ in found] == [48, 96, 480]
-    for batch, free, peaks in found:
+    assert [batch for batch, *_ in found] == [48, 96, 480]
+    for batch, free, peaks, evaluated, evaluation in found:
         assert peaks[batch] <= SHARE * free
         larger = [peak for num, peak in peaks.items() if num > batch]
         assert not larger or larger[0] > SHARE * free
+        # An evaluation and its graph fit beside the graph of the training passes, with a rest.
+        assert peaks[batch] + 2 * evaluation < 0.95 * free
+        assert evaluated == batch or evaluation > 0.8 * BESIDE * free
+    assert [evaluated < batch for batch, *_, evaluated, _ in found] == [True, True, False]
 
 
 def of_two() -> tuple[int, int]:
@@ -85,7 +114,7 @@ def of_two() -> tuple[int, int]:
     try:
         backend, model = RunningTorch(device), build_model(RECIPE, device)
         plan = make_plan(RECIPE, workers=2)
-        own, _ = measure(RECIPE, plan, model, backend)
+        own, *_ = measure(RECIPE, plan, model, backend)
         return own, fitted_plan(RECIPE, plan, model, backend)[0].device_batch
     finally:
         dist.destroy_process_group()
@@ -110,10 +139,69 @@ def test_the_device_batch_of_a_run_is_kept_where_it_fits(
     kept: list[object] | None, expected: int | None, tmp_path: Path
 ) -> None:
     if kept is not None:
-        (tmp_path / KEPT).write_text(json.dumps([*kept, ""]))
+        (tmp_path / KEPT).write_text(json.dumps([*kept, "", None]))
     plan, remarks = kept_plan(RECIPE, tmp_path, Serial(torch.device("cpu")))
     assert (plan and plan.device_batch) == expected
     assert len(remarks) == (kept is not None)
+
+
+def test_the_batch_of_an_evaluation_is_kept_and_holds_whole_spans_in_statistics(
+    tmp_path: Path,
+) -> None:
+    plan = replace(make_plan(RECIPE, fits=240), evaluation_batch=100)
+    backend = Serial(torch.device("cpu"))
+    keep(tmp_path, backend, plan)
+    kept, _ = kept_plan(RECIPE, tmp_path, backend)
+    assert kept == plan
+    assert (plan.device_batch, plan.statistics_batch) == (240, 96)
+    assert replace(plan, evaluation_batch=7).statistics_batch == 48
+    pipeline = open_images(RECIPE, plan, backend, folder=None)
+    sizes = [len(batch.labels) for batch in pipeline.validation()]
+    assert sizes == [100, 100, 100, 60]
+    assert len(pipeline.validation_samples) == 360
+    assert {len(batch.labels) for batch in pipeline.statistics(480)} == {96}
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: str(error)[:35],
+)
+def test_every_class_of_out_of_memory_halves_the_device_batch(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fifth class, torch's own, is in test_on_accelerator.py."""
+    real, fails = Work.accumulate, iter([False, True])
+
+    def accumulate(work: Work, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- as Work's
+        if next(fails, False):
+            raise error
+        real(work, *args, **settings)
+
+    monkeypatch.setattr(Work, "accumulate", accumulate)
+    run(RECIPE, out=tmp_path / "run", max_steps=2, report=False)
+    plans = [start["plan"]["device_batch"] for start in log(tmp_path / "run", "start")]
+    assert plans == [240, 96]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("out of resource: shared memory, Required: 262144"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_are_not_taken_for_memory(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, memory_errors():
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(

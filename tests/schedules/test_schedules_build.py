@@ -32,10 +32,15 @@ def pieces(*parts: str) -> str:
 
 
 def test_fujitsus_rates_are_the_published_ones() -> None:
-    rate = schedule_of(load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml"))
-    assert rate(540) == 13.0
-    assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
-    assert rate(1349) == pytest.approx(0.0325)
+    """Update n has the rate of step n: MXNet counts an update before it asks for its rate."""
+    for name, epoch in (("86016_fujitsu", 15), ("86016_hpdc", 15), ("81920_hpdc", 16)):
+        rate = schedule_of(load_recipe(FOLDER / "imagenet" / f"resnet50_{name}.yaml"))
+        assert rate(0) == pytest.approx(13 / (36 * epoch))  # 0.0241 at 86,016, not 0
+        assert rate(36 * epoch - 1) == 13.0
+        # 0.057 -> 0.0325 while polishing; the last step before it has 0.057
+        assert rate(85 * epoch - 1) == pytest.approx(0.057, abs=5e-4)
+        assert rate(88 * epoch - 2) > rate(88 * epoch - 1) == pytest.approx(0.0325)
+        assert rate(90 * epoch - 1) == pytest.approx(0.0325)
 
 
 def test_mlperfs_rates_follow_the_rule() -> None:

@@ -66,7 +66,7 @@ def images_of(index: Index) -> list[bytes]:
     found = []
     for sample in range(len(index)):
         path, offset, num_bytes, *_ = index.locate(sample)
-        found.append(path.read_bytes()[offset : offset + num_bytes])
+        found.append(Path(path).read_bytes()[offset : offset + num_bytes])
     return found
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from faulty_loops import by_epoch, last_window
 from planted_parts import (
     CLASSES,
     FEATURES,
@@ -32,13 +33,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     random_split,
 )
@@ -72,7 +74,7 @@ def everything_is_checked() -> Arguments:
     """Augmentation, dropout, warm-up, an average and an evaluation."""
     torch.manual_seed(dist.get_rank())
     words = shuffled(Augmented(random_data(63, seed=1), lambda: torch.randn(8)))
-    data = random_data(31, seed=1)
+    data = random_data(31, seed=7)
     validation = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
     model = parallel(nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(16))
     optimizer = torch.optim.SGD(param_groups(model, weight_decay=1e-4), lr=0.01)
@@ -424,7 +426,50 @@ def weighted_draws() -> Arguments:
     return loop(parallel(), loader=loader, loss_fn=loss_fn, set_epoch=sampler.set_epoch)
 
 
+def shorter_last_window() -> Arguments:
+    """The last update of an epoch has 2 of 4 micro-batches, and each is divided by 2."""
+    return last_window(divides=True)
+
+
+def class_weights_in_a_function() -> Arguments:
+    """Class weights within a loss of the script; workers have equal labels in each batch."""
+    images = random_data(64).tensors[0]
+    loader = divided(TensorDataset(images, torch.arange(64) // 2 % 4), 16, shuffle=False)
+    weights = torch.arange(1.0, 5.0)
+    loss_fn = lambda scores, labels: cross_entropy(scores, labels, weight=weights)  # noqa: E731
+    return loop(parallel(), loader=loader, loss_fn=loss_fn)
+
+
+def validation_by_samplers_of_one_data_set() -> Arguments:
+    """Two samplers divide one data set into training and validation samples."""
+    sampler = Draws()
+    validation = DataLoader(
+        data := random_data(192), 8, sampler=SubsetRandomSampler(range(96, 192))
+    )
+    loader = DataLoader(data, 16, sampler=sampler)
+    return loop(parallel(), loader=loader, set_epoch=sampler.set_epoch, val_loader=validation)
+
+
+def epochs_of_the_data_set() -> Arguments:
+    """Augmentation by the epoch of the data set, which the loop sets; workers do not persist."""
+    return by_epoch(num_workers=1, multiprocessing_context="fork")
+
+
+def one_cycle_over_micro_batches() -> Arguments:
+    """OneCycleLR, stepped and counted in micro-batches, of which an update has two."""
+    model = parallel()
+    optimizer = sgd(model)
+    scheduler = OneCycleLR(optimizer, 0.1, total_steps=8 * 10)
+    step = step_of(model, optimizer, micros=2, after=scheduler.step)
+    return loop(model, optimizer=optimizer, step=step, **shuffled(random_data(128)))
+
+
 LOOPS = [
+    shorter_last_window,
+    class_weights_in_a_function,
+    validation_by_samplers_of_one_data_set,
+    epochs_of_the_data_set,
+    one_cycle_over_micro_batches,
     plain_parallel,
     everything_is_checked,
     validation_is_divided_by_subsets,

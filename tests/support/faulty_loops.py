@@ -39,7 +39,7 @@ from planted_parts import (
 )
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, dropout, one_hot
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import LambdaLR
@@ -114,6 +114,31 @@ def zero_grad_before_the_update() -> Arguments:
     """zero_grad is called between backward and the update (ultralytics 11217)."""
     model = DistributedDataParallel(linear())
     return stepped(model, change=model.zero_grad, loader=apart(dist.get_rank()))
+
+
+def last_window(*, divides: bool) -> Arguments:
+    """Return a loop with accumulation over 4 of 10 batches: the last update has two of them."""
+    model = parallel()
+    optimizer, number = sgd(model), 0
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        nonlocal number
+        micros = 2 if divides and number >= 8 else 4
+        (cross_entropy(model(batch[0]), batch[1]) / micros).backward()
+        number += 1
+        if number in {4, 8, 10}:
+            optimizer.step()
+            optimizer.zero_grad()
+        number %= 10
+
+    loader = divided(random_data(80), 4, shuffle=False)
+    return loop(model, optimizer=optimizer, step=step, loader=loader, steps=2)
+
+
+@planted("gradient scale", 0.5)
+def last_window_of_an_epoch_counts_half() -> Arguments:
+    """The last update of an epoch has 2 of 4 micro-batches, divided by 4 (transformers 34191)."""
+    return last_window(divides=False)
 
 
 # Gradients of another direction
@@ -395,6 +420,23 @@ def rates_differ() -> Arguments:
     return loop(model, optimizer=sgd(model, lr=0.1 * (1 + dist.get_rank())))
 
 
+@planted("learning rates", 0.18 / 0.22, also=("weights",))
+def rate_changes_an_update_late_on_one_rank() -> Arguments:
+    """Worker 1 lowers its rate one update later; before and after, rates are equal (Dell 2019)."""
+    model = parallel()
+    optimizer, calls = sgd(model, lr=0.4), 0
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        optimizer.param_groups[0]["lr"] = 0.4 if calls < 2 + dist.get_rank() else 0.04
+        optimizer.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return loop(model, optimizer=optimizer, step=step)
+
+
 @planted("averaged weights", 1)  # a worker's average stays zero: both are as far from their mean
 def average_moves_on_one_rank_only() -> Arguments:
     """The step moves the average of the weights on worker 0 only (ema-pytorch 9)."""
@@ -570,7 +612,7 @@ class Stream(IterableDataset[Any]):
         self.places = range(first, 96, by)
 
     def __iter__(self) -> Iterator[Any]:
-        data = random_data()
+        data = random_data(128)
         return (data[place] for place in self.places)
 
 
@@ -580,12 +622,44 @@ def iterable_data_are_not_divided() -> Arguments:
     return loop(parallel(), loader=DataLoader(Stream(), 8))
 
 
-@planted("samples", 1)  # batch 1 of 0 to 2 is batch 0
+@planted("samples", 6)  # 6 batches, each read by both processes
 def each_loader_process_reads_everything() -> Arguments:
     """Each process of a loader reads all of its worker's samples (torch's docs of data)."""
     stream = Stream(dist.get_rank(), 2)
     loader = DataLoader(stream, 8, num_workers=2, multiprocessing_context="fork")
     return loop(parallel(), loader=loader)
+
+
+@planted("samples", 4)
+def iterable_data_end_earlier_on_one_rank() -> Arguments:
+    """An iterable data set has 8 batches on worker 0 and 4 on worker 1 (DALI 4440)."""
+    stream = Stream(dist.get_rank(), 2)
+    if dist.get_rank():
+        stream.places = stream.places[:32]
+    else:
+        stream.places = range(0, 128, 2)
+    return loop(parallel(), loader=DataLoader(stream, 8))
+
+
+@planted("held-out samples", 1)
+def validation_is_a_part_of_the_training() -> Arguments:
+    """All 40 validation samples are trained on, as numbers of one data set."""
+    data = random_data()
+    return loop(parallel(), val_loader=DataLoader(Subset(data, range(40)), 8), **shuffled(data))
+
+
+@planted("held-out samples", 0.125)
+def copies_are_validated() -> Arguments:
+    """5 of 40 validation images are byte-equal copies of training images, which are augmented."""
+    data = random_data(96)
+    other = random_data(35, seed=9).tensors
+    images, labels = (
+        torch.cat([own[:5], new]) for own, new in zip(data.tensors, other, strict=True)
+    )
+    validation = DataLoader(TensorDataset(images, labels), 8)
+    training = Augmented(data, lambda: torch.randn(8))
+    torch.manual_seed(dist.get_rank())
+    return loop(parallel(), val_loader=validation, **shuffled(training))
 
 
 @planted("epoch order", 2)
@@ -616,6 +690,37 @@ def augmentation_repeats_every_epoch() -> Arguments:
     return augmented(worker_init_fn=np.random.seed)
 
 
+class ByEpoch(Augmented):
+    """Samples with noise that follows from their number and the epoch."""
+
+    epoch = 0
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(1000 * self.epoch + number)
+        image, label = self.data[number]
+        return image + torch.randn(8, generator=draw), label
+
+
+def by_epoch(**words: Any) -> Arguments:  # noqa: ANN401
+    """Return a loop that sets the epoch of its sampler and of its data set."""
+    data = ByEpoch(random_data(64), lambda: torch.zeros(8))
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+
+    def set_epoch(epoch: int) -> None:
+        sampler.set_epoch(epoch)
+        data.epoch = epoch
+
+    loader = DataLoader(data, 8, sampler=sampler, **words)
+    return loop(parallel(), loader=loader, set_epoch=set_epoch)
+
+
+@planted("augmentation", 32)
+def persistent_workers_keep_the_first_epoch() -> Arguments:
+    """Persistent workers have a copy of the data set, whose epoch stays (pytorch data 1437)."""
+    words = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    return by_epoch(**words)
+
+
 def seed_with_the_upper_half(_: int) -> None:
     np.random.seed(torch.initial_seed() // 2**32)
 
@@ -639,6 +744,25 @@ def dropout_masks_are_equal() -> Arguments:
     """Every worker has one seed, so all draw the same masks (transformers 31412)."""
     torch.manual_seed(40)
     return loop(parallel(nn.ReLU(), nn.Dropout()))
+
+
+class FunctionalDropout(nn.Module):
+    """A perceptron with dropout as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.last(dropout(self.first(images).relu(), 0.5, self.training))
+        return scores
+
+
+@planted("dropout", 2, level="note")
+def masks_of_functions_are_equal() -> Arguments:
+    """Dropout by torch.nn.functional draws the same masks on all workers (transformers 31412)."""
+    torch.manual_seed(40)
+    return loop(DistributedDataParallel(FunctionalDropout()))
 
 
 # Rates and the plan of the run
@@ -690,6 +814,21 @@ def schedule_moves_twice_an_update() -> Arguments:
     return scheduled(micros=1, moves=2)
 
 
+@planted("warm-up", 2)
+def schedule_moves_once_for_each_rank() -> Arguments:
+    """The scheduler is stepped once for each worker, and no rate is given (accelerate 2142)."""
+    words = scheduled(micros=1, moves=2)
+    return {name: it for name, it in words.items() if name not in {"rate", "steps"}}
+
+
+@planted("warm-up", 1 / 3)
+def schedule_rests() -> Arguments:
+    """The scheduler is stepped once an epoch, and the rate given rises with each update."""
+    model = parallel()
+    words = {"rate": lambda update: 0.05 * (update + 1)}
+    return loop(model, optimizer=sgd(model, lr=0.05), **words, **shuffled(random_data(128)))
+
+
 @planted("updates", 40, level="note")
 def too_few_updates() -> Arguments:
     """The batch grew with the workers, the epochs did not: 40 updates (OpenPCDet 364)."""
@@ -717,7 +856,7 @@ def evaluated(
     """Return a loop with an evaluation: a figure of the hits of batches. Class 0 is always chosen,
     without `layers`, in the presence of which the model stays in training mode.
     """
-    data = TensorDataset(torch.randn(len(labels), 8), torch.tensor(labels))
+    data = TensorDataset(random_data(len(labels), seed=7).tensors[0], torch.tensor(labels))
     sampler = divided(data, batch, shuffle=False).sampler if divides else None
     validation = DataLoader(data, batch, sampler=sampler)
     model = parallel(*layers) if layers else DistributedDataParallel(constant_perceptron())
@@ -771,7 +910,7 @@ def evaluation_in_training_mode() -> Arguments:
 @planted("evaluation samples", 16)
 def validation_drops_the_last_batch() -> Arguments:
     """drop_last of the training loader is used for validation too (AReaL 1096)."""
-    data = random_data(80)
+    data = random_data(80, seed=7)
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=False)
     return loop(parallel(), val_loader=DataLoader(data, 32, sampler=sampler, drop_last=True))
 
@@ -779,7 +918,7 @@ def validation_drops_the_last_batch() -> Arguments:
 @planted("evaluation samples", 1, level="note")
 def validation_is_padded() -> Arguments:
     """DistributedSampler repeats the first sample of the validation set (pytorch 25162)."""
-    return loop(parallel(), val_loader=divided(random_data(33), 8, shuffle=False))
+    return loop(parallel(), val_loader=divided(random_data(33, seed=7), 8, shuffle=False))
 
 
 def share(rank: int) -> list[int]:
@@ -791,5 +930,6 @@ def share(rank: int) -> list[int]:
 def validation_is_shuffled_by_rank() -> Arguments:
     """Each worker takes its share of a permutation that it seeds itself (OpenTau 498)."""
     return loop(
-        parallel(), val_loader=DataLoader(Subset(random_data(80), share(dist.get_rank())), 8)
+        parallel(),
+        val_loader=DataLoader(Subset(random_data(80, seed=7), share(dist.get_rank())), 8),
     )

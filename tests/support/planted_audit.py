@@ -21,12 +21,17 @@ from planted_parts import Loop
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.rendezvous import rendezvous
 
-from largebatch.audit import Findings
+from largebatch.audit import Finding, Findings
 
 
 def findings_of(loops: Sequence[Loop]) -> dict[str, Findings | str]:
     """Return what the audit found in each loop, or a traceback, by the name of the loop."""
     return on_forked_workers(run_all, loops, workers=2)
+
+
+def not_known(findings: Findings) -> list[Finding]:
+    """Return the checks that could not be made, without those for which an argument is missing."""
+    return [it for it in findings if it.level == "unknown" and not it.remedy.startswith("give ")]
 
 
 def run_all(loops: Sequence[Loop]) -> dict[str, Findings | str]:

@@ -174,6 +174,7 @@ def a_record(top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]]
         "confidence_deviation": 0.25 - top1 / 8,
         "class_confidence_deviation": 0.125 - top1 / 16,
         "loss": 1 - top1,
+        "usage": {"train_seconds": 6.0, "update_seconds": 0.5},
         "folder": f"/runs/seed-{seed}",
         "evaluations": [
             {"step": step, "seconds": float(step), "top1": found} for step, found in evaluations

@@ -106,6 +106,10 @@ class UnwritableError(DataError):
     """Decoded pixels cannot be written to a file."""
 
 
+class DeviceFullError(DataError):
+    """Decoded pixels do not fit the memory of an accelerator."""
+
+
 class Uploaded(NamedTuple):
     """Labels of an index, and the pixels of its images on a device, N x H x W x 3."""
 
@@ -265,14 +269,15 @@ def resized(pixels: Bytes, *, size: Sequence[int], interpolation: Interpolation)
 
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:
-    """Copy the pixels to a device; raise DataError if they do not fit or differ in size."""
+    """Copy the pixels to a device; raise DeviceFullError, or DataError if they differ in size."""
     pixels, root = cache.one_size, cache.index.root
     if pixels is None:
         raise DataError(f"{root}: its images differ in size; use execution.cache: memory")
     try:
-        return Uploaded(cache.index.labels, torch.from_numpy(pixels).to(device))
+        with accelerator.memory_errors():
+            return Uploaded(cache.index.labels, torch.from_numpy(pixels).to(device))
     except torch.OutOfMemoryError:
-        raise DataError(
+        raise DeviceFullError(
             f"{root}: {pixels.size / 1e9:.1f} GB of decoded images do not fit on {device}; use "
             "execution.cache: memory"
         ) from None
@@ -296,13 +301,16 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
             images = _cut_out(pixels, numbers, places, request.boxes[:, :2].any())
         else:
             images = _resized(pixels, numbers, view, moves=request.shifts is not None)
-        return images.sub(scale[0]).div_(scale[1]).contiguous(memory_format=order)  # in float32
+        normalised = images.sub(scale[0]).div_(scale[1])  # in float32
+        return normalised.to(view.dtype).contiguous(memory_format=order)
 
     def by_kernel(numbers: Tensor) -> Tensor:
         from largebatch.data.decoders.triton_crop import cut_out
 
         num, grid = numbers.shape[1], (numbers.shape[1], -(-3 * size * size // BLOCK))
-        out = torch.empty((num, 3, size, size), device=pixels.device, memory_format=order)
+        out = torch.empty(
+            (num, 3, size, size), dtype=view.dtype, device=pixels.device, memory_format=order
+        )
         sizes = *pixels.shape[1:3], size, num
         constants = {"CHANNELS_LAST": view.channels_last, "BLOCK": BLOCK}
         accelerator.launch(cut_out, grid, out, pixels, numbers, scale, *sizes, **constants)

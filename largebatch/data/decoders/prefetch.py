@@ -116,7 +116,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
             center, spread = scale_there
             images = images.sub(center).div_(spread)
             images = images if view.channels_last else images.contiguous()
-        return Batch(images, labels)
+        return Batch(images.to(view.dtype), labels)
 
     def batches(orders: Iterable[Order], divide: Divide[Order]) -> Batches:
         started: deque[_Pending] = deque()

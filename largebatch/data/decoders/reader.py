@@ -31,7 +31,7 @@ SLOWEST_SECONDS = 600.0  # seconds after which a run ends that waits for a read
 
 def name_of(location: Location) -> str:
     """Return the path of an image, with its position if the file is a shard."""
-    return f"{location.path}" + (f" (byte {location.offset})" if location.offset else "")
+    return location.path + (f" (byte {location.offset})" if location.offset else "")
 
 
 class _OpenFile:
@@ -62,17 +62,29 @@ def _read_into(
     """Read an image; raise OSError if its file's length, or its time if known, has changed."""
     path, offset, num_bytes, mtime = location
     if offset:
-        file = open_shard(str(path))
-    else:  # not a shard, which begins with a header
-        file = _OpenFile(str(path))
-        status = os.fstat(file.number)
+        shard = open_shard(path)
+        _fill(content, shard.number, offset)
+        return
+    # Not a shard, which begins with a header. This is done for every image of a folder, and Python
+    # runs it while the training thread waits for the lock, so it makes no object.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
         if status.st_size != num_bytes:
             raise OSError(f"it has {status.st_size:,} bytes, it had {num_bytes:,}")
         if mtime not in {None, status.st_mtime_ns}:
             raise OSError("its modification time has changed since it was indexed")
+        _fill(content, file, 0)
+    finally:
+        os.close(file)
+
+
+def _fill(content: Bytes, file: int, offset: int) -> None:
+    """Read from an offset of an open file; raise OSError if the file is too short."""
+    num_bytes = len(content)
     done, got = 0, 1
     while done < num_bytes and got > 0:
-        got = os.preadv(file.number, [content.data[done:]], offset + done)
+        got = os.preadv(file, [content.data[done:]], offset + done)
         done += got
     if done < num_bytes:
         raise OSError(f"its file has {done:,} of its {num_bytes:,} bytes")
@@ -113,7 +125,7 @@ class Reader:
         if len(room) < num_bytes:  # over-allocated by 25 %, because batches differ in length
             room = np.empty(num_bytes + num_bytes // 4, dtype=np.uint8)
         reading = Reading(self._index, request, room, lengths)
-        threads = self._sharing
+        threads = max(1, min(self._sharing, len(lengths)))
         rows = (slice(first, None, threads) for first in range(threads))
         reading.jobs = [self.pool.submit(self._read, reading, part) for part in rows]
         return reading

@@ -59,7 +59,7 @@ def _decode(index: Index, view: View, device: torch.device, requests: Iterable[R
         grid = F.affine_grid(placement, shape, align_corners=False)
         images = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)
         images = images.sub_(center).div_(spread).contiguous(memory_format=order)
-        yield Batch(images, classes)
+        yield Batch(images.to(view.dtype), classes)
 
 
 def _colours(stream: Stream, numbers: IntArray) -> np.ndarray:

@@ -59,14 +59,15 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
 
 def to_pillow(index: Index, sample: int, content: Bytes) -> Image.Image:
     """Decode a whole image to upright RGB; raise DataError with its path if that fails."""
-    name = name_of(index.locate(sample))
     orientation = 1 if index.orientations is None else int(index.orientations[sample])
     try:
         pixels = decode_upright(content.data, orientation)
     except Exception as error:  # Pillow raises many types for a damaged file
+        name = name_of(index.locate(sample))
         raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
     height, width = int(index.heights[sample]), int(index.widths[sample])
     if pixels.size != (width, height):
+        name = name_of(index.locate(sample))
         raise DataError(
             f"{name}: the image has {pixels.height} x {pixels.width} pixels, {height} x {width} in "
             "the index; run `largebatch data index` again"

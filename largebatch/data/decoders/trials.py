@@ -33,6 +33,7 @@ def trials_of(
     device: torch.device,
     *,
     channels_last: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Trial]:
     """Yield a trial for each batch, a number of images and their side, of images of `pixels`.
 
@@ -52,6 +53,7 @@ def trials_of(
             std=(0.2, 0.25, 0.3),
             interpolation="bilinear",
             channels_last=channels_last,
+            dtype=dtype,
         )
         corners = draws.integers(0, [height - side + 1, width - side + 1], (num, 2))
         request = Request(

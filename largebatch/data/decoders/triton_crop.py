@@ -15,7 +15,9 @@ def cut_out(
     out, pixels, numbers, scale, height, width, size, num,
     CHANNELS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write parts of images, mirrored, moved and normalised: num x 3 x size x size, float32.
+    """Write parts of images, mirrored, moved and normalised: num x 3 x size x size.
+
+    They are computed in float32 and rounded to the type of `out`.
 
     `pixels` are images x height x width x 3 bytes. `numbers` are rows of `num` numbers: image, top,
     left, height and width, mirrored, moved down and right; `scale` three means, then deviations.

@@ -1,8 +1,8 @@
 """The size of an encoded image by its header, and the reasons why an image cannot be used.
 
 An image is checked by its header, which Pillow reads, and by its end marker, or by the lengths
-that WebP and HEIC begin with; pixels are not decoded. Other formats, and pixels that the decoders
-show differently, are refused.
+that WebP and HEIC begin with; pixels are not decoded. Other formats, and pixels that Pillow does
+not convert to RGB, are refused.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Read = Callable[[int, int], bytes]
 """Returns `length` bytes from `position` of the encoded image, fewer at its end."""
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
-"""Pillow's names of the pixel types that both decoders convert to the same RGB."""
+"""Pillow's names of the pixel types that it converts to the same RGB as other decoders."""
 
 MAX_SIDE = 32_768  # maximum side in pixels: hardware decoders have limits of this order
 MAX_BYTES = 2**29  # twice the bytes of Pillow's maximum number of pixels
@@ -55,6 +55,10 @@ class Size(NamedTuple):
     height: int
     width: int
     orientation: int = 1  # EXIF orientation of the stored image; 1 is upright
+    by_pillow: bool = False
+    """True if only Pillow decodes the pixels right: HEIC, which DALI does not read, and inks
+    (CMYK). Adobe's programs store these inverted, and Pillow takes them all so; other decoders
+    invert only those with Adobe's mark."""
 
 
 def measure(read: Read, num_bytes: int) -> Size:
@@ -152,7 +156,7 @@ def _heic_size(content: bytes) -> Size:
         image = Image.open(io.BytesIO(content))
     except Exception as error:  # as above
         raise BadImageError(f"its header cannot be read: {error}") from None
-    return _displayed(image)
+    return _displayed(image)._replace(by_pillow=True)
 
 
 def require_mode(mode: str) -> None:
@@ -186,4 +190,4 @@ def _displayed(image: Image.Image) -> Size:
         orientation = 1
     if orientation in TRANSPOSED:
         height, width = width, height
-    return Size(height, width, orientation)
+    return Size(height, width, orientation, by_pillow=image.mode == "CMYK")

@@ -57,15 +57,16 @@ from largebatch.storage import (
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-FORMAT = 7  # version of the format; files of another version are not used
+FORMAT = 8  # version of the format; files of another version are not used
 MOST = 20_000  # maximum number of compared files of unchanged folders, unless all are compared
 HEADER = "header"
+SIZES = ("heights", "widths", "orientations", "by_pillow")  # arrays of the fields of Size
 
 
 class Location(NamedTuple):
     """Location of one encoded image."""
 
-    path: Path
+    path: str  # not a Path, which takes longer to make than a cached file to read
     offset: int
     num_bytes: int
     mtime: int | None = None
@@ -126,6 +127,9 @@ class Index:
     orientations: Bytes | None = None
     """EXIF orientations of the stored images; None if all are upright."""
 
+    by_pillow: Bytes | None = None
+    """1 for the images that every decoder leaves to Pillow (see headers.py); None without any."""
+
     num_bytes: IntArray | None = None  # lengths of the encoded images; None for synthetic images
     offsets: IntArray | None = None
     """Positions of the images in their files; None if each is a whole file."""
@@ -160,7 +164,7 @@ class Index:
         assert self.num_bytes is not None, "synthetic images are not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
         mtime = None if self.mtimes is None else int(self.mtimes[sample])
-        return Location(Path(self.file(sample)), offset, int(self.num_bytes[sample]), mtime)
+        return Location(self.file(sample), offset, int(self.num_bytes[sample]), mtime)
 
 
 class BadImagesError(DataError):
@@ -279,6 +283,7 @@ def index_of(content: Content, root: Path) -> Index:
         heights=arrays["heights"],
         widths=arrays["widths"],
         orientations=arrays["orientations"],
+        by_pillow=arrays["by_pillow"],
         num_bytes=arrays["num_bytes"],
         offsets=arrays.get("offsets"),
         mtimes=arrays.get("mtimes"),
@@ -448,6 +453,7 @@ def _measure_folders(
         "heights": measured[usable, 0],
         "widths": measured[usable, 1],
         "orientations": measured[usable, 2].astype(np.uint8),
+        "by_pillow": measured[usable, 3].astype(np.uint8),
         "num_bytes": facts[:, 0].copy(),
         "mtimes": facts[:, 1].copy(),
         "names": names.view(np.uint8).reshape(len(usable), names.itemsize),
@@ -486,7 +492,7 @@ def _measure_shards(
                     rows.append((member.label, *size, member.offset, member.num_bytes, number))
                 except BadImageError as error:
                     bad.append(Unusable(f"{folder.name}/{path.name}/{member.name}", str(error)))
-        return np.array(rows, dtype=np.int64).reshape(-1, 7), bad
+        return np.array(rows, dtype=np.int64).reshape(-1, 8), bad
 
     parts: list[IntArray] = []
     bad: list[Unusable] = []
@@ -495,9 +501,10 @@ def _measure_shards(
             parts.append(rows)
             bad += unusable
             progress(len(parts), len(shards))
-    names = ("labels", "heights", "widths", "orientations", "offsets", "num_bytes", "shards")
+    names = ("labels", *SIZES, "offsets", "num_bytes", "shards")
     arrays = dict(zip(names, np.concatenate(parts).T.copy(), strict=True))
-    return {**arrays, "orientations": arrays["orientations"].astype(np.uint8)}, bad
+    small = {name: arrays[name].astype(np.uint8) for name in ("orientations", "by_pillow")}
+    return {**arrays, **small}, bad
 
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:

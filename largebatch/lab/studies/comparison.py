@@ -237,7 +237,7 @@ class Measure(NamedTuple):
     """True if the highest value is best."""
 
     of_time: bool = False
-    """True if it needs a quiet machine."""
+    """True if it needs a quiet machine, as times do, and resident memory, which others push out."""
 
 
 def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
@@ -255,7 +255,9 @@ TRAINING = Measure(
 CPU = Measure(
     "Processor time", "s", ",.1f", "the least processor time", used("cpu_seconds"), of_time=True
 )
-MEMORY = Measure("Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6))
+MEMORY = Measure(
+    "Peak memory", "MB", ",.0f", "the least memory", used("peak_memory_bytes", 1e-6), of_time=True
+)
 MEASURES = TOP1, TRAINING, CPU, MEMORY
 READ = used("read_bytes", 1e-6)
 
@@ -267,8 +269,8 @@ CORRELATED: correlations.Results = {
 }
 """Results whose correlations with settings are shown."""
 
-TIMED = {TRAINING.title, CPU.title, "Images/s", "Cores used"}
-"""Those of them that need a quiet machine."""
+TIMED = {TRAINING.title, CPU.title, MEMORY.title, "Images/s", "Cores used"}
+"""Results that need a quiet machine."""
 
 
 class Transfer(NamedTuple):
@@ -314,7 +316,7 @@ def gap_between(
 ) -> Interval | None:
     """Return how far values are from the best ones, by pairs of seeds.
 
-    A difference of accuracies, a ratio of costs; one of so many `together`. None if seeds are
+    A difference of accuracies, a ratio of costs; one of `together` intervals. None if seeds are
     missing, and for a cost of 0, which has no ratio.
     """
     if not best or values.keys() != best.keys():
@@ -482,7 +484,10 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
     for recipe, some in recipes.items():
-        title, value, parts = "Training time, s", _mean(TRAINING.of), list[Part]()
+        title, parts = "Training time, s", list[Part]()
+        value: Callable[[CellResults], Interval | None] = partial(
+            CellResults.mean, value=TRAINING.of
+        )
         if not is_of_settings:
             rankings = [rank(some), *(rank(some, target=target) for target in targets)]
             if any(cell.scaled for cell in some):
@@ -492,7 +497,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
             found += [each.finding for each in rankings]
             highest = max(rankings, key=lambda each: each.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
-            value = partial(_spent, target=highest.target or math.inf, name="step")
+            value = partial(_costs, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
         points = [
             (looks[cell.cell.variant], spent, cell.top1.scaled(100))
@@ -545,10 +550,16 @@ def _mean(
     return lambda cell: getattr(cell.mean(value), part, None)
 
 
-def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
-    """Return the mean steps or seconds of the seeds that reached a target; None without one."""
+def _costs(cell: CellResults, *, target: float, name: str) -> Interval | None:
+    """Return the steps or seconds of the seeds that reached a target; None without one."""
     known = [getattr(one, name) for one in costs(cell, target)]
-    return fmean(known) if known else None
+    return interval(known) if known else None
+
+
+def _spent(cell: CellResults, *, target: float, name: str) -> float | None:
+    """Return the mean of `_costs`."""
+    known = _costs(cell, target=target, name=name)
+    return known and known.mean
 
 
 def _table_of_policies(
@@ -582,13 +593,15 @@ def _table_of_policies(
 
 def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
     def value(cell: CellResults) -> float | None:
-        return cell.robustness and 100 * cell.robustness.by_scale[scale].mean
+        found = cell.robustness
+        return None if found is None else 100 * found.by_scale[scale].mean
 
     return value
 
 
 def _over_scales(cell: CellResults) -> float | None:
-    return cell.robustness and 100 * fmean(cell.robustness.areas.values())
+    found = cell.robustness
+    return None if found is None else 100 * fmean(found.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import LOST, BackendName
 from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
+from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
@@ -42,7 +43,16 @@ from largebatch.lab.studies.namespaces import (
 )
 from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, OnHosts, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    PROBED,
+    Cell,
+    OnHosts,
+    Slot,
+    Study,
+    Values,
+    naming,
+    recipe_of,
+)
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Protocol
@@ -124,7 +134,7 @@ class StartRecord(Record):
     sent: tuple[float, ...]
     """Bytes of payload in an update by host, from the counters of its network interface."""
 
-    rates: tuple[tuple[str, ...], ...]
+    rates: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...]
     """Learning rate of every update on every worker that updates weights, in hexadecimal."""
 
 
@@ -216,6 +226,17 @@ class HostsCell(Cell):
             files = [folder / f"worker-{rank}.json" for rank in range(len(self.hosts))]
             workers = [json.loads(path.read_bytes()) for path in files]
         return {"seed": slot.seed, **combined(workers, self.hosts, updates=self.on_hosts.updates)}
+
+    @property
+    def probe(self) -> "HostsCell":
+        """The cell with few updates."""
+        few = {"warm_up": 1, "updates": PROBED - 1}
+        return replace(self, on_hosts=self.on_hosts.model_copy(update=few))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a start: its probe's, and those of all further updates."""
+        further = self.on_hosts.warm_up + self.on_hosts.updates - PROBED
+        return float(probed["ended"] - probed["begun"] + further * fmean(probed["seconds"]))
 
 
 def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> Json:
@@ -452,11 +473,25 @@ class HostsRow:
         return found and found.scaled(100 / self.cell.workers)
 
 
-def starts_of(cell: Cell, records: Records) -> dict[int, Start]:
+def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
     """Return the starts of a cell by seed; raise StudyError for a damaged record."""
     starts = {}
+    hosts = len(cell.workers_per_host)
+    protocol = cell.recipe.protocol
+    servers = 1 if protocol is None else protocol.num_servers
     for name, content in records.get(cell.name, {}).items():
-        record = read_as(StartRecord, content, source=f"{cell.name}/{name}.json")
+        source = f"{cell.name}/{name}.json"
+        record = read_as(StartRecord, content, source=source)
+        for key, values, expected in (
+            ("received", record.received, hosts),
+            ("sent", record.sent, hosts),
+            ("shares", record.shares, servers),
+        ):
+            if len(values) != expected:
+                raise StudyError(
+                    f"{source}: {key}: has {plural(len(values), 'value')}, expected {expected}; "
+                    "remove the file"
+                )
         starts[record.seed] = Start(
             seconds=record.seconds, late=record.late, shares=record.shares, record=record
         )

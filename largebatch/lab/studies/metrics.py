@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -214,28 +214,34 @@ def _between(values: Sequence[float]) -> list[float]:
     return [(one + other) / 2 for one, other in pairwise(values)]
 
 
+def ends_of(means: Iterable[Interval]) -> tuple[list[float], list[float]]:
+    """Return the low and the high ends of intervals, as a chart draws them: NaN if not known."""
+    ends = [mean[1:3] if mean.reach is not None else (math.nan, math.nan) for mean in means]
+    return [low for low, _ in ends], [high for _, high in ends]
+
+
 def interval_line(
     look: Series, x: Sequence[Any], means: Sequence[Interval], *, line: bool = True
 ) -> Line:
     """Return a line with points at the means, each with its interval if it is known."""
-    ends = [mean[1:3] if mean.reach is not None else (math.nan, math.nan) for mean in means]
-    return Line(
-        series=look,
-        x=x,
-        y=[mean.mean for mean in means],
-        low=[low for low, _ in ends],
-        high=[high for _, high in ends],
-        line=line,
-    )
+    low, high = ends_of(means)
+    return Line(series=look, x=x, y=[mean.mean for mean in means], low=low, high=high, line=line)
+
+
+def point_with_intervals(look: Series, cost: Interval, top1: Interval) -> Line:
+    """Return a point of an accuracy over a cost, with the intervals of both.
+
+    An axis of logarithms cannot show an end at 0 or below, which is drawn at a tenth of the cost.
+    """
+    left, right = ends_of([cost])
+    line = interval_line(look, [cost.mean], [top1], line=False)
+    shown = [cost.mean / 10 if end <= 0 else end for end in left]
+    return replace(line, left=shown, right=right)
 
 
 def trade_off(
-    name: str, cost: str, points: Iterable[tuple[Series, float, Interval]], title: str = ""
+    name: str, cost: str, points: Iterable[tuple[Series, Interval, Interval]], title: str = ""
 ) -> Chart:
-    """Return a chart of top-1 accuracies in percent over a cost, for known costs."""
-    lines = [
-        interval_line(look, [value], [top1], line=False)
-        for look, value, top1 in points
-        if math.isfinite(value)
-    ]
+    """Return a chart of top-1 accuracies in percent over costs, with the intervals of both."""
+    lines = [point_with_intervals(look, spent, top1) for look, spent, top1 in points]
     return line_chart(name, Panel(lines=lines, x=cost, y="Top-1, %", log="x"), title=title)

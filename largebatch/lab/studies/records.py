@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -69,17 +68,18 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
+_ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}  # building one takes as long as 100 records
+
+
 def read_as(kind: type[R], record: Mapping[str, Any], *, source: str) -> R:
     """Return a record with its types; raise StudyError if a field is missing or of another type."""
     try:
-        return _adapter(kind).validate_json(json.dumps(record), strict=True)
+        if kind not in _ADAPTERS:
+            _ADAPTERS[kind] = TypeAdapter(kind)
+        found: R = _ADAPTERS[kind].validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
-
-
-@cache
-def _adapter(kind: type[R]) -> TypeAdapter[R]:
-    return TypeAdapter(kind)
+    return found
 
 
 def watched(make: Callable[[], Json]) -> Json:

@@ -7,9 +7,11 @@ way, which save a checkpoint or leave no record.
 """
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +23,11 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import NamedTuple
+
+from pydantic_core import to_jsonable_python
 
 from largebatch.distributed.environment import available_cores, leave_with, worker_rank
 from largebatch.errors import (
@@ -36,6 +41,7 @@ from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.records import Json, watched
 from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
+from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.runs.options import Options
@@ -304,6 +310,64 @@ def device_shares(jobs: int) -> list[dict[str, str]]:
     return shares
 
 
+def _require_what_runs_need(given: Study, runs: Runs, *, jobs: int) -> None:
+    """Raise LargebatchError if the runs that are left, or the page, cannot be made here."""
+    require_psutil()
+    require_scipy("scipy.stats")
+    if given.search is not None:
+        require_optuna()
+    runs.store.require_writable()
+    runs.machine.require_data(runs.cells, left=[cell for cell, _ in runs.left])
+    if given.kind in {"servers", "scaling"}:
+        require_hosts()
+        if jobs > 1:
+            raise BackendError("--jobs: starts on hosts are measured one after the other")
+
+
+def expected_seconds(runs: Runs, *, jobs: int) -> float:
+    """Return how long the runs that are left take, `jobs` at a time.
+
+    A cell with records takes the mean of their times. Of the others two updates are measured, in
+    runs that leave nothing behind, once for all cells whose runs begin alike; these raise what the
+    runs of the study would.
+    """
+    left: dict[str, list[Slot]] = {}
+    for cell, slot in runs.left:
+        left.setdefault(cell.name, []).append(slot)
+    probed: dict[str, Json] = {}
+    seconds = 0.0
+    for cell in runs.cells:
+        if cell.name not in left:
+            continue
+        times = [record["ended"] - record["begun"] for record in runs.records(cell).values()]
+        if times:
+            each = fmean(times)
+        else:
+            probe = cell.probe
+            key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
+            if key not in probed:
+                probed[key] = _measured(probe, runs.machine)
+            each = cell.seconds_of(probed[key])
+        seconds += each * len(left[cell.name])
+    return seconds / jobs
+
+
+def _measured(cell: Cell, machine: Machine) -> Json:
+    """Return the record of a run of a cell, made in a folder that is removed."""
+    pool = _Pool(1, in_processes=cell.own_process)
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as name, pool.stopping():
+        folder = Path(name, "probe")
+        pool.start(Task(cell, cell.slots[0], {}, machine.of(cell, folder)))
+        while not (ended := pool.finished(POLL_SECONDS)):
+            continue
+    if pool.error is not None:
+        raise pool.error
+    ((_, record),) = ended
+    if record is None:
+        raise InterruptedStudyError
+    return record
+
+
 def study(  # noqa: PLR0913 -- the options of the command
     file: Path,
     *,
@@ -317,7 +381,8 @@ def study(  # noqa: PLR0913 -- the options of the command
     """Carry out a study, or resume it, then report its table and draw its page.
 
     A finished study is only drawn. `page` starts nothing and draws what is recorded, and what is
-    simulated. `report` gets every line. Returns False after a request to stop.
+    simulated. `dry_run` lists the runs that are left and how long they take, and raises what the
+    runs would. `report` gets every line. Returns False after a request to stop.
     """
     if worker_rank() is not None:
         raise BackendError(
@@ -328,24 +393,29 @@ def study(  # noqa: PLR0913 -- the options of the command
     kind = kind_of(given)
     store = Store(out or Path("runs") / given.name)
     runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)
-    left = [cell for cell, _ in runs.left]
+    store.require_same(runs.cells)  # records of other settings are refused
+    left = runs.left
+    if left and not page:
+        _require_what_runs_need(given, runs, jobs=jobs)
     if dry_run:
-        for cell, slot in runs.left:
+        for cell, slot in left:
             report(f"{cell.name} {slot.name}")
-        report(f"{len(left)} of {runs.number} runs are left")
+        time_left = ""
+        if left:
+            try:
+                seconds = expected_seconds(runs, jobs=jobs)
+            except (InterruptedStudyError, KeyboardInterrupt):
+                return False
+            time_left = f": about {timedelta(seconds=round(seconds))}"
+        report(f"{len(left)} of {runs.number} runs are left{time_left}")
         return True
     if left and not page:
-        machine.require_data(runs.cells, left=left)
-        if given.kind in {"servers", "scaling"}:
-            require_hosts()
-            if jobs > 1:
-                raise BackendError("--jobs: starts on hosts are measured one after the other")
         if not carry_out(runs, jobs=jobs, report=report):
             done = runs.number - len(runs.left)
             report(f"{done} of {runs.number} runs are done; to resume: the same command")
             return False
     elif store.folder.exists():
-        store.define(runs.cells)  # records of other settings are refused
+        store.define(runs.cells)
     records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
     if not records and not given.simulates:
         raise StudyError(f"{store.folder}: no run of the study has finished")
@@ -355,4 +425,5 @@ def study(  # noqa: PLR0913 -- the options of the command
         note = f"Not finished: {shorten(unfinished)}."
         drawn = replace(drawn, findings=[*drawn.findings, note], is_sound=False)
     report(f"{drawn.text()}\npage: {drawn.write(store.folder / 'study.html')}")
+    report(f"tables and charts for a paper: {drawn.write_for_paper(store.folder / 'paper')}")
     return True

@@ -88,8 +88,9 @@ _TABLE = (
 )
 _SIMULATED = (
     "Simulated from the bytes of the formulas, times of gradients, and what an update of one worker"
-    " alone takes besides its gradient; messages share links at fair rates. Servers update in no "
-    "time. Links and mini-batches differ at the largest number of workers that is started."
+    " alone takes besides its gradient, if undisturbed starts show it. Messages share links at fair"
+    " rates. Servers update in no time. Links and mini-batches differ at the largest number of "
+    "workers that is started."
 )
 
 
@@ -212,7 +213,7 @@ def simulations(
 
     A ring's workers wait for the slowest gradient, and then for the bytes of a ring on each link.
     An update also takes what that of one worker alone takes besides its gradient, if `measured`
-    has it.
+    has it without doubts.
     """
     assert study.servers is not None
     found: dict[Sweep, list[HostsRow]] = {sweep: [] for sweep in get_args(Sweep)}
@@ -247,10 +248,14 @@ def simulations(
 
 
 def _overhead(measured: Sequence[HostsRow], recipe: str) -> float:
-    """Return what an update of one worker alone takes besides its gradient; 0 if not measured."""
+    """Return what an update of one worker alone takes besides its gradient.
+
+    It is 0 if that was not measured, or has doubts: a simulation has none and must not get any.
+    """
     for row in measured:
         compute = row.cell.on_hosts.compute
-        if row.cell.configuration == recipe and row.cell.look == ALONE and compute is not None:
+        is_alone = row.cell.configuration == recipe and row.cell.look == ALONE
+        if is_alone and compute is not None and not doubts_about_rows([row], measured):
             gradient = compute.overhead + compute.sample * row.cell.samples
             return max(0.0, row.seconds.mean - gradient * expectation(compute.factor))
     return 0.0

@@ -8,16 +8,16 @@ trains any number of learners.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
@@ -29,10 +29,26 @@ from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import Interval, difference, interval, interval_line, ratio
+from largebatch.lab.studies.metrics import (
+    Interval,
+    difference,
+    interval,
+    interval_line,
+    point_with_intervals,
+    ratio,
+)
 from largebatch.lab.studies.records import Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
-from largebatch.lab.studies.study import Cell, Grid, Slot, Study, Values, naming, recipe_of
+from largebatch.lab.studies.study import (
+    Cell,
+    Grid,
+    Slot,
+    Study,
+    Values,
+    naming,
+    of_few_updates,
+    recipe_of,
+)
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -126,6 +142,20 @@ class StalenessCell(Cell):
         del values
         return train(self, seed=slot.seed, options=options)
 
+    @property
+    def probe(self) -> "StalenessCell":
+        """The cell with few updates."""
+        return replace(self, recipe=of_few_updates(self.recipe))
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a run: the start, the updates and the evaluations of its stages."""
+        plan = make_plan(self.recipe.model_copy(update={"protocol": None}), workers=1)
+        measured = probed["train_seconds"] + probed["evaluation_seconds"]
+        start = max(0.0, probed["ended"] - probed["begun"] - measured)
+        update = probed["train_seconds"] / max(1, probed["updates"])
+        stages = 1 + (plan.clean_steps > 0) + (self.recipe.polish is not None)
+        return float(start + plan.steps * update + stages * probed["evaluation_seconds"])
+
 
 def cells_of(study: Study, folder: Path) -> list[StalenessCell]:
     """Return the cells of a study whose file is in `folder`, each checked and each once.
@@ -190,9 +220,14 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         learners = _Learners(cell, seed, session, must_stop)
         stages: list[Json] = []
         diverged = None
+        train_seconds = 0.0
+        evaluation_seconds = 0.0
 
         def evaluate(stage: str) -> None:
+            nonlocal evaluation_seconds
+            begun = time.monotonic()
             found = evaluator.validation()
+            evaluation_seconds += time.monotonic() - begun
             if not math.isfinite(found.loss):
                 raise DivergedError(f"after {stage} the validation loss is not finite")
             stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
@@ -203,7 +238,9 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                 ("clean", range(plan.train_steps, plan.steps)),
             ):
                 if steps:
+                    begun = time.monotonic()
                     learners.train(steps, clean=stage == "clean")
+                    train_seconds += time.monotonic() - begun
                     evaluate(stage)
             section = session.polish.statistics
             if section is not None:
@@ -223,6 +260,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
+        "train_seconds": train_seconds,
+        "evaluation_seconds": evaluation_seconds,
     }
 
 
@@ -293,6 +332,12 @@ class _Learners:
         return self.gradients.of(mini_batch)
 
 
+def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
+    if not any(counts):
+        raise ValueError("expected one gradient or more")
+    return counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Record):
     """Record of one run."""
@@ -300,7 +345,9 @@ class Result(Record):
     top1: Share
     updates: Annotated[int, Field(ge=0)]
     simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    tau: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    tau: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_require_any)
+    ]
     """Number of gradients by how many updates late they were, from 0 on."""
 
 
@@ -322,9 +369,14 @@ class StalenessRow:
         return interval(self.by_seed.values())
 
     @property
+    def spent(self) -> Interval:
+        """Simulated seconds of a run, over the seeds."""
+        return interval(one.simulated_seconds for one in self.records)
+
+    @property
     def seconds(self) -> float:
-        """Simulated seconds of a run, the mean over the seeds."""
-        return fmean(one.simulated_seconds for one in self.records)
+        """Mean of `spent`."""
+        return self.spent.mean
 
     @property
     def counts(self) -> list[int]:
@@ -617,10 +669,7 @@ def trade_off_chart(
     name: str, panel: str, rows: Sequence[StalenessRow], looks: Mapping[str, Series]
 ) -> Chart:
     """Return top-1 over simulated time, with lines that join cells of equal mu x lambda."""
-    lines = [
-        interval_line(looks[row.cell.protocol], [row.seconds], [row.top1], line=False)
-        for row in rows
-    ]
+    lines = [point_with_intervals(looks[row.cell.protocol], row.spent, row.top1) for row in rows]
     for (protocol, _), inside in diagonals(rows).items():
         points = sorted((row.seconds, row.top1.mean) for row in inside)
         seconds, means = zip(*points, strict=True)

@@ -11,6 +11,7 @@ lock, which the system releases when its owner ends, so nobody takes over a run 
 import fcntl
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -58,6 +59,17 @@ class Store:
     def path(self, cell: Cell, slot: Slot) -> Path:
         """Return the file of a record."""
         return self.folder / cell.name / f"{slot.name}.json"
+
+    def require_writable(self) -> None:
+        """Raise StudyError unless this user can write in the folder, or make it."""
+        there = next(
+            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
+        )
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise StudyError(
+                f"{self.folder}: cannot be written: {there} is not a folder that this user can "
+                "write to; choose another --out"
+            )
 
     def define(self, cells: Sequence[Cell]) -> None:
         """Write the definitions of cells.

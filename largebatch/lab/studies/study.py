@@ -67,6 +67,7 @@ VARIABLES = (
     "HOROVOD_NUM_NCCL_STREAMS",
     "KMP_AFFINITY",
     "KMP_BLOCKTIME",
+    "LARGEBATCH_KERNELS",
     "MALLOC_ARENA_MAX",
     "MKL_CBWR",
     "MKL_DYNAMIC",
@@ -574,6 +575,18 @@ class Cell:
         """Make one run in the folder `options.out` and return its results, as JSON."""
         raise NotImplementedError
 
+    @property
+    def probe(self) -> "Cell":
+        """The same cell with PROBED updates and one evaluation, to measure how long runs take.
+
+        Equal probes are measured once.
+        """
+        raise NotImplementedError
+
+    def seconds_of(self, probed: dict[str, Any]) -> float:
+        """Return the seconds of one of its runs, from the record of a run of its probe."""
+        raise NotImplementedError
+
 
 def load_study(name: str | Path) -> Study:
     """Read and validate a study file, or the installed study of this name.
@@ -581,7 +594,7 @@ def load_study(name: str | Path) -> Study:
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path, name = Path(name), str(name)
-    if path.name == name and not path.suffix and not path.is_file():
+    if not path.exists():
         presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
         known = {Path(each.name).stem: each for each in presets}
         if name not in known:
@@ -609,6 +622,24 @@ def recipe_of(entry: StudyRecipe, folder: Path, changes: Mapping[str, Any] | Non
         if value is not None:
             raise RecipeError(f"{entry.recipe}: a study sets {key} itself; remove it")
     return recipe
+
+
+PROBED = 3
+"""Updates of a probe: one that warms up, and two that are measured."""
+
+
+def of_few_updates(recipe: Recipe) -> Recipe:
+    """Return the recipe with PROBED updates at a constant rate and one evaluation, untracked."""
+    tree = recipe.model_dump(mode="json")
+    tree["duration"] = {"steps": PROBED}
+    constant = {"warmup": None, "start_lr": 0.0, "decay": {"kind": "constant"}}
+    tree["schedule"] = {**tree["schedule"], **constant}
+    tree["batch"]["schedule"] = []
+    tree["data"]["resolution"] = []
+    tree["polish"] = None
+    tree["evaluation"] = {}
+    tree["tracking"] = []
+    return validate_tree(Recipe, tree, source=recipe.name)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from largebatch.lab.studies.study import (
     Study,
     Values,
     naming,
+    of_few_updates,
     recipe_of,
 )
 from largebatch.optional import require_optuna
@@ -260,6 +261,23 @@ class TrainedCell(Cell):
             recipe = recipe.model_copy(update={"tracking": filed})
         return {**train(recipe, options), "values": dict(values), "scale": slot.scale}
 
+    @property
+    def probe(self) -> "TrainedCell":
+        """The cell with few updates; all policies of a recipe have the same one."""
+        recipe = of_few_updates(self.recipe)
+        return replace(self, variant="probe", recipe=recipe, search=None, scaled_seeds=0)
+
+    def seconds_of(self, probed: Json) -> float:
+        """Return the seconds of a run: the start, the updates and the evaluations."""
+        plan = make_plan(self.recipe, workers=self.setting.workers)
+        usage = probed["usage"]
+        measured = probed["evaluations"][-1]["seconds"] if probed["evaluations"] else math.nan
+        evaluation = max(0.0, measured - usage["train_seconds"])
+        start = max(0.0, probed["ended"] - probed["begun"] - measured)
+        evaluations = len({*plan.evaluate_after, plan.steps})
+        seconds = start + plan.updates * usage["update_seconds"] + evaluations * evaluation
+        return float(seconds)
+
 
 def value_at(tree: Any, key: str) -> Any:  # noqa: ANN401 -- any JSON
     """Return the value at a dotted key of a recipe as JSON; a number is a place of a list.
@@ -427,13 +445,17 @@ def train(recipe: Recipe, options: Options) -> Json:
 def usage_of(read: Run) -> dict[str, float]:
     """Return the resources that a run used, from its log.
 
-    Seconds are those of the updates. The rest needs monitor: system, and is measured from the
-    set-up of a worker to the last update, with evaluations: `cpu_seconds`, core-seconds of all
-    workers; `cores`, the mean number of busy ones; `peak_memory_bytes`, resident, summed over the
-    workers; `read_bytes`, those read from disks (NaN in logs without them); `gpu_percent`, the mean
-    over the workers; `gpu_memory_bytes`, the peak of any worker.
+    `train_seconds` are those of the updates, `update_seconds` the median of all but the first. The
+    rest needs monitor: system, and is measured from the set-up of a worker to the last update, with
+    evaluations: `cpu_seconds`, core-seconds of all workers; `cores`, the mean number of busy ones;
+    `peak_memory_bytes`, resident, summed over the workers; `read_bytes`, those read from disks (NaN
+    in logs without them); `gpu_percent`, the mean over the workers; `gpu_memory_bytes`, the peak of
+    any worker.
     """
-    used = {"train_seconds": math.fsum(step.step_seconds for step in read.steps)}
+    steps = [step.step_seconds for step in read.steps]
+    used = {"train_seconds": math.fsum(steps)}
+    if steps:
+        used["update_seconds"] = float(np.median(steps[1:] or steps))
     if not read.system or not all(one.seconds for one in read.system):
         return used
 

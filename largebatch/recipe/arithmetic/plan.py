@@ -85,6 +85,10 @@ class Plan:
     """Samples in an update at the start of the run; batch_changes has the later ones."""
 
     device_batch: int
+    evaluation_batch: int | None = None
+    """Samples of a batch that is only evaluated, if fewer than device_batch fit beside the memory
+    that a graph of the training passes keeps; also for BatchNorm's statistics, in whole spans."""
+
     accumulation: int
     """Device batches that each worker processes for one update of global_batch."""
 
@@ -136,8 +140,13 @@ class Plan:
 
     @property
     def statistics_batch(self) -> int:
-        """Samples in a batch that measures BatchNorm: whole spans that hold device_batch."""
+        """Samples in a batch that measures BatchNorm: whole spans that hold device_batch.
+
+        If evaluations are smaller, whole spans that are as small, or one span.
+        """
         span = self.bn_span or 1
+        if self.evaluation_batch is not None:
+            return max(span, self.evaluation_batch // span * span)
         return math.ceil(self.device_batch / span) * span
 
     @property

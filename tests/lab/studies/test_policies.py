@@ -1,5 +1,6 @@
 """Rankings of policies, and transfer and resources of settings, against SciPy, NumPy, by hand."""
 
+import csv
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
 from scipy import stats
-from short_studies import SERVERS, Policy, a_record, measured, undisturbed, write_study
+from short_studies import SERVERS, Json, Policy, a_record, measured, undisturbed, write_study
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
+from largebatch.lab.studies import runner
 from largebatch.lab.studies.comparison import (
     Ranking,
     best_setting,
@@ -21,10 +25,11 @@ from largebatch.lab.studies.comparison import (
     rank,
     transfer_matrix,
 )
+from largebatch.lab.studies.hosts import HostsCell
 from largebatch.lab.studies.study import RATE, Slot
 from largebatch.lab.studies.trained import CellResults, Result, TrainedCell, read_result
 from largebatch.recipe.loading import parse_recipe
-from largebatch.report.pages import Code, Table
+from largebatch.report.pages import Chart, Code, Table
 
 QUICK = Policy(
     reached=[4, 5, 6],
@@ -188,6 +193,46 @@ def test_the_page_has_the_numbers_of_every_policy(cells: Cells) -> None:
     assert len(page.findings) == 3
     assert len(page.sections[1].parts) == 1 + 1 + 1
     assert "<svg" in page.html()
+
+
+def test_a_table_and_charts_are_written_for_a_paper(cells: Cells, tmp_path: Path) -> None:
+    page = draw("tiny", cells, targets=[0.9])
+    page.write_for_paper(tmp_path)
+    text = (tmp_path / "variants.csv").read_bytes()
+    assert text.startswith("\ufeff".encode())
+    rows = list(csv.DictReader(text.decode("utf-8-sig").splitlines()))
+    assert [row["Policy"] for row in rows] == ["slow", "quick", "never"]
+    assert float(rows[1]["Top-1, %"]) == pytest.approx(100 * 2.765 / 3)
+    latex = (tmp_path / "variants.tex").read_text()
+    head, first = re.findall(r"(.*) \\\\", latex)[:2]
+    assert head.startswith(r"Policy & Recipe & Top-1, \% & $\pm$ &")
+    assert first.startswith("slow & digits & 95.67 & ")
+    assert latex.count("&") == (len(rows) + 1) * head.count("&")
+    assert (tmp_path / "cost-digits.pdf").read_bytes().startswith(b"%PDF")
+    chart = (tmp_path / "scales-digits.svg").read_text()
+    page.write_for_paper(tmp_path)
+    assert (tmp_path / "scales-digits.svg").read_text() == chart
+
+
+def test_both_axes_have_the_intervals_of_seeds() -> None:
+    """20 s times 1.01, 1.02 and 1.03: deviation 0.2; t(0.975, 2) = 4.302653."""
+    (chart, *_) = draw("by-hand", settings_by_hand()).sections[1].parts
+    assert isinstance(chart, Chart)
+    figure = Figure()
+    chart.draw(figure)
+    spans = {
+        tuple(map(tuple, segment))
+        for collection in figure.axes[0].collections
+        if isinstance(collection, LineCollection)
+        for segment in collection.get_segments()
+    }
+    reach = 4.302653 * 0.2 / math.sqrt(3)
+    assert any(
+        one == pytest.approx((20.4 - reach, 90.2), abs=1e-4)
+        and other == pytest.approx((20.4 + reach, 90.2), abs=1e-4)
+        for one, other in spans
+    )
+    assert len(spans) == 4
 
 
 RECIPES, SETTINGS = ("mnist", "cifar", "svhn"), ("small", "own", "large", "wide")
@@ -405,8 +450,18 @@ def test_the_command_draws_a_finished_study_and_recommends(
 
 
 def test_the_command_lists_the_runs_that_are_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A start of the probe takes 3 s, of which updates take 0.5 s; 1 + 4 updates are 2 more."""
+
+    def start(cell: HostsCell, *_: object) -> Json:
+        probe = cell.on_hosts
+        assert (probe.warm_up, probe.updates) == (1, 2)
+        return {"seconds": [0.5, 0.5]}
+
+    monkeypatch.setattr(HostsCell, "carry_out", start)
+    monkeypatch.setattr(runner, "watched", lambda make: {**make(), "begun": 1.0, "ended": 4.0})
+    monkeypatch.setattr(runner, "require_hosts", lambda: None)
     words = [
         "lab",
         "study",
@@ -417,7 +472,7 @@ def test_the_command_lists_the_runs_that_are_left(
     assert main([*words, "--dry-run"]) == DONE
     *lines, total = capsys.readouterr().out.splitlines()
     assert "lenet5/central-2 seed-1" in lines
-    assert total.startswith(f"{len(lines)} of ")
+    assert total == "8 of 8 runs are left: about 0:00:32"
     assert main([*words, "--page"]) == USER
     assert "no run of the study has finished" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["study.yaml"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,11 @@ import pytest
 from programs import with_default_signals
 from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, opened, write_study
 
-from largebatch.errors import DivergedError, LargebatchError, StudyError
+from largebatch.errors import DataError, DivergedError, LargebatchError, StudyError
 from largebatch.lab.studies import trained
 from largebatch.lab.studies.metrics import measurements
 from largebatch.lab.studies.runner import Runs, carry_out, study
-from largebatch.lab.studies.study import Machine
+from largebatch.lab.studies.study import PROBED, Machine
 from largebatch.lab.studies.trained import (
     CellResults,
     TrainedCell,
@@ -48,7 +49,7 @@ Json = dict[str, Any]
 
 
 def accuracy(policy: str, rate: float) -> float:
-    return math.exp(-(math.log(rate / BEST[policy]) ** 2) / 20)
+    return math.exp(-(math.log(rate / BEST.get(policy, 0.5)) ** 2) / 20)
 
 
 class World:
@@ -237,6 +238,11 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
 
     assert command(dry_run=True)
     assert not (tmp_path / "out").exists()
+    # Both policies begin alike. 12 updates of 0.5 s; the evaluation took what is left of 9 s.
+    assert len(world.made) == 1
+    assert world.made[0][2].duration.steps == PROBED
+    assert lines[-1] == "10 of 10 runs are left: about 0:01:30"
+    world.made.clear()
     with pytest.raises(StudyError):
         command(page=True)
     world.interrupted_at = 3
@@ -247,7 +253,54 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     world.made.clear()
     assert command()
     assert len(world.made) == 7
-    assert "fall" in lines[-1]
+    assert "fall" in lines[-2]
+    drawn = {path.name for path in (tmp_path / "out" / "paper").iterdir()}
+    assert drawn == {"variants.csv", "variants.tex"}  # without a target there is no chart
+    record = tmp_path / "out" / "digits" / "fall" / "seed-1.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "begun": 0, "ended": 100}))
+    (record.parent / "seed-2.json").unlink()
+    world.made.clear()
+    assert command(dry_run=True)
+    records = [json.loads(path.read_text()) for path in record.parent.glob("se*-*.json")]
+    mean = sum(one["ended"] - one["begun"] for one in records) / 4
+    assert lines[-1] == f"1 of 10 runs are left: about {timedelta(seconds=round(mean))}"
+    assert not world.made
+    damages: list[Json] = [{"top1": "0.5"}, {"top1": None}, {"evaluations": [1]}, {"begun": []}]
+    for spoiled in damages:
+        record.write_text(json.dumps({**content, **spoiled}))
+        with pytest.raises(StudyError, match=next(iter(spoiled))):
+            command(page=True)
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, world: World) -> None:
+    path, out = write_study(tmp_path), tmp_path / "out"
+
+    def refused(**options: Any) -> None:  # noqa: ANN401 -- options
+        for dry_run in (True, False):
+            given = {"out": out, "machine": Machine(), "report": print, **options}
+            with pytest.raises(LargebatchError):
+                study(path, dry_run=dry_run, **given)
+
+    refused(machine=Machine(data={"": tmp_path}))
+    blocked = tmp_path / "file"
+    blocked.touch()
+    refused(out=blocked)
+    refused(out=blocked / "below")
+    opened(tmp_path).store.define(cells_in(tmp_path, search={**SEARCH, "trials": 4}))
+    write_study(tmp_path)
+    refused()
+    images = {"recipe": "cifar10_resnet8_128", "set": {"execution.cache": None}}
+    write_study(tmp_path, recipes={"images": images})
+    refused(out=tmp_path / "other")
+    assert not world.made
+    world.record = fail
+    write_study(tmp_path)
+    refused(out=tmp_path / "third")
+
+
+def fail(*_: object) -> Json:
+    raise DataError("such as a data set that cannot be read")
 
 
 @pytest.mark.long

@@ -72,6 +72,10 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
     bare, own = (seconds(simulated(tmp_path, rows)) for rows in ([], measured))
     for name in ("alone-1", "beside-2", "central-4", "ring-2"):
         assert own[f"lenet5/{name}"] == pytest.approx(bare[f"lenet5/{name}"] + 0.5, rel=0.02), name
+    counted = {"shares": [MODEL], "received": [0.0], "sent": [0.0], "rates": [["0x1p-4"]]}
+    one = {**undisturbed(1), "seconds": [GRADIENT + 0.5], "late": 0.0, **counted}
+    doubtful = rows_of([alone], {alone.name: starts_of(alone, {alone.name: {"seed-1": one}})})
+    assert seconds(simulated(tmp_path, doubtful)) == bare  # one start is too few
 
 
 def test_the_page_has_simulations_without_starts(tmp_path: Path) -> None:
@@ -297,8 +301,8 @@ def scaled(folder: Path) -> dict[str, Any]:
                 "late": 0.0,
                 "seconds": [SCALED[cell.name] * (1 + seed / 100)],
                 "shares": [MODEL],
-                "received": [],
-                "sent": [],
+                "received": [0.0] * len(cell.workers_per_host),
+                "sent": [0.0] * len(cell.workers_per_host),
                 "rates": [],
             }
             for seed in (1, 2, 3)

@@ -10,13 +10,24 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from short_studies import VARIED, cells_in
+from short_studies import (
+    SCALING,
+    SERVERS,
+    STALENESS,
+    VARIED,
+    Json,
+    cells_in,
+    undisturbed,
+)
 
 from largebatch.errors import StudyError
+from largebatch.lab.studies import records, runner
+from largebatch.lab.studies.hosts import HostsCell
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import RATE, Cell
+from largebatch.lab.studies.study import RATE, Cell, load_study
 from largebatch.lab.studies.trained import TrainedCell
 
 CLAIMS = """
@@ -179,3 +190,77 @@ def test_a_full_disk_is_one_line_and_leaves_the_run_to_others(
     assert store.claim(cell, slot)
     store.write(cell, slot, {})
     assert store.read(cell, slot) is not None
+
+
+def test_other_programs_are_what_is_busy_beside_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In 4 s core 0 is busy for 3 s and core 2 for 2 s, 1 s of which is this process: 1 core."""
+    busy = iter([(10.0, 50.0, 20.0), (13.0, 54.0, 22.0)])
+    clock = iter([100.0, 104.0])
+    own = iter([(1.0, 2.0, 3.0, 4.0, 0.0), (1.25, 2.25, 3.25, 4.25, 0.0)])
+
+    def cpu_times(*, percpu: bool) -> list[SimpleNamespace]:
+        assert percpu
+        return [SimpleNamespace(user=one, nice=0.0, system=0.0, steal=0.0) for one in next(busy)]
+
+    monkeypatch.setattr(records, "require_psutil", lambda: SimpleNamespace(cpu_times=cpu_times))
+    with monkeypatch.context() as clocks:
+        clocks.setattr(os, "sched_getaffinity", lambda _: {0, 2}, raising=False)
+        clocks.setattr(time, "monotonic", lambda: next(clock))
+        clocks.setattr(os, "times", lambda: next(own))
+        found = records.watched(lambda: {"top1": 0.5})
+    assert found["other_cores"] == pytest.approx((3 + 2 - 1) / 4)
+    assert (found["top1"], found["cores"]) == (0.5, 2)
+    assert found["begun"] <= found["ended"]
+
+
+STARTED: Json = {
+    "seconds": [0.1], "late": 0.0, "shares": [100], "received": [1.0], "sent": [1.0],
+    "rates": [["0x1.0p+0"]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("study", "result"),
+    [
+        pytest.param(SERVERS, STARTED, id="servers"),
+        pytest.param(SCALING, STARTED, id="scaling"),
+        pytest.param(
+            STALENESS, {"top1": 0.5, "updates": 3, "simulated_seconds": 1.0, "tau": [3]},
+            id="staleness",
+        ),
+    ],
+)  # fmt: skip
+def test_a_missing_or_mistyped_field_is_one_line_in_every_kind(
+    tmp_path: Path, study: Json, result: Json
+) -> None:
+    """Policies and settings: test_runner."""
+    cells = cells_in(tmp_path, study)
+    given = load_study(tmp_path / "study.yaml")
+    whole = {}
+    for cell in cells:
+        record = {**undisturbed(1, cell=cell.name), **result}
+        if isinstance(cell, HostsCell):
+            protocol = cell.recipe.protocol
+            record["received"] = record["sent"] = [1.0] * len(cell.workers_per_host)
+            record["shares"] = [100] * (protocol.num_servers if protocol else 1)
+        whole[cell.name] = {"seed-1": record}
+    kind = runner.kind_of(given)
+    assert kind.make_page(given, tmp_path, whole).findings
+    name = cells[0].name
+    wrong: tuple[object, ...] = (None, "1", [], {}, -1, [-1.0] * 9, [None], True, "nan")
+    for key in whole[name]["seed-1"].keys() - {"recipe", "variant"}:
+        record = whole[name]["seed-1"]
+        without = {inside: value for inside, value in record.items() if inside != key}
+        spoiled = [{**record, key: value} for value in wrong]
+        messages = []
+        for content in (without, *spoiled):
+            try:
+                kind.make_page(given, tmp_path, {**whole, name: {"seed-1": content}}).text()
+            except StudyError as error:
+                messages.append(str(error))
+        assert len(messages) >= 4, key
+        for message in messages:
+            assert message.startswith(f"{name}/seed-1.json: {key}")
+            assert "\n" not in message

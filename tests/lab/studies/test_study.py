@@ -1,7 +1,9 @@
 """Study files and their cells: what is refused, and the recipes of runs."""
 
 import json
+import re
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Duration
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 SEARCH = POLICIES["search"]
 SEED, TRIAL = Slot(name="seed-2", seed=2), Slot(name="search-001", seed=100, trial=1)
 PIECES = [
@@ -276,18 +277,23 @@ def test_settings_whose_library_is_missing_are_left_out(monkeypatch: pytest.Monk
         ("rudra-small", 9, 27),
         ("rudra-imagenette", 3, 3),
         ("dell", 8, 24),
-        (EXAMPLES / "digits_policies.yaml", 4, 36),
-        (EXAMPLES / "digits_settings.yaml", 10, 30),
-        (EXAMPLES / "digits_staleness.yaml", 7, 21),
-        (EXAMPLES / "digits_servers.yaml", 5, 25),
+        ("digits-policies", 4, 36),
+        ("digits-settings", 10, 30),
+        ("digits-staleness", 7, 21),
+        ("digits-servers", 5, 25),
     ],
 )
-def test_installed_studies_and_examples_have_their_runs(
-    name: str | Path, cells: int, runs: int
+def test_installed_studies_have_their_runs(
+    name: str, cells: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Outside of the repository, and as many as the header of the file says."""
+    monkeypatch.chdir(tmp_path)
     study = load_study(name)
     found = kind_of(study).cells_of(study, Path(name).parent)
     assert (len(found), sum(len(cell.slots) for cell in found)) == (cells, runs)
+    header = (files("largebatch") / f"lab/studies/presets/{name}.yaml").read_text()
+    said = re.search(r"= (\d+) runs", header)
+    assert said is None or int(said[1]) == runs
 
 
 def test_an_unknown_study_is_answered_with_the_installed_ones() -> None:
