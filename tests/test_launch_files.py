@@ -18,6 +18,7 @@ from typing import Any
 import jsonschema
 import pytest
 import simulated_slurm
+from programs import with_default_signals
 from ruamel.yaml import YAML
 
 from largebatch.cli import launch
@@ -52,6 +53,12 @@ COMMANDS = {
 }
 
 
+def without_horovod(path: str) -> str:
+    """Return a PATH without the folders of a real horovodrun, such as an activated environment."""
+    folders = path.split(os.pathsep)
+    return os.pathsep.join(it for it in folders if not Path(it, "horovodrun").exists())
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs that a cluster has, which note in `calls` how they are called."""
@@ -61,7 +68,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     add_program(programs, "qrerun", "true")
     (tmp_path / "nodefile").write_text("n1\nn1\nn2\n")
     for name, value in {
-        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{without_horovod(os.environ['PATH'])}",
         "HOSTS": "n1:8,n2:8",
         "FIRST": "n1",
         "NODE": "1",
@@ -536,7 +543,9 @@ for _ in {1..600}; do sleep 0.1; done
 
 def interrupted(script: str, running: Path, *, sent: int = signal.SIGTERM) -> int:
     """Start a job, send it a signal once `running` exists, and return its exit code."""
-    job = subprocess.Popen(["bash", ROOT / "launch" / script], stdout=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        with_default_signals("bash", ROOT / "launch" / script), stdout=subprocess.DEVNULL
+    )
     for _ in range(1200):
         if not running.exists():
             time.sleep(0.05)
