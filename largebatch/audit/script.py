@@ -127,6 +127,13 @@ class _Watch:
         self.loss: tuple[Callable[[Any, Any], Tensor], object] | None = None
         """Loss function and labels of its last call."""
 
+        self.terms = 0
+        """Largest number of losses of one pass, of which the step has a sum or a mean of losses
+        that are not reduced yet."""
+
+        self._losses = 0
+        self._outermost: nn.Module | None = None
+
         self.optimizer: Optimizer | None = None
         self.trained: DataLoader[Any] | None = None
         """The loader that was read last before the optimizer's update."""
@@ -161,6 +168,13 @@ class _Watch:
                 self.set_epoch = sampler.set_epoch
             own_epoch(sampler, epoch)
 
+        own_leave = dist.destroy_process_group
+
+        def leave_group(*args: Any, **words: Any) -> None:  # noqa: ANN401 -- as of torch
+            if self.thread is not None and self._is_of_script():  # the audit needs the group
+                raise RuntimeError("the script ended before its updates were audited")
+            own_leave(*args, **words)
+
         with self._hooks, ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(self._enter),
@@ -173,13 +187,23 @@ class _Watch:
                 self._hooks.enter_context(mock.patch.object(F, name, seen))
             stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
             stack.enter_context(mock.patch.object(DistributedSampler, "set_epoch", set_epoch))
+            stack.enter_context(mock.patch.object(dist, "destroy_process_group", leave_group))
             yield
 
     def _is_of_script(self) -> bool:
         return threading.current_thread() is self._owner
 
-    def _enter(self, *_: object) -> None:
+    def _enter(self, module: nn.Module, _: object) -> None:
+        if not self._depth:
+            self._outermost = module
+            if next(module.parameters(), None) is not None:
+                self._losses = 0
         self._depth += 1
+
+    def _see_loss(self, function: Callable[[Any, Any], Tensor], labels: object) -> None:
+        self.loss = function, labels
+        self._losses += 1
+        self.terms = max(self.terms, self._losses)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._depth -= 1
@@ -188,14 +212,20 @@ class _Watch:
         if next(module.parameters(), None) is not None:
             self.models = [*(it for it in self.models if it is not module), module]
         elif isinstance(output, Tensor) and output.ndim == 0 and len(args) == 2:
-            self.loss = module, args[1]
+            self._see_loss(module, args[1])
 
     def _call_loss(self, function: Callable[..., Tensor], *args: Any, **words: Any) -> Tensor:  # noqa: ANN401
         given = dict(signature(function).bind(*args, **words).arguments)
         scores, labels = given.pop("input"), given.pop("target")
-        if torch.is_grad_enabled() and scores.requires_grad:
-            self.loss = partial(function, **given), labels
-        return function(*args, **words)
+        loss = function(*args, **words)
+        # A loss that is a module is seen when its forward pass ends.
+        outermost = self._outermost if self._depth else None
+        is_within_loss = outermost is not None and next(outermost.parameters(), None) is None
+        if torch.is_grad_enabled() and scores.requires_grad and not is_within_loss:
+            self._see_loss(partial(function, **given), labels)
+            if loss.ndim:
+                self.terms = max(self.terms, loss.numel())
+        return loss
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         updated = {id(it) for group in optimizer.param_groups for it in group["params"]}
@@ -234,6 +264,11 @@ class _Watch:
                 "the script has not passed the labels of the batch that it read last to a loss "
                 "function (a loader that reads ahead, mixup, labels first, a loss in the model): "
                 "call largebatch.audit in it, or a part of largebatch.integrations"
+            )
+        if self.terms > 1:
+            raise DataError(
+                "the script computes its loss from several calls of a loss function, or from one "
+                "with reduction='none': call largebatch.audit in it, with a loss_fn of all terms"
             )
         batches, requests = self.batches, self.requests
         sampler, set_epoch = getattr(loader, "sampler", None), self.set_epoch

@@ -53,6 +53,10 @@ for epoch in range(100):
         else:
             loss = cross_entropy(scores, labels, label_smoothing=0.1)
         micros = len(loader) % 5 if number >= len(loader) // 5 * 5 else 5
+        if fault == "terms":
+            loss = loss + cross_entropy(scores / 2, labels)
+        if fault == "not reduced":
+            loss = cross_entropy(scores, labels, reduction="none").mean()
         (loss if fault == "scale" else loss / (micros if fault == "window" else 2)).backward()
         if number == 5 and fault == "error":
             raise RuntimeError("of the script")
@@ -184,6 +188,8 @@ def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:
         pytest.param("no update", "update", id="no update"),
         pytest.param("loss", "loss", id="no loss function"),
         pytest.param("labels", "labels", id="labels of another batch"),
+        pytest.param("terms", "terms", id="a sum of two losses"),
+        pytest.param("not reduced", "reduction", id="a mean of losses that are not reduced"),
         pytest.param("end", "requested", id="the script ends"),
         pytest.param("exit", "2.* before the script", id="the script fails, as of an option"),
     ],
