@@ -99,6 +99,10 @@ class Trial:
     exact: Work | None = None
     """Results in a longer type; None if ours must equal theirs, bit for bit."""
 
+    is_repeated: bool = False
+    """True if `exact` is another run of theirs, whose kernels may add in any order. The difference
+    of two runs is by chance small in some tensor, so each may differ as much as the median one."""
+
     count: int = 1
     """Number of uses in a model, which weighs its time; 0: the time does not count."""
 
@@ -107,6 +111,9 @@ class Trial:
 
     seconds: Callable[[], tuple[float, float]] | None = None
     """Returns the seconds of both, if they have measured themselves."""
+
+    remark: Callable[[], str] = str
+    """Returns what may explain that ours is not faster, after it was computed."""
 
 
 Trials = Mapping[str, Callable[[], Iterable[Trial]]]
@@ -128,6 +135,9 @@ class Finding:
     seconds: float = 0.0
     seconds_of_torch: float = 0.0
     """Sums over the variants, by their number of uses; 0 if time was not measured."""
+
+    remark: str = ""
+    """That of the latest trial."""
 
     is_slow: bool = False
     """True if the part is right, and refused because it is not faster."""
@@ -379,6 +389,7 @@ def make_trials(job: Mapping[str, Any], device: torch.device, write: Callable[..
         if finding.refused is None and 0 < finding.seconds_of_torch <= finding.seconds:
             ratio = finding.seconds_of_torch / finding.seconds
             reason = f"not faster: {ratio:.2f} times as fast as PyTorch's"
+            reason += f"; {finding.remark}" if finding.remark else ""
             finding = replace(finding, refused=reason, is_slow=True)
         decide(device, {part: finding.refused})
         write(part=part, finding=asdict(finding))
@@ -398,10 +409,16 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
     ours = trial.ours()
     assert len(ours) == len(theirs) == len(exact)
     error, of_torch, is_right = 0.0, 0.0, True
-    for own, other, true in zip(ours, theirs, exact, strict=True):
-        # The largest difference finds a wrong element, the length of all a small bias.
-        for own_error, torch_error in zip(_errors(own, true), _errors(other, true), strict=True):
-            limit = 0.0 if trial.exact is None else _ROUNDING * torch_error + _FLOOR
+    own_errors = [_errors(own, true) for own, true in zip(ours, exact, strict=True)]
+    torch_errors = [_errors(other, true) for other, true in zip(theirs, exact, strict=True)]
+    # The largest difference finds a wrong element, the length of all a small bias.
+    for owns, torchs in zip(
+        zip(*own_errors, strict=True), zip(*torch_errors, strict=True), strict=True
+    ):
+        usual = statistics.median(torchs) if trial.is_repeated else 0.0
+        for own_error, torch_error in zip(owns, torchs, strict=True):
+            noise = max(torch_error, usual)
+            limit = 0.0 if trial.exact is None else _ROUNDING * noise + _FLOOR
             is_right = is_right and math.isfinite(own_error) and own_error <= limit
             error, of_torch = max(error, own_error), max(of_torch, torch_error)
     finding = replace(
@@ -409,6 +426,7 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
         variants=finding.variants + 1,
         error=max(error, finding.error),
         error_of_torch=max(of_torch, finding.error_of_torch),
+        remark=trial.remark(),
     )
     if not is_right:
         reason = f"wrong: error {error:.2g}, PyTorch's {of_torch:.2g}: {trial.name}"

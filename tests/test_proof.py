@@ -6,18 +6,19 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import planted_trials  # noqa: F401 -- the process of trials imports it by name
+import planted_trials
 import pytest
 import torch
 
 from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
 from largebatch.optim import agree_on_kernels, kernels
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial
 
 CPU = torch.device("cpu")
 
@@ -123,6 +124,47 @@ def test_a_loop_without_a_run_tries_its_kernels_once_and_optimizers_of_several_w
     monkeypatch.setenv(proof.VARIABLE, "torch")
     assert not any(proof.uses(part, device) for part in PARTS)
     assert len(jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "is_repeated", "is_right"),
+    [
+        pytest.param([1e-3, 1e-3, 1e-3], True, True, id="the noise of two runs"),
+        pytest.param([1e-3, 1e-2, 1e-3], True, False, id="more than noise"),
+        pytest.param([1e-3, 1e-3, 1e-3], False, False, id="an error where PyTorch has none"),
+    ],
+)
+def test_an_order_of_sums_that_changes_between_two_runs_is_no_error(
+    ours: list[float], is_repeated: bool, is_right: bool
+) -> None:
+    """Their third tensors are equal by chance."""
+
+    def off_by(errors: list[float]) -> list[torch.Tensor]:
+        return [torch.full((8,), 1 + error, dtype=torch.float64) for error in errors]
+
+    trial = Trial(
+        name="planted",
+        ours=partial(off_by, ours),
+        theirs=partial(off_by, [1e-3, 1e-3, 0.0]),
+        exact=partial(off_by, [0.0, 0.0, 0.0]),
+        is_repeated=is_repeated,
+        seconds=lambda: (2.0, 1.0),
+        remark=lambda: "the host waits",
+    )
+    found: list[Finding] = []
+
+    def write(**line: Any) -> None:  # noqa: ANN401 -- any JSON
+        found.extend(Finding(**line["finding"]) for _ in {*line} & {"finding"})
+
+    job = {"module": "planted_trials", "parts": [GRAPH], "known": {}, "settings": {}}
+    with (
+        mock.patch.dict(proof.DECISIONS),
+        mock.patch.object(planted_trials, "trials", return_value={GRAPH: lambda: [trial]}),
+    ):
+        proof.make_trials(job, CPU, write)
+    (finding,) = found
+    assert finding.is_slow == is_right
+    assert ("the host waits" in str(finding.refused)) == is_right
 
 
 @pytest.mark.parametrize(

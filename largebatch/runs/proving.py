@@ -278,10 +278,11 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
                 name=f"updates of {num} images of {side} x {side}",
                 ours=ours.result,
                 theirs=theirs.result,
-                # Kernels may add in any order: two runs without a graph show by how much.
                 exact=update(num, side, graph=False).result,
+                is_repeated=True,
                 count=0 if is_required else 1,
                 seconds=partial(_both_seconds, ours, theirs),
+                remark=partial(getattr, ours, "noted"),
             )
 
     return {BATCHNORM: batchnorm, OPTIMIZER: optimizer, CROPS: crops, GRAPH: graph}
@@ -310,6 +311,12 @@ class _Updates:
         self._graph, self._updates = graph, updates or _UPDATES
         self.seconds = 0.0
         """Median of the updates that a graph replays."""
+
+        self.noted = ""
+        """Which parts of an update are in a graph, and why others are not."""
+
+    def _note(self, text: str) -> None:
+        self.noted = text
 
     def result(self) -> list[Tensor]:
         """Make the updates; return losses, weights, statistics and the optimizer's state."""
@@ -348,7 +355,7 @@ class _Updates:
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
                 follow=state.move_average,
                 graph=self._graph,
-                note=lambda _: None,
+                note=self._note,
             )
             losses, seconds = [], []
             with closing(updates):

@@ -98,7 +98,9 @@ def on_one_host(recipe: Recipe, folder: Path) -> tuple[list[str], list[float]]:
     device = prepare()
     given: list[float] = []
 
-    def prove(_: str, parts: Sequence[str], *__: object, seconds: float, **___: object) -> dict[str, Finding]:
+    def prove(
+        _: str, parts: Sequence[str], *__: object, seconds: float, **___: object
+    ) -> dict[str, Finding]:
         given.append(seconds)
         folder.with_name(f"tried by {os.environ['RANK']}").touch()
         return {part: Finding(refused="planted" if part == GRAPH else None) for part in parts}
