@@ -137,7 +137,7 @@ class Finding:
     """Sums over the variants, by their number of uses; 0 if time was not measured."""
 
     remark: str = ""
-    """That of the latest trial."""
+    """What the latest trial said about its time."""
 
     is_slow: bool = False
     """True if the part is right, and refused because it is not faster."""
