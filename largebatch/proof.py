@@ -290,8 +290,10 @@ def _tried(
     end_of_time = time.monotonic() + seconds
     while left := [part for part in parts if part not in findings]:
         known = {part: finding.refused for part, finding in findings.items()}
-        job = {"module": module, "parts": left, "known": known, "settings": settings}
-        job |= {"device": device.type, "index": device.index or 0, "parent": os.getpid()}
+        job = {
+            **{"module": module, "parts": left, "known": known, "settings": settings},
+            **{"device": device.type, "index": device.index or 0, "parent": os.getpid()},
+        }
         lines, end = run_apart(job, max(1.0, end_of_time - time.monotonic()))
         for line in lines:
             if "finding" in line:

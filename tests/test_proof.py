@@ -192,7 +192,7 @@ def test_all_trials_together_end_in_the_time_that_other_workers_wait(
         return [{"part": job["parts"][0]}], "no end"
 
     monkeypatch.setattr(proof, "run_apart", run_apart)
-    monkeypatch.setattr(proof.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("largebatch.proof.time.monotonic", lambda: next(clock))
     proof.prove("planted_trials", PARTS, CPU, seconds=100)
     assert given == [70, 40, 10, 1]
     assert not cache.exists()
