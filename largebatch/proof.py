@@ -249,7 +249,7 @@ def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
     The trials are `trials(device, settings)` of a module. `settings`, as JSON, reach it as they
     are; those that decide its result are `key`, by default all. All trials together take at most
     `seconds`. With `again` kept ones are not read; with `announces` new trials are logged before
-    they begin. Nothing is raised: what fails is refused.
+    they begin, and a cache that cannot be written. Nothing is raised: what fails is refused.
     """
     settings = settings or {}
     content = facts_of_trials(module, parts, device, settings if key is None else key)
@@ -262,13 +262,21 @@ def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
         if kept.keys() == {*parts}:
             return {part: Finding(**found) for part, found in kept.items()}
     if announces:
-        _LOG.warning("%s: tried on %s before the first update, once", ", ".join(parts), device)
+        _LOG.warning("%s: tried on %s before the first update", ", ".join(parts), device)
     findings = _tried(module, parts, device, settings, seconds)
     if file is not None and all(finding.is_kept for finding in findings.values()):
         found = {part: asdict(finding) for part, finding in findings.items()}
         record = {"facts": json.loads(content), "findings": found}
-        with suppress(OSError):  # without a cache each run pays
+        try:
             write_whole(file, json.dumps(record, indent=1).encode())
+        except OSError as error:
+            if announces:
+                _LOG.warning(
+                    "%s: cannot be written (%s), so each run tries kernels and graphs again: set "
+                    "XDG_CACHE_HOME to a folder that can be",
+                    file.parent,
+                    error.strerror,
+                )
     return findings
 
 
@@ -291,8 +299,13 @@ def _tried(
     while left := [part for part in parts if part not in findings]:
         known = {part: finding.refused for part, finding in findings.items()}
         job = {
-            **{"module": module, "parts": left, "known": known, "settings": settings},
-            **{"device": device.type, "index": device.index or 0, "parent": os.getpid()},
+            "module": module,
+            "parts": left,
+            "known": known,
+            "settings": settings,
+            "device": device.type,
+            "index": device.index or 0,
+            "parent": os.getpid(),
         }
         lines, end = run_apart(job, max(1.0, end_of_time - time.monotonic()))
         for line in lines:
@@ -315,7 +328,7 @@ def run_apart(job: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, An
     """
     command = [sys.executable, "-c", "from largebatch.proof import main; main()"]
     environment = without_launcher(os.environ)
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(  # noqa: S603 -- this interpreter
             command,

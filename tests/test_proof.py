@@ -226,6 +226,18 @@ def test_a_cache_on_a_shared_disk_has_a_result_for_each_host_and_device(
     assert json.loads(before)[name] != "another"
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "file"
+    place.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    lines = [{"part": GRAPH, "finding": {"variants": 1}}]
+    monkeypatch.setattr(proof, "run_apart", lambda *_: (lines, None))
+    assert proof.prove("planted_trials", [GRAPH], CPU, announces=True)[GRAPH].variants == 1
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
 def test_without_a_home_each_run_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError))
