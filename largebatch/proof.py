@@ -426,14 +426,13 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
     error, of_torch, is_right = 0.0, 0.0, True
     own_errors = [_errors(own, true) for own, true in zip(ours, exact, strict=True)]
     torch_errors = [_errors(other, true) for other, true in zip(theirs, exact, strict=True)]
-    # The largest difference finds a wrong element, the length of all a small bias.
-    for owns, torchs in zip(
-        zip(*own_errors, strict=True), zip(*torch_errors, strict=True), strict=True
-    ):
-        usual = statistics.median(torchs) if trial.is_repeated else 0.0
-        for own_error, torch_error in zip(owns, torchs, strict=True):
-            noise = max(torch_error, usual)
-            limit = 0.0 if trial.exact is None else _ROUNDING * noise + _FLOOR
+    for kind in (0, 1):  # the largest difference finds a wrong element, the length a small bias
+        of_tensors = [
+            (own[kind], its[kind]) for own, its in zip(own_errors, torch_errors, strict=True)
+        ]
+        usual = statistics.median(its for _, its in of_tensors) if trial.is_repeated else 0.0
+        for own_error, torch_error in of_tensors:
+            limit = 0.0 if trial.exact is None else _ROUNDING * max(torch_error, usual) + _FLOOR
             is_right = is_right and math.isfinite(own_error) and own_error <= limit
             error, of_torch = max(error, own_error), max(of_torch, torch_error)
     finding = replace(
