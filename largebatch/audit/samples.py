@@ -300,7 +300,7 @@ def _order(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> Finding:
         text = "both epochs have the order of the data set: nothing is shuffled"
         return note("epoch order", text, "shuffle the training data: shuffle=True")
     text = f"{len(same)} of {ranks.size} workers read both epochs in one shuffled order"
-    is_script = subject.read is not None
+    is_script = isinstance(subject.read, int)
     if subject.set_epoch is None and (sets_epoch_later() if is_script else may_set_epoch()):
         text += ", without set_epoch"
         remedy = "to check what your loop does: audit(..., set_epoch=sampler.set_epoch)"
