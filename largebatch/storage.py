@@ -85,7 +85,9 @@ def whole_path(path: Path) -> Iterator[Path]:
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "expected a file, found a device, a pipe or a socket", str(path))
+        raise OSError(
+            errno.EINVAL, "expected a file, found a device, a pipe or a socket", str(path)
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:

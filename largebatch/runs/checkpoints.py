@@ -250,8 +250,8 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(
-            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give the folder of a "
-            "run (--out of `largebatch train`), a checkpoint"
+            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give a checkpoint or "
+            "the folder of a run (--out of `largebatch train`)"
         )
     return found.path, found.checkpoint
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import CheckpointError
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import evaluate_checkpoint, find_checkpoint
@@ -160,6 +161,8 @@ def test_an_export_is_evaluated_and_used_and_polished_like_its_run(
         assert found.classes == expected.classes
         again = evaluate_checkpoint(place, Options())
         assert (again.metrics, again.step) == (evaluated.metrics, None)
+        with pytest.raises(CheckpointError, match="an export already"):
+            export(place, tmp_path / "again")
     assert main(["polish", str(out), "--out", str(polished), "--samples", "320"]) == DONE
     run_of_it = ["--out", str(tmp_path / "run"), "--samples", "320"]
     assert main(["polish", str(trained[name]), *run_of_it]) == DONE
