@@ -233,7 +233,8 @@ def find_saved(
         path, checkpoint = find_checkpoint(path)
     except CheckpointError as error:
         hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
-        hint = ", or an export" if path.is_dir() else hint
+        is_run = any((path / CHECKPOINTS).glob("step-*"))
+        hint = ", or an export" if path.is_dir() and not is_run else hint
         raise CheckpointError(f"{error}{hint}") from None
     weights, classes = checkpoint.state["model"], checkpoint.origin.classes
     if len(classes) != checkpoint.recipe.data.classes:
