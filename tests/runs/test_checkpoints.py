@@ -75,7 +75,7 @@ def test_an_export_is_asked_for_only_where_there_is_no_checkpoint(tmp_path: Path
     (tmp_path / "checkpoints/step-00000001.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError) as refused:
         find_saved(tmp_path)
-    assert "export" not in str(refused.value)
+    assert "an export" not in str(refused.value)
 
 
 def test_a_full_disk_leaves_nothing_that_blocks_the_next_polishing(
