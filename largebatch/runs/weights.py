@@ -114,8 +114,8 @@ def _plain(tensor: Tensor, source: str) -> Tensor:
     """Return a tensor whose elements are in one piece of memory; CheckpointError if it has none."""
     if tensor.is_meta:
         raise CheckpointError(f"{source} has no numbers (device meta); save the loaded model")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else "sparse"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
         raise CheckpointError(f"{source} is {kind}; save it dense, in floating point")
     return tensor.detach().contiguous()
 
