@@ -61,6 +61,9 @@ COUNTERS = {
 }
 """Names of the counters, in lower case and with _ for other signs."""
 
+PER_CENT = " %"
+"""End of the name of a column whose cells are like 45.3%."""
+
 HEADER = "\n"
 """Key of a row that stands for a header that is repeated: some write one for each start."""
 
@@ -286,7 +289,7 @@ def _numbers(row: Mapping[str, Any]) -> Row:
         if isinstance(cell, str) and value is None:  # 3/90 of a counter, 45.3% of an accuracy
             parts = re.fullmatch(r"([\d.e+-]+)\s*(%|/\s*\d+)", cell.strip())
             value = _float(parts[1]) if parts else None
-            name += " %" if parts and parts[2] == "%" else ""
+            name += PER_CENT if parts and parts[2] == "%" else ""
         if name and value is not None and not name.startswith("_"):
             has_split = _split(_plain(name)) or any(
                 re.fullmatch(pattern, _plain(name)) for pattern in COUNTERS.values()
@@ -463,7 +466,11 @@ class Columns:
 
     def _given(self, kind: str) -> str:
         column = self.named[kind].column
-        alike = [name for name in self.names if name == column or _plain(name) == column]
+        alike = [
+            name
+            for name in self.names
+            if column in {name, _plain(name), name.removesuffix(PER_CENT)}
+        ]
         if len(alike) != 1:
             hint = nearest(column, self.names, otherwise=f"it has {shorten(self.names)}")
             raise ValueError(f"has no column {column} with numbers; {hint}")
@@ -507,6 +514,11 @@ def _record(
         raise ValueError("has no rows with numbers")
     columns = Columns(rows, named).find()
     kinds = {column: kind for kind, column in columns.items()}
+    for kind, column in columns.items():
+        if kinds[column] != kind:
+            raise ValueError(
+                f"{column} is named as {kind} and {kinds[column]}; give another column"
+            )
     renamed = [_with_kinds(row, kinds) for row in rows]
     table = _without_repeats(renamed)
     is_percent = "top1" in columns and _is_percent(columns["top1"], table, classes, named)

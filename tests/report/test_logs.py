@@ -415,6 +415,14 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
             read_record(tmp_path / "log", columns=columns)
 
 
+def test_a_column_has_one_kind_and_a_per_cent_sign_is_no_part_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("epoch,loss,val_acc,acc\n0,2,5%,7%\n1,1,9%,8%\n")
+    assert read_record(tmp_path / "log", columns=["top1=acc"]).top1.tolist() == [0.07, 0.08]
+    for columns in ("val_loss=loss", "top1=loss,loss=loss"):
+        with pytest.raises(CheckpointError, match="loss"):
+            read_record(tmp_path / "log", columns=[columns])
+
+
 def test_mlflow_marks_a_value_that_is_no_number(tmp_path: Path) -> None:
     header = "key,value,timestamp,run_uuid,step,is_nan\n"
     rows = "".join(f"loss,{value},0,a1,{step},{mark}\n"
