@@ -331,6 +331,16 @@ def test_rows_whose_epochs_are_fractions_are_updates(
     assert "at step 20" in cause.figure  # the 101st to 105th row
 
 
+def test_a_spike_is_found_after_losses_that_were_infinite_at_the_start(tmp_path: Path) -> None:
+    """As mixed precision may log them until its scale fits."""
+    losses = ["inf"] * 8 + [f"{loss:.3f}" for loss in noisy(300)]
+    losses[208:223] = ["9"] * 15
+    rows = [f"{step},{loss}" for step, loss in enumerate(losses)]
+    record = read(tmp_path / "log", "\n".join(["step,loss", *rows]), classes=10)
+    assert [cause.kind for cause in find_causes(record)] == ["rate beyond the edge"]
+    assert record.onset() == 208
+
+
 def test_rows_of_an_epoch_that_leaves_out_its_last_batch_are_its_means(tmp_path: Path) -> None:
     rows = [
         {"loss": 2 - place / 3, "epoch": 0.99 * place, "step": 78 * place} for place in (1, 2, 3)
