@@ -226,14 +226,19 @@ def find_saved(
     exported = find_export(path)
     if exported is not None:
         recipe = load_recipe(exported.parent / RECIPE)
-        return Saved(exported, recipe, read_weights(exported), read_classes(exported))
+        weights = read_weights(exported)  # first: it refuses a damaged file
+        classes = read_classes(exported, number=recipe.data.classes)
+        return Saved(exported, recipe, weights, classes)
     try:
         path, checkpoint = find_checkpoint(path)
     except CheckpointError as error:
         hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
-        hint = ", or an export" if path.is_dir() else hint
+        is_run = any((path / CHECKPOINTS).glob("step-*"))
+        hint = ", or an export" if path.is_dir() and not is_run else hint
         raise CheckpointError(f"{error}{hint}") from None
     weights, classes = checkpoint.state["model"], checkpoint.origin.classes
+    if len(classes) != checkpoint.recipe.data.classes:
+        classes = []
     return Saved(path, checkpoint.recipe, weights, classes, checkpoint)
 
 
