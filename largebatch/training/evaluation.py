@@ -37,7 +37,7 @@ class Metrics:
 
     top1: float
     """Fraction of samples whose label has the highest score, 0 .. 1. If samples have several
-    labels, each label counts as a sample."""
+    labels, each label counts as a sample. A sample with a score of NaN is wrong."""
 
     top5: float
     """Fraction of samples whose label is among the five highest scores."""
@@ -176,7 +176,9 @@ class _Tally:
         logits, labels = logits.flatten(0, -2), within.flatten()
         if not self.table.shape[1]:
             self.table = self.table.new_zeros(_ROWS, logits.shape[1])
-        best = five_best(logits).eq(labels.unsqueeze(1))
+        # topk places NaN first and in any order, so that one could be taken for the right class.
+        has_order = logits.isnan().any(1).logical_not()
+        best = five_best(logits).eq(labels.unsqueeze(1)) & has_order.unsqueeze(1)
         log_probabilities = logits.double().log_softmax(1)
         loss = F.nll_loss(log_probabilities, labels, reduction="none")
         confidence = log_probabilities.amax(1).exp().where(best[:, 0], 0.0)

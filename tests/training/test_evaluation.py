@@ -35,6 +35,19 @@ def assert_same(metrics: Metrics) -> None:
     assert metrics.top5 == sum(rank < 5 for rank in ranks) / SAMPLES
     assert metrics.samples == SAMPLES
     assert metrics.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-14)
+    found = metrics.average_confidence, metrics.confidence_deviation
+    found = *found, metrics.class_confidence_deviation
+    assert found == pytest.approx(confidences(logits, labels), rel=1e-9)
+
+
+def confidences(logits: Tensor, labels: Tensor) -> tuple[float, float, float]:
+    """Return AC, CD and CDAC as the paper defines them, by NumPy."""
+    scores, truth = logits.double().numpy(), labels.numpy()
+    confidence = 1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1)
+    correct = scores.argmax(axis=1) == truth
+    of_classes = [confidence[correct & (truth == label)].mean() for label in {*truth[correct]}]
+    chosen = confidence[correct]
+    return float(chosen.mean()), float(chosen.std()), float(np.std(of_classes))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 10, 23, 100])
@@ -178,6 +191,17 @@ def test_scores_that_are_no_numbers_make_the_loss_none_and_leave_other_samples_a
     assert metrics.top1 == right.sum().item() / SAMPLES
 
 
+def test_a_sample_without_any_number_is_wrong_whatever_its_class() -> None:
+    """The order of scores that are all NaN is arbitrary, and so must not make a sample correct."""
+    scores = torch.full((8, 8), torch.nan)
+    metrics = evaluate(nn.Identity(), [(scores, torch.arange(8))], CPU)
+    assert (metrics.top1, metrics.top5) == (0.0, 0.0)
+    scores = torch.cat([scores, torch.eye(8)])
+    metrics = evaluate(nn.Identity(), [(scores, torch.arange(16) % 8)], CPU)
+    assert (metrics.top1, metrics.top5) == (0.5, 0.5)
+    assert metrics.average_confidence == pytest.approx(math.e / (math.e + 7))
+
+
 def test_workers_with_other_classes_are_an_error_on_all_of_them() -> None:
     def work(worker: Thread) -> str:
         backend: Any = worker
@@ -204,19 +228,11 @@ def test_confidence_is_that_of_numpy(batch: int, dtype: torch.dtype) -> None:
     logits = logits.to(dtype)
     batches = zip(logits.split(batch), labels.split(batch), strict=True)
     found = evaluate(nn.Identity(), batches)
-    scores, truth = logits.double().numpy(), labels.numpy()
-    confidence = 1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1)
-    correct = scores.argmax(axis=1) == truth
-    of_classes = [
-        confidence[correct & (truth == label)].mean()
-        for label in range(classes)
-        if (correct & (truth == label)).any()
-    ]
-    assert len(of_classes) == classes - 2
-    assert (found.average_confidence, found.confidence_deviation) == pytest.approx(
-        (confidence[correct].mean(), confidence[correct].std()), rel=1e-9
-    )
-    assert found.class_confidence_deviation == pytest.approx(np.std(of_classes), rel=1e-9)
+    right = labels[logits.argmax(1) == labels]
+    assert {*range(classes)} - {*right.tolist()} == {absent, never}
+    metrics = found.average_confidence, found.confidence_deviation
+    metrics = *metrics, found.class_confidence_deviation
+    assert metrics == pytest.approx(confidences(logits, labels), rel=1e-9)
 
 
 def test_without_a_correct_sample_there_is_no_confidence() -> None:
