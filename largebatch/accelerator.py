@@ -52,12 +52,6 @@ def current() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def lost_by_fork() -> bool:
-    """Return True in a forked process whose parent had used the accelerator, which then fails."""
-    device = torch.accelerator.current_accelerator()  # if torch was built for one
-    return device is not None and bool(torch.get_device_module(device)._is_in_bad_fork())
-
-
 def choose(number: int) -> torch.device:
     """Make accelerator `number` the current one and return its device."""
     torch.accelerator.set_device_index(number)

@@ -92,6 +92,12 @@ def require_mlperf(module: str, purpose: str) -> ModuleType:
     return _import(f"mlperf_logging.{module}", purpose, package="mlperf-logging")
 
 
+def require_onnx() -> None:
+    """Import onnx, and onnxscript, with which PyTorch exports."""
+    for module in ("onnx", "onnxscript"):
+        _import(module, "export --onnx", install="pip install 'largebatch[onnx]'")
+
+
 _STUDIES = "pip install 'largebatch[studies]'"
 
 require_dali = partial(

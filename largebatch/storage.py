@@ -4,6 +4,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import time
 import uuid
 import zlib
@@ -114,6 +115,12 @@ def remove_leftovers(*folders: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_content(folder: Path) -> None:
+    """Remove everything in a folder, and the folder if that is allowed."""
+    with suppress(OSError):
+        shutil.rmtree(folder)
+
+
 def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
     """Return the CRC-32 of the concatenated parts as CHECKSUM_BYTES bytes."""
     total = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)
@@ -145,8 +152,17 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
 
 
 def user_cache() -> Path:
-    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or ~/.cache/largebatch."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or ~/.cache/largebatch.
+
+    Raises DataError if this user has no home folder.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(chosen or Path.home() / ".cache") / "largebatch"
+    except RuntimeError:
+        raise DataError(
+            "the cache has no place, because this user has no home folder: set XDG_CACHE_HOME"
+        ) from None
 
 
 def require_new(out: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import jsonschema
 import pytest
 import simulated_slurm
+from programs import with_default_signals
 from ruamel.yaml import YAML
 
 from largebatch.cli import launch
@@ -536,7 +537,9 @@ for _ in {1..600}; do sleep 0.1; done
 
 def interrupted(script: str, running: Path, *, sent: int = signal.SIGTERM) -> int:
     """Start a job, send it a signal once `running` exists, and return its exit code."""
-    job = subprocess.Popen(["bash", ROOT / "launch" / script], stdout=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        with_default_signals("bash", ROOT / "launch" / script), stdout=subprocess.DEVNULL
+    )
     for _ in range(1200):
         if not running.exists():
             time.sleep(0.05)

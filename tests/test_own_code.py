@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from documents import DOCS, blocks
+from PIL import Image
 from programs import output_of
 
-from largebatch.cli.main import main
+from largebatch.cli.main import USER, main
 
 
 def shown(language: str) -> list[str]:
@@ -30,21 +31,45 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_trains_on_one_worker(
+MODULES = {"shapes", "nets"}
+
+
+def forget_modules() -> None:
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore:Overwriting tiny_net")  # it is imported again
+def test_the_command_trains_on_one_worker_and_code_runs_only_if_a_command_names_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     train = shlex.split(shown("sh")[0].splitlines()[0].replace("--workers 2", ""))
+    named = dict.fromkeys(("resume", "evaluate", "polish"), ("shapes:make", "nets"))
+    named |= dict.fromkeys(("predict", "export"), ("nets",))  # type: ignore[arg-type]  # shorter
+    more = {"resume": ["--max-steps", "2"], "polish": ["--out", "polished"]}
+    more |= {"predict": ["photo.png"], "export": ["--out", "other"]}
+    Image.effect_noise((40, 32), 100).save("photo.png")
     try:
         assert main([*train[1:], "--max-steps", "2"]) == 0
+        for command, names in named.items():
+            forget_modules()
+            capsys.readouterr()
+            words = [command, "runs/squares", *more.get(command, [])]
+            assert main(words) == USER, command  # the folder alone never makes code run
+            message = capsys.readouterr().err
+            assert all(name in message for name in names)
+            assert message.count("\n") == 1
+            assert not MODULES & sys.modules.keys()
+            options = ["--import", "nets"]
+            options += ["--dataset", "shapes:make"] * ("shapes:make" in names)
+            assert main([*words, *options]) == 0, command
         assert main(["export", "runs/squares", "--import", "nets", "--out", "exported"]) == 0
         assert main(["plan", "squares.yaml", "--import", "nets"]) == 0
     finally:
-        for name in ("shapes", "nets"):
-            sys.modules.pop(name, None)
+        forget_modules()
     printed = capsys.readouterr().out
-    assert "--max-steps 2" in printed
     assert "exported/config.json" in printed
     assert "this machine" in printed
 

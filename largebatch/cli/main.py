@@ -57,6 +57,7 @@ from largebatch.errors import (
 )
 from largebatch.runs.interrupts import Requests
 from largebatch.runs.options import OPTIONS, Workers
+from largebatch.runs.output import Output, prepare_streams
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
@@ -139,6 +140,9 @@ class UsageError(LargebatchError):
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
+_RECORDED = {"train", "resume", "polish"}
+"""Commands whose results are in files, whatever becomes of their output."""
+
 _INTERRUPTS = Requests()  # Ctrl-C while no command handles it
 
 _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
@@ -169,6 +173,8 @@ def make_app() -> App:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        prepare_streams()
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -184,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _reader_is_gone():
             raise
         return UNREAD
+    if isinstance(sys.stdout, Output) and sys.stdout.lost and words[0] not in _RECORDED:
+        return code or FAILED  # what was printed was the result
     return code
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import os
 import shlex
 import sys
 from codecs import BOM_UTF8
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from largebatch.cli.printing import INTERRUPTED, print_json
-from largebatch.distributed.environment import COMMAND, own_rank, worker_rank
+from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
 from largebatch.formatting import TOP5, four_decimals, plural
 from largebatch.recipe.loading import load_recipe
@@ -80,8 +79,7 @@ def _train(loaded: Recipe, options: Options) -> int:
 
     options = replace(options.without_changes(), out=chosen_folder(options.out, loaded.name))
     try:
-        forks = os.environ.get(COMMAND) == str(os.getpid())
-        summary = start(loaded, options, forks=forks)
+        summary = start(loaded, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
@@ -109,19 +107,23 @@ def evaluate(
     checkpoint: Path,
     /,
     *,
+    model: str | None = None,
     training: bool = False,
     json: AsJson = False,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
-    """Measure a checkpoint, or the newest one of a run.
+    """Measure a saved model: the newest checkpoint of a run, an export, or a file of weights.
 
     Args:
-        checkpoint: A .safetensors file or a run folder.
+        checkpoint: A run folder, a checkpoint, an export, or a file of weights with --model.
+        model: Network of timm, or torchvision/NAME, of weights of another program.
         training: Evaluate the training images too, for the loss difference.
     """
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    found = evaluate_checkpoint(checkpoint, options.options(out=NEW_FOLDER), training=training)
+    found = evaluate_checkpoint(
+        checkpoint, options.options(out=NEW_FOLDER), model=model, training=training
+    )
     if own_rank() != 0:
         return
     metrics = found.metrics
@@ -129,7 +131,8 @@ def evaluate(
         every = {"training": found.training and asdict(found.training), **asdict(metrics)}
         print_json({"checkpoint": found.path, "step": found.step, **every})
         return
-    print(f"{_scores(metrics, found.classes)}  {found.path}, after {plural(found.step, 'update')}")
+    after = "" if found.step is None else f", after {plural(found.step, 'update')}"
+    print(printable(f"{_scores(metrics, found.classes)}  {found.path}{after}"))
     if found.training is not None:
         print(f"training images: {_scores(found.training, found.classes)}")
         gap = four_decimals(metrics.loss - found.training.loss, sign=True)
@@ -154,23 +157,26 @@ def polish(  # noqa: PLR0913 -- its options
     samples: Count | None = None,
     options: Annotated[Machine, Given] = Machine(),
 ) -> None:
-    """Recompute BatchNorm statistics of a run, or of weights of another program.
+    """Recompute BatchNorm statistics of a run, an export, or weights of another program.
 
     Args:
-        checkpoint: A checkpoint, or a run folder.
-        out: New run folder; a new .safetensors file for --weights.
-        model: Network of timm, or torchvision/NAME, with --weights.
+        checkpoint: A run folder, a checkpoint, an export, or a file of weights with --model.
+        out: New run folder; a new .safetensors file for an export and for weights.
+        model: Network of timm, or torchvision/NAME, of weights of another program.
         weights: A .pth or .safetensors file, in place of a checkpoint.
-        ema: Use the moving average in --weights.
+        ema: Use the moving average in the weights.
         samples: Number of images to measure (all).
     """
-    if (checkpoint is None) == (weights is None) or (model is None) != (weights is None):
+    path = weights or checkpoint
+    if path is None or None not in (weights, checkpoint) or (weights and model is None):
         raise LargebatchError("polish: pass a checkpoint, or --model NAME --weights FILE")
-    run_options = options.options(out=out)
-    if checkpoint is not None:
-        from largebatch.runs.checkpoints import polish_checkpoint
+    if ema and model is None:
+        raise LargebatchError("polish: --ema is of weights of another program; pass --model")
+    from largebatch.runs.checkpoints import find_export, polish_checkpoint
 
-        summary = polish_checkpoint(checkpoint, run_options, samples=samples)
+    run_options = options.options(out=out)
+    if model is None and find_export(path) is None:
+        summary = polish_checkpoint(path, run_options, samples=samples)
         if own_rank() > 0:  # has no log
             return
         from largebatch.report.run import read_run
@@ -183,11 +189,9 @@ def polish(  # noqa: PLR0913 -- its options
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {out / REPORT}{undone}"
     else:
-        assert model is not None
-        assert weights is not None
         from largebatch.runs.pretrained import polish_weights
 
-        found = polish_weights(model, weights, run_options, ema=ema, samples=samples)
+        found = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
         before, after, layers = asdict(found[0]), asdict(found[1]), found[2]
         measured = after["samples"]
         done = f"polished weights: {out}"
@@ -217,6 +221,7 @@ def predict(
     run: Path,
     /,
     *images: Path,
+    model: str | None = None,
     out: Path | None = None,
     top: Count = 5,
     imports: Imports = (),
@@ -226,8 +231,9 @@ def predict(
     Images that cannot be read are named after it, and the exit code is then 2.
 
     Args:
-        run: A run folder or a .safetensors file.
+        run: A run folder, a checkpoint, an export, or a file of weights with --model.
         images: Files, or folders of them.
+        model: Network of timm, or torchvision/NAME, of weights of another program.
         out: File to write the CSV to, in place of printing it.
         top: Number of classes for each image, the most probable first.
         imports: Module to import first: it may register models with timm.
@@ -236,7 +242,7 @@ def predict(
         raise DataError("predict: expected images after the run: files, or folders of them")
     from largebatch.runs.predict import predict as classify
 
-    found = classify(run, images, imports=imports)
+    found = classify(run, images, model=model, imports=imports)
     best = found.probabilities.topk(min(top, len(found.classes)))
     columns = range(1, best.indices.shape[1] + 1)
     text = io.StringIO()
@@ -261,15 +267,16 @@ def predict(
         raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")
 
 
-def export(checkpoint: Path, /, *, out: Folder, imports: Imports = ()) -> None:
-    """Write the weights of a saved model, with timm's configuration.
+def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:
+    """Write the weights of a run, with timm's configuration.
 
     Args:
-        checkpoint: A .safetensors file or a run folder.
+        checkpoint: A run folder, or a checkpoint.
         out: New folder.
+        onnx: Write model.onnx too, for images in batches of any size.
         imports: Module to import first: it may register models with timm.
     """
     from largebatch.runs.export import export as write
 
-    for path in write(checkpoint, out, imports=imports):
+    for path in write(checkpoint, out, onnx=onnx, imports=imports):
         print(printable(str(path)))

@@ -16,9 +16,6 @@ _Default = TypeVar("_Default")
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """Environment variable with the process that started a local worker."""
 
-COMMAND = "LARGEBATCH_COMMAND"
-"""Environment variable with the process of the command line, which may be forked."""
-
 LOST = 3
 """Exit code of a worker that lost another worker."""
 

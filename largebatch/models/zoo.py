@@ -57,7 +57,9 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
             known = [*known, *require_timm().list_pretrained(f"{tagged}.*")]
     if name not in known:
         where = "torchvision.models" if library == "torchvision" else library
-        hint = nearest(name, [*others, *known], otherwise=f"see {where}.list_models()")
+        hint = nearest(
+            name, [*others, *known], otherwise=f"see {where}.list_models(), or --import its module"
+        )
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
 
 

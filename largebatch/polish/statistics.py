@@ -12,6 +12,7 @@ evaluation mode, and these functions get the batch's moments; the buffers stay a
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -49,6 +50,8 @@ from largebatch.models.wrappers import (
 )
 from largebatch.polish.moments import TOGETHER, Moments, pool
 from largebatch.tracking.events import LayerDrift
+
+_LOG = logging.getLogger(__name__)
 
 _NATIVE = (
     *("input", "weight", "bias", "running_mean", "running_var"),
@@ -105,6 +108,9 @@ class _Statistics:
     calls: int = 0
     """Number of times that torch's functions were called with these statistics."""
 
+    has_single: bool = False
+    """True if a span had a single value per channel."""
+
     def replace(self, moments: Moments) -> LayerDrift:
         """Change the statistics to the moments, and return the change."""
         mean, var = (it.to(self.mean.device) for it in (moments.mean, moments.variance))
@@ -150,7 +156,10 @@ def polish(
     (DistributedDataParallel, DataParallel, AveragedModel, torch.compile); it runs uncompiled and
     without communication. Layers are torch's BatchNorm and its subclasses, with one argument, also
     those that share buffers; classes named `Frozen...` stay as they are. Statistics are rounded
-    once to the type of the buffers, images converted to that of the convolutions.
+    once to the type of the buffers, images converted to that of the convolutions. A batch, or span,
+    with a single value per channel is normalised to 0, as PyTorch's kernels would: a warning is
+    logged. Layers that normalise by a part of their buffers, as ghost batches of other libraries,
+    are refused.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
     batch, if no layer was reached, if a layer had a single value per channel, or if moments are not
@@ -432,8 +441,23 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
         )
     if not values.numel():
         return F.batch_norm(**given)
+    channels = values.shape[1]
+    if channels != len(owner.mean):
+        raise ValueError(
+            f"{describe_layer(owner.name)} normalises {channels} channels by a part of "
+            f"{len(owner.mean)} statistics, as ghost batches of other libraries do; use "
+            "largebatch.models.with_span for ghost batches, or leave it out with `skip`"
+        )
     span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
     settings: dict[str, Any] = {"eps": given.get("eps", 1e-5), "span": span}
+    last = len(values) % span or span  # images in the last span
+    if last * values[0].numel() == channels and not owner.has_single:
+        owner.has_single = True
+        _LOG.warning(
+            "%s got a single value per channel in a batch, which becomes 0 whatever the image; "
+            "polish in batches, or spans, without a last one of one image",
+            describe_layer(owner.name),
+        )
     if kernels.take(values, span=span):
         out, stat = kernels.batchnorm().normalise(values, None, *affine, relu=False, **settings)
         owner.measured.add_spans(values.detach(), stat, span=span)

@@ -374,11 +374,15 @@ def wrong_predictions(found: Mistakes | None) -> Iterator[Table]:
     yield Table(
         columns=[
             column("Class", lambda pair: found.classes[pair[0]], None),
-            column("Predicted as", lambda pair: found.classes[pair[1]], None),
+            column("Predicted as", lambda pair: _class_name(found, pair[1]), None),
             column("Images", lambda pair: f"{counts[pair]:,} of {found.sizes[pair[0]]:,}", None),
         ],
         sortable=False,
     )
+
+
+def _class_name(found: Mistakes, label: int) -> str:
+    return "none: scores are NaN" if label < 0 else found.classes[label]
 
 
 def _environment(run: Run) -> dict[str, str]:

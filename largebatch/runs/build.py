@@ -30,6 +30,7 @@ from largebatch.runs.proving import settle, switch_off, wait_for_proof
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
+from largebatch.training.checkpoint import require_storable
 from largebatch.training.graph import require_graphs
 from largebatch.training.session import Session, Updates, synchronous_updates
 
@@ -82,6 +83,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         wait_for_proof(device)
         model = build_model(recipe, device)
         require_trainable(model, section.name)
+        require_storable(model, section.name)
         chosen: list[str] = []
         fit = None
         if protocol is None and recipe.execution.device_batch is None:

@@ -1,34 +1,54 @@
-"""Evaluate or polish a checkpoint after its run."""
+"""Evaluate or polish a saved model: a checkpoint, an export, or weights of another program."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from largebatch.data.datasets.own import import_own
+from largebatch.data.index.index import load_or_read
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.models import build, classifier, zoo
+from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.loading import override_words, parse_recipe
+from largebatch.recipe.loading import load_recipe, override_words, parse_recipe
 from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
 from largebatch.runs.folder import check_folder, record, remember, remembered
 from largebatch.runs.options import Options
-from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
-from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
+from largebatch.runs.weights import WEIGHTS, named_as, read_classes, read_weights, state_for
+from largebatch.storage import remove_content
+from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageName, Summary
+from largebatch.training.checkpoint import (
+    Checkpoint,
+    constants_of,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    require_finite,
+)
 from largebatch.training.evaluation import Metrics
+from largebatch.training.session import Session
 from largebatch.training.stages import polish_statistics
+
+_BATCH = 256
+"""Global batch of the recipe of weights of another program, which is not trained."""
 
 
 class Evaluated(NamedTuple):
-    """Metrics of a checkpoint."""
+    """Metrics of a saved model."""
 
     path: Path
-    step: int
-    """Number of updates before it."""
+    step: int | None
+    """Number of updates before it; None for an export and for weights of another program."""
 
     metrics: Metrics
     training: Metrics | None
@@ -37,27 +57,57 @@ class Evaluated(NamedTuple):
     classes: int
 
 
+class Saved(NamedTuple):
+    """A saved model: of a run, of an export, or weights of another program."""
+
+    path: Path
+    recipe: Recipe
+    """The recipe that it was trained with; for weights of another program one that shows images as
+    the model's library does."""
+
+    weights: Mapping[str, Tensor]
+    """Weights and statistics by the names in the file."""
+
+    classes: Sequence[str]
+    """Names by label; empty if they are not known."""
+
+    checkpoint: Checkpoint | None = None
+    """All that is saved of a run; None for the others."""
+
+    def load_into(self, model: nn.Module) -> None:
+        """Load the weights into a new model.
+
+        Raises CheckpointError, which begins with the path, if they do not fit or are not finite.
+        """
+        try:
+            weights = state_for(model, self.weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        load_weights(model, {**model.state_dict(), **weights}, source=str(self.path))
+
+
 def evaluate_checkpoint(
     path: Path,
     options: Options,
     *,
+    model: str | None = None,
     training: bool = False,
     each: Callable[[Tensor, Tensor], object] = lambda *_: None,
 ) -> Evaluated:
-    """Measure a checkpoint, or the newest one of a run folder, on its validation data.
+    """Measure a saved model on its validation data; `path` and `model` are those of `find_saved`.
 
     `training` also measures it on its training data. `each` is called with the scores and labels
     of every validation batch of this worker.
     """
-    path, checkpoint, options = _load(path, options)
-    checked = checksum(checkpoint.state["model"])
-    facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
-    with open_measuring(checkpoint.recipe, options, facts) as session:
-        session.saver.restore(checkpoint, source=str(path))
+    saved, options = load_saved(path, options, model=model)
+    facts = {"command": "evaluate", "checkpoint": checksum(saved.weights), "--training": training}
+    with open_measuring(saved.recipe, options, facts) as session:
+        restore(session, saved)
         found = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
-        classes = checkpoint.recipe.data.classes
-        return Evaluated(path, checkpoint.progress.updates, found, on_training, classes)
+        step = saved.checkpoint.progress.updates if saved.checkpoint else None
+        classes = saved.recipe.data.classes
+        return Evaluated(saved.path, step, found, on_training, classes)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
@@ -67,12 +117,14 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     the accuracies before and after.
     """
     check_folder(options.out, resume=None)
-    _, checkpoint, options = _load(path, options)
+    saved, options = load_saved(path, options)
+    checkpoint = saved.checkpoint
+    assert checkpoint is not None  # pretrained.py polishes the others
     recipe = with_statistics(checkpoint.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(checkpoint.state["model"])}
+    facts = {"command": "polish", "checkpoint": checksum(saved.weights)}
     with open_measuring(recipe, options, facts) as session:
         begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
-        session.saver.restore(replace(checkpoint, stages=[], state=begun))
+        restore(session, saved._replace(checkpoint=replace(checkpoint, stages=[], state=begun)))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.plan)
 
@@ -84,29 +136,111 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             polish_statistics(session.judge, session.polish.statistics)
             return True
 
-        return record(session, options, polish)
+        try:
+            return record(session, options, polish)
+        except (CheckpointError, OSError):  # a full disk: files would block the next try
+            if session.backend.rank == 0:
+                remove_content(options.out)
+            raise
 
 
-def _load(path: Path, options: Options) -> tuple[Path, Checkpoint, Options]:
-    """Read a checkpoint file, or the newest checkpoint of a run folder; set its execution.
+def restore(session: Session, saved: Saved) -> None:
+    """Load a saved model to measure it; raise CheckpointError if it does not fit or is not finite.
 
-    The options get the images of its run if they name none.
+    The optimizer of a run comes with it, because Schedule-Free has its average there.
     """
-    path, checkpoint = find_checkpoint(path)
-    if options.data is None and options.dataset is None:
-        own = remembered(path.parent.parent)
-        options = replace(options, data=own.data, dataset=own.dataset)
+    model, source = session.state.model, str(saved.path)
+    if saved.checkpoint is not None:
+        require_finite(saved.weights, constants_of(model), source=source)
+        session.saver.restore(saved.checkpoint, source=source)
+        return
+    optimizer = session.state.updater.optimizer
+    if is_averaging(optimizer.param_groups):
+        store_average(optimizer)  # the weights to load are the average
+    saved.load_into(model)
+
+
+def load_saved(
+    path: Path, options: Options, *, model: str | None = None, ema: bool = False
+) -> tuple[Saved, Options]:
+    """Find a saved model as `find_saved` does, to be measured with these options.
+
+    For a run and its export, only the recipe's execution and evaluation can be changed. Options
+    get the images of a run if they name none. Raises CheckpointError unless they name the code that
+    the run needs.
+    """
+    for module in options.imports:
+        import_own(module)  # before the model's name is looked up
     overrides = override_words(options.overrides)
+    if model is not None:
+        saved = find_saved(path, model=model, data=options.data, overrides=overrides, ema=ema)
+        return saved, options
+    saved = find_saved(path)
+    if saved.checkpoint is not None:
+        named = {"data": options.data, "dataset": options.dataset, "imports": options.imports}
+        own = remembered(
+            saved.path.parent.parent, {name: value for name, value in named.items() if value}
+        )
+        if options.dataset is None:
+            options = replace(options, data=own.data)
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
                 f"--set {override}: of a checkpoint only execution and evaluation can be changed"
             )
     if overrides:
-        text = dump_yaml(checkpoint.recipe)
-        changed = parse_recipe(text, overrides, source=str(path))
-        checkpoint = replace(checkpoint, recipe=changed)
-    return path, checkpoint, options
+        recipe = parse_recipe(dump_yaml(saved.recipe), overrides, source=str(saved.path))
+        saved = saved._replace(recipe=recipe)
+        if saved.checkpoint is not None:
+            saved = saved._replace(checkpoint=replace(saved.checkpoint, recipe=recipe))
+    return saved, options
+
+
+def find_saved(
+    path: Path,
+    *,
+    model: str | None = None,
+    data: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    ema: bool = False,
+) -> Saved:
+    """Read a checkpoint, the newest one of a run folder, an export, or weights of another program.
+
+    Weights of another program need the name of their `model`, of timm or torchvision, and `data`,
+    the folder of images to be measured on; without it the classes are counted in the weights.
+    `overrides` change the recipe that follows from these, and `ema` takes the moving average in the
+    file. Raises CheckpointError, RecipeError or DataError.
+    """
+    if model is not None:
+        zoo.require_known(model)
+        weights = read_weights(path, ema=ema)
+        if data is None:
+            number, names = _count_classes(model, weights, path), []
+            samples = (_BATCH, 1)  # no image is measured
+        else:
+            train, val = (load_or_read(Path(data), split) for split in ("train", "val"))
+            number, names = len(train.classes), list(train.classes)
+            samples = (len(train), len(val))
+        recipe = _recipe_for(model, classes=number, samples=samples, overrides=overrides)
+        return Saved(path, recipe, weights, names)
+    exported = find_export(path)
+    if exported is not None:
+        recipe = load_recipe(exported.parent / RECIPE)
+        return Saved(exported, recipe, read_weights(exported), read_classes(exported))
+    try:
+        path, checkpoint = find_checkpoint(path)
+    except CheckpointError as error:
+        hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
+        hint = ", or an export" if path.is_dir() else hint
+        raise CheckpointError(f"{error}{hint}") from None
+    weights, classes = checkpoint.state["model"], checkpoint.origin.classes
+    return Saved(path, checkpoint.recipe, weights, classes, checkpoint)
+
+
+def find_export(path: Path) -> Path | None:
+    """Return the file of weights if `path` is it or the folder of an export; else None."""
+    weights = path if path.name == WEIGHTS else path / WEIGHTS
+    return weights if weights.is_file() and (weights.parent / RECIPE).is_file() else None
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
@@ -117,9 +251,55 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     if found is None:
         raise CheckpointError(
             f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give the folder of a "
-            "run (--out of `largebatch train`), or a checkpoint"
+            "run (--out of `largebatch train`), a checkpoint"
         )
     return found.path, found.checkpoint
+
+
+def _count_classes(model: str, weights: Mapping[str, Tensor], path: Path) -> int:
+    """Return the number of classes of a model's weights, from the shape of its classifier."""
+    network = _without_memory(model, classes=2)
+    head = classifier(network)
+    names = [name for name, weight in network.named_parameters() if weight is head.weight]
+    for key, value in named_as(network, weights).items():
+        if key in names and value.ndim:
+            return len(value)
+    raise CheckpointError(f"{path}: the weights do not fit: {names[0]} is missing, for {model}")
+
+
+def _without_memory(name: str, *, classes: int) -> nn.Module:
+    with torch.device("meta"):
+        return build(name, num_classes=classes)
+
+
+def _recipe_for(
+    name: str, *, classes: int, samples: tuple[int, int], overrides: Sequence[str]
+) -> Recipe:
+    """Return a recipe that shows images to a model as its library does.
+
+    `samples` are the numbers of training and validation images.
+    """
+    layers = _without_memory(name, classes=classes).modules()
+    has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in layers)
+    tree = {
+        "name": name.replace("/", "-"),
+        "seed": 0,
+        "duration": {"steps": 1},
+        "data": {
+            "source": "folder",
+            "classes": classes,
+            "train_samples": samples[0],
+            "val_samples": samples[1],
+            **zoo.preparation(name),
+            "crop_area": None,
+            "flip": False,
+        },
+        "model": {"name": name},
+        "batch": {"global_batch": _BATCH, "bn_span": 64 if has_batchnorm else None},
+        "optimizer": {"kind": "sgd"},
+        "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
+    }
+    return parse_recipe(json.dumps(tree), overrides, source=f"the recipe of {name}")
 
 
 def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:

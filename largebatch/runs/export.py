@@ -1,24 +1,30 @@
-"""A saved run -> the files of a model: weights, timm's configuration, a card, and the recipe."""
+"""A saved run -> the files of a model: weights, timm's configuration, a card, the recipe, ONNX."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
+import torch
+from torch import nn
 
 from largebatch.data.datasets.own import import_own
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, clip, reason_of
 from largebatch.formatting import TOP5, four_decimals
 from largebatch.models import build, is_timms
+from largebatch.optional import require_onnx, require_torchvision
 from largebatch.recipe.data import Data
 from largebatch.recipe.model import Model
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.folder import require_named
+from largebatch.runs.weights import WEIGHTS, metadata_of
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE
-from largebatch.training.checkpoint import Checkpoint, require_fit
+from largebatch.training.checkpoint import Checkpoint, load_weights
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+CONFIG, CARD, ONNX = "config.json", "README.md", "model.onnx"
 
 _TIMM = """import timm
 
@@ -52,31 +58,37 @@ for probability, label in zip(*probabilities.topk({shown})):
     print(f"{{names[label]}}: {{probability:.2%}}")"""
 
 
-def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
+def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] = ()) -> list[Path]:
     """Write the model of a checkpoint, or of the newest one of a run folder; return the files.
 
     `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there; another
-    one is built by `largebatch.models.build`, and its weights are loaded by safetensors. `imports`
-    are those of Options.
+    one is built by `largebatch.models.build`, and its weights are loaded by safetensors. With
+    `onnx` there is model.onnx too: from N x 3 x H x W images, normalised as the card says, to N x
+    classes logits. `imports` are those of Options.
 
-    Raises CheckpointError if `out` holds files or cannot be written.
+    Raises CheckpointError if `out` holds files or cannot be written, or if PyTorch cannot export
+    the model to ONNX.
     """
+    if onnx:
+        require_onnx()
+    path, checkpoint = find_checkpoint(path)
+    require_named(path.parent.parent, imports=imports, images=True)  # it needs none
     for module in imports:
         import_own(module)
-    path, checkpoint = find_checkpoint(path)
     section, data = checkpoint.recipe.model, checkpoint.recipe.data
     weights = checkpoint.model(source=path)
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)
-    with require_fit(str(path)):
-        model.load_state_dict(weights)
+    load_weights(model, weights, source=str(path))
     files = {
-        WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
+        WEIGHTS: safetensors.torch.save(weights, metadata_of(checkpoint.origin.classes)),
         CARD: _card(checkpoint).encode(),
         RECIPE: dump_yaml(checkpoint.recipe).encode(),
     }
     if is_timms(section.name):
         config = timm_config(section, data, checkpoint.origin.classes)
         files[CONFIG] = json.dumps(config, indent=2).encode()
+    if onnx:
+        files[ONNX] = _to_onnx(model, data.image_size, name=section.name)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
@@ -84,6 +96,31 @@ def export(path: Path, out: Path, *, imports: Sequence[str] = ()) -> list[Path]:
         for name, content in files.items():
             write_whole(out / name, content)
     return sorted(out.iterdir())
+
+
+def _to_onnx(model: nn.Module, side: int, *, name: str) -> bytes:
+    """Return the model in ONNX, for any number of images of one size."""
+    require_torchvision()  # the exporter looks for its operators
+    images, batch = torch.zeros(2, 3, side, side), torch.export.Dim.DYNAMIC
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's exporter uses what PyTorch deprecates
+            program = torch.onnx.export(
+                model.eval(),
+                (images,),
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=({0: batch},),
+                dynamo=True,
+                verbose=False,
+            )
+        assert program is not None  # as always with dynamo
+        content: bytes = program.model_proto.SerializeToString()
+    except Exception as error:  # a model of the user's own raises all kinds
+        raise CheckpointError(
+            f"PyTorch cannot export {name} to ONNX: {clip(reason_of(error), 300)}; leave --onnx out"
+        ) from None
+    return content
 
 
 def _card(checkpoint: Checkpoint) -> str:
@@ -114,7 +151,7 @@ pipeline_tag: image-classification
 
 Trained with largebatch for {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it.
 
-The classes of an image, in this folder (in the evaluation's form: `largebatch predict RUN IMAGES`):
+The classes of an image, in this folder (in the evaluation's form: `largebatch predict . IMAGES`):
 
 ```python
 {code}

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple, assert_never
 
@@ -33,6 +34,7 @@ from largebatch.report import write_report
 from largebatch.runs.build import plugged_in
 from largebatch.runs.interrupts import describe_cause, scheduler
 from largebatch.runs.options import Options, Resume
+from largebatch.runs.weights import WEIGHTS
 from largebatch.storage import remove_leftovers, write_whole, writing
 from largebatch.tracking.console import Console
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
@@ -48,7 +50,7 @@ from largebatch.tracking.events import (
     now,
     write_json,
 )
-from largebatch.tracking.log import JsonLines, require_unlocked
+from largebatch.tracking.log import JsonLines, last_event, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
     newest_checkpoint,
@@ -286,10 +288,14 @@ def require_same_run(
 
 
 def finished_summary(folder: Path, backend: Backend) -> Summary | None:
-    """Return the summary of a finished run on every worker; else None."""
+    """Return the summary of a finished run on every worker; else None.
+
+    A run that was killed while its report was drawn has a summary, and its log has no end.
+    """
     content = None
     with suppress(OSError):
-        content = (folder / SUMMARY).read_bytes() if backend.rank == 0 else None
+        if backend.rank == 0 and isinstance(last_event(folder / LOG), Finish):
+            content = (folder / SUMMARY).read_bytes()
     with suppress(ValidationError):
         summary = TypeAdapter(Summary).validate_json(broadcast_bytes(content, backend))
         return summary if summary.status == "finished" else None
@@ -313,29 +319,65 @@ def remember(folder: Path, options: Options) -> None:
 def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
     """Return options that resume the run of a folder: the remembered ones, except those given.
 
-    Limits, profiles and changes are not remembered. A launcher gives a run its workers.
+    Limits, profiles and changes are not remembered. A launcher gives a run its workers. Raises
+    CheckpointError as `require_named`: code is named again, or does not run.
     """
-    own = Options(**given).without_limits
-    with suppress(OSError, ValidationError):
-        own = _OPTIONS.validate_json((folder / OPTIONS).read_bytes()).without_limits
+    require_named(
+        folder, imports=given.get("imports", ()), images=given.get("dataset") or given.get("data")
+    )
+    own = _recorded(folder) or Options(**given)
+    own = replace(own.without_limits, dataset=None, imports=())
+    if given.get("dataset"):
+        own = replace(own, data=None)  # one of the two
     if worker_rank() is not None:
         own = replace(own, workers=1, restarts=0, min_workers=None)
     return replace(own, **{**given, "out": folder, "resume": given.get("resume") or True})
 
 
+def _recorded(folder: Path) -> Options | None:
+    """Return the options of the last command of a run; None if its folder has none."""
+    with suppress(OSError, ValidationError):
+        return _OPTIONS.validate_json((folder / OPTIONS).read_bytes())
+    return None
+
+
+def require_named(folder: Path, *, imports: Sequence[str], images: object) -> None:
+    """Raise CheckpointError unless a command names what the run of a folder needs to import.
+
+    Somebody else may have written the folder, so its record alone never makes code run: `imports`
+    are the command's, and `images` is true if the command names its images or needs none.
+    """
+    own = _recorded(folder)
+    if own is None:
+        return
+    missing = [f"--import {quote(module)}" for module in own.imports] if not imports else []
+    if own.dataset is not None and not images:
+        missing.insert(0, f"--dataset {quote(own.dataset)}")
+    if missing:
+        raise CheckpointError(
+            f"{folder}: this run was made with {clip(shorten(missing, between=' '), 300)}; code "
+            "runs only if the command names it: add this if you trust that code"
+        )
+
+
 def check_folder(folder: Path, *, resume: Resume | None) -> None:
     """Raise CheckpointError unless a run can start in this folder, or resume; auto: either."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:  # its name is written into JSON and pages
+        raise CheckpointError(f"{folder}: is not UTF-8; choose another --out") from None
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
     require_unlocked(folder / LOG)
+    is_run = (folder / RECIPE).exists() and not (folder / WEIGHTS).exists()  # not an export
     if resume == "auto":
-        resume = (folder / RECIPE).exists()
-    if resume and not (folder / RECIPE).exists():
+        resume = is_run
+    if resume and not is_run:
         raise CheckpointError(f"{folder}: there is no run to resume; start one: largebatch train")
     if not resume and folder.exists() and any(folder.iterdir()):
         # None is of a command without --resume
-        hint = ", or add --resume" if resume is False and (folder / RECIPE).exists() else ""
+        hint = ", or add --resume" if resume is False and is_run else ""
         raise CheckpointError(f"{folder}: already holds files; choose another --out{hint}")

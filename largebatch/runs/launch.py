@@ -1,8 +1,6 @@
 """Start local workers through torch's elastic launcher, and end all of them when one fails.
 
-A worker is a command, so the program that starts it can be a script, a notebook or a REPL. The
-command line, whose process is this package's own, forks it after the imports instead, so that eight
-workers do not each import PyTorch.
+A worker is a command, so the program that starts it can be a script, a notebook or a REPL.
 `SubprocessContext`, which torchrun is built on, starts and ends the processes and collects exit
 codes and error files. launch_agent around it is not used, because it loses the exit codes after a
 signal, handles SIGHUP in a run under nohup, and listens on all interfaces.
@@ -19,9 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from multiprocessing import get_context
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +27,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch import accelerator
 from largebatch.distributed.environment import (
     LAUNCHER,
     LOST,
@@ -68,15 +64,11 @@ def start_workers(
     *,
     workers: int,
     horovod: bool = False,
-    forked: Callable[[], object] | None = None,
 ) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
     path. The first request to stop is passed on; the second one kills them.
-
-    `forked` does in a copy of this process what the command does. It is used on Linux if no other
-    thread runs, whose locks would stay locked in the copies, and if no accelerator was used.
 
     Raises LargebatchError with a worker's message if the user can fix it, RequestedStopError after
     the first request if the workers do not save, DivergedError if training
@@ -100,11 +92,9 @@ def start_workers(
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        if sys.platform == "linux" and threading.active_count() == 1:
-            group.work = forked
         try:
             group.start()
-            _store = TCPStore(  # after the workers, which would be copies of its thread's locks
+            _store = TCPStore(
                 HOST,
                 port,
                 is_master=True,
@@ -160,20 +150,12 @@ class _Workers(SubprocessContext):
         self.requests = Requests()
         self.ended: set[int] | None = None
         """Workers that exited by themselves; None until one has failed."""
-        self.work: Callable[[], object] | None = None
-        """What forked workers do; None: they run the command."""
 
     def start(self) -> None:
         """Start the workers without changing this process's signal handlers."""
         # torch would log lines beside the one message that start_workers raises.
         logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
-        if self.work is None:
-            self._start()  # type: ignore[no-untyped-call]  # torch's stubs
-            return
-        for rank in range(self.nprocs):
-            command = [self.entrypoint, *self.args[rank]]
-            worker: Any = _Fork(self.work, command, self.envs[rank])
-            self.subprocess_handlers[rank] = worker
+        self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
     def pass_on(self, number: int, *_: object) -> None:
         """Make the workers save and exit; the second time, kill them.
@@ -197,48 +179,6 @@ class _Workers(SubprocessContext):
         if self.ended is None:
             self.ended = set(self._failures)
         super().close(death_sig, timeout or LEAVE_SECONDS)
-
-
-class _Fork:
-    """A worker that is a copy of this process, with what SubprocessContext calls of a command's."""
-
-    def __init__(
-        self, work: Callable[[], object], command: list[str], environment: Mapping[str, str]
-    ) -> None:
-        self._process = get_context("fork").Process(
-            target=_be_worker, args=(work, command, environment)
-        )
-        self._process.start()
-        self.pid = self._process.pid or 0
-        self.proc = self
-        with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs the command
-            os.setpgid(self.pid, self.pid)  # close() may come before the worker does so itself
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._process.join(timeout)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def close(self, death_sig: signal.Signals) -> None:
-        os.killpg(self.pid, death_sig)
-
-
-def _be_worker(
-    work: Callable[[], object], command: list[str], environment: Mapping[str, str]
-) -> None:
-    """Do the work in a forked process; run the command if the accelerator was used before."""
-    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the launcher
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(environment)
-    if accelerator.lost_by_fork():
-        os.execv(command[0], command)  # noqa: S606 -- no shell is needed
-    with reporting_errors():
-        work()
 
 
 def _cause(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from largebatch.data.augment import center_boxes, whole_boxes
+from largebatch.data.datasets.own import import_own
 from largebatch.data.decoders.pixel_cache import resized
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright, show
@@ -25,9 +26,9 @@ from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join
-from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.checkpoints import find_saved
+from largebatch.runs.folder import require_named
 from largebatch.runs.options import Options
-from largebatch.training.checkpoint import require_fit
 from largebatch.training.evaluation import evaluate
 
 
@@ -48,37 +49,48 @@ class Predictions(NamedTuple):
     """Line for each folder with the numbers of files that are not read; empty if there are none."""
 
 
-def predict(run: Path, places: Iterable[Path], *, imports: Sequence[str] = ()) -> Predictions:
-    """Predict the classes of images, and of all images in folders, by a checkpoint or a run.
+def predict(
+    saved_model: Path,
+    places: Iterable[Path],
+    *,
+    model: str | None = None,
+    imports: Sequence[str] = (),
+) -> Predictions:
+    """Predict the classes of images, and of all images in folders, by a saved model.
 
-    A run folder is represented by its newest checkpoint, as in `evaluate`. Raises DataError if no
-    image can be read, CheckpointError if the checkpoint cannot be.
+    `saved_model` is a run, of which the newest checkpoint is taken, a checkpoint, an export, or a
+    file of weights with the name of its `model`. Raises DataError if no image can be read,
+    CheckpointError if the model cannot be.
     """
     require_torchvision()  # now: threads cannot import it at the same time
-    path, checkpoint = find_checkpoint(run)
-    recipe, weights = checkpoint.recipe, checkpoint.model(source=path)
+    for module in imports:
+        import_own(module)  # before the model's name is looked up
+    saved = find_saved(saved_model, model=model)
+    if saved.checkpoint is not None:
+        require_named(saved.path.parent.parent, imports=imports, images=True)  # its places
+        saved.checkpoint.model(source=saved.path)  # not before the end of a Schedule-Free run
+    recipe = saved.recipe
     files, ignored = _list_images(places)
     unreadable: dict[Path, str] = {}
     plan = make_plan(recipe.mathematics)
     plan = plan.measuring(workers=1, device_batch=recipe.execution.device_batch)
     scores: list[Tensor] = []
     with join(Options(backend="serial", imports=imports), {"command": "predict"}) as backend:
-        model = build_model(recipe, backend.device)
-        with require_fit(str(path)):
-            model.load_state_dict(weights)
+        network = build_model(recipe, backend.device)
+        saved.load_into(network)
         if recipe.evaluation.views > 1:
-            model = MeanOfViews(model, views=recipe.evaluation.views)
+            network = MeanOfViews(network, views=recipe.evaluation.views)
         resources = Resources(backend.device, available_cores(), plan.device_batch)
         batches = _decode(files, recipe, resources, unreadable)
         if files:
-            evaluate(model, batches, backend, each=lambda logits, _: scores.append(logits))
+            evaluate(network, batches, backend, each=lambda logits, _: scores.append(logits))
     readable = [row for row, file in enumerate(files) if file not in unreadable]
     if not readable:
         causes = [f"{file}: {unreadable[file]}" for file in files] + [ignored]
         found = "no image can be read" if files else "these folders hold no images"
         raise DataError("\n  ".join([found, *filter(None, causes)]))
     return Predictions(
-        classes=checkpoint.origin.classes or [str(label) for label in range(recipe.data.classes)],
+        classes=saved.classes or [str(label) for label in range(recipe.data.classes)],
         paths=[files[row] for row in readable],
         probabilities=torch.cat(scores).float().softmax(1).cpu()[readable],
         unreadable={file: unreadable[file] for file in files if file in unreadable},

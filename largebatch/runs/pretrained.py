@@ -4,7 +4,6 @@ The recipe that polishes them follows from the folder of images and from how the
 prepares images; the rest is the polishing of our own runs. Only running means and variances change.
 """
 
-import json
 import logging
 import time
 import urllib.error
@@ -19,85 +18,65 @@ import safetensors.torch
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.data.index.index import Index, load_or_read
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DataError, reason_of
 from largebatch.models import build, is_timms, require_known, zoo
 from largebatch.optional import require_timm
 from largebatch.polish import Drift
-from largebatch.recipe.loading import Overrides, load_recipe, parse_recipe
 from largebatch.recipe.model import Model
-from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_measuring
-from largebatch.runs.checkpoints import find_checkpoint, with_statistics
-from largebatch.runs.export import WEIGHTS
+from largebatch.runs.checkpoints import (
+    find_saved,
+    load_saved,
+    restore,
+    with_statistics,
+)
 from largebatch.runs.options import Options
-from largebatch.runs.weights import load_initial, read_weights, state_for
+from largebatch.runs.weights import load_initial, metadata_of
 from largebatch.storage import write_whole, writing
-from largebatch.tracking.events import RECIPE
 from largebatch.training.evaluation import Metrics
 
 
 def polish_weights(
-    name: str, path: Path, options: Options, *, ema: bool = False, samples: int | None = None
+    path: Path,
+    options: Options,
+    *,
+    model: str | None = None,
+    ema: bool = False,
+    samples: int | None = None,
 ) -> tuple[Metrics, Metrics, Drift]:
     """Write polished weights to `options.out` as .safetensors, under the model's own names.
 
     Returns what was measured before and after, and how far the statistics were off.
 
-    `name` is a model of timm, or of torchvision with `torchvision/` before it; `ema` takes the
-    moving average in the file, `samples` is the number of images to measure (None: all). Raises
-    CheckpointError, RecipeError or DataError for weights, a model or images that do not fit.
+    `path` is an export, or a file of weights with the name of its `model`: one of timm, or of
+    torchvision with `torchvision/` before it. `ema` takes the moving average in the file, `samples`
+    is the number of images to measure (None: all). Raises CheckpointError, RecipeError or DataError
+    for weights, a model or images that do not fit.
     """
-    if options.data is None:
+    if model is not None and options.data is None:
         raise DataError("polishing measures images; pass --data DIR")
     out = options.out
     if out.suffix != ".safetensors":
         raise CheckpointError(f"{out}: expected the name of a file that ends in .safetensors")
     if out.exists():
         raise CheckpointError(f"{out}: exists already; choose another --out")
-    zoo.require_known(name)
-    weights = read_weights(path, ema=ema)
-    train, val = (load_or_read(Path(options.data), split) for split in ("train", "val"))
-    recipe = with_statistics(recipe_for(name, train, val, options.overrides), samples)
-    facts = {"command": "polish", "--weights": checksum(weights)}
-    with open_measuring(recipe, replace(options, out=Path()), facts) as session:
-        model, evaluator = session.state.model, session.evaluator
-        try:
-            model.load_state_dict({**model.state_dict(), **state_for(model, weights)})
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+    saved, options = load_saved(path, options, model=model, ema=ema)
+    saved = saved._replace(recipe=with_statistics(saved.recipe, samples))
+    facts = {"command": "polish", "--weights": checksum(saved.weights)}
+    with open_measuring(saved.recipe, replace(options, out=Path()), facts) as session:
+        network, evaluator = session.state.model, session.evaluator
+        restore(session, saved)
         before = evaluator.validation()
-        drift = evaluator.statistics(samples or len(train))
+        drift = evaluator.statistics(samples or saved.recipe.train_samples)
         after = evaluator.validation()
         if session.backend.rank == 0:
-            tensors = model.state_dict().items()
+            tensors = network.state_dict().items()
             state = {key: value.cpu().clone().contiguous() for key, value in tensors}  # untied
-            write_whole(out, safetensors.torch.save(state, metadata={"format": "pt"}))
+            content = safetensors.torch.save(state, metadata=metadata_of(saved.classes))
+            with writing(out):
+                write_whole(out, content)
     return before, after, drift
-
-
-def recipe_for(name: str, train: Index, val: Index, overrides: Overrides) -> Recipe:
-    """Return a recipe that shows images to a model as its library does."""
-    tree = {
-        "name": name.replace("/", "-"),
-        "seed": 0,
-        "duration": {"steps": 1},
-        "data": {
-            "source": "folder",
-            "classes": len(train.classes),
-            "train_samples": len(train),
-            "val_samples": len(val),
-            **zoo.preparation(name),
-            "crop_area": None,
-            "flip": False,
-        },
-        "model": {"name": name},
-        "batch": {"global_batch": 256, "bn_span": 64},
-        "optimizer": {"kind": "sgd"},
-        "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
-    }
-    return parse_recipe(json.dumps(tree), overrides, source=f"the recipe of {name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +116,8 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
         name = weights.removeprefix(TIMM)
         section, path = {"name": name}, _download(name)
     elif weights is not None and name is None:
-        path, recipe = _of_ours(path)
+        saved = find_saved(path)
+        path, recipe = saved.path, saved.recipe
         section = recipe.model.model_dump(include={"name", "arguments"}, exclude_unset=True)
         data = recipe.data.model_dump(mode="json", include=_COLORS)
     name = str(section["name"])
@@ -254,16 +234,3 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _of_ours(path: Path) -> tuple[Path, Recipe]:
-    """Return the file and the recipe of a run, a checkpoint or an export."""
-    folder = path if path.is_dir() else path.parent
-    exported = folder / WEIGHTS
-    if exported.exists() and path in {folder, exported}:
-        return exported, load_recipe(folder / RECIPE)
-    try:
-        path, checkpoint = find_checkpoint(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; for weights of another program pass --model too") from None
-    return path, checkpoint.recipe

@@ -9,8 +9,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -26,8 +24,7 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.formatting import plural
-from largebatch.models import is_timms, kernels
-from largebatch.optional import require_timm
+from largebatch.models import kernels
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -43,6 +40,7 @@ from largebatch.runs.folder import (
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.options import Options, chosen_folder, with_options
+from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.stages import require_resumable, run_stages
 
@@ -86,12 +84,12 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     summary = start(recipe, options.without_changes())
     assert summary.folder is not None
     if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
-        sys.stdout.write(printable(f"report: {page}\n"))
+        write_to(sys.stdout, printable(f"report: {page}\n"))
     return summary
 
 
-def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
-    """Do what `run` does, for a loaded recipe; with `forks` workers are copies of this process."""
+def start(recipe: Recipe, options: Options) -> Summary:
+    """Do what `run` does, for a loaded recipe."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
@@ -105,7 +103,7 @@ def start(recipe: Recipe, options: Options, *, forks: bool = False) -> Summary:
         summary = run_worker(recipe, options)
     else:
         make_plan(recipe, workers=options.workers, backend=options.backend)
-        restarting(recipe, options, forks=forks)
+        restarting(recipe, options)
         summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
     return replace(summary, folder=options.out)
 
@@ -128,7 +126,7 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None:
+def restarting(recipe: Recipe, options: Options) -> None:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
@@ -137,10 +135,6 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
     """
     from largebatch.runs.launch import start_workers
 
-    if forks:  # what every worker would import: torch's optimizers its compiler
-        import_module("torch._dynamo")
-        if is_timms(recipe.model.name):
-            require_timm()
     workers, left = options.workers, options.restarts
     least = options.min_workers or workers
     start, limit = time.monotonic(), options.time_limit
@@ -148,12 +142,8 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            return start_workers(
-                command,
-                workers=workers,
-                horovod=options.backend == "horovod",
-                forked=partial(run_worker, recipe, options) if forks else None,
-            )
+            horovod = options.backend == "horovod"
+            return start_workers(command, workers=workers, horovod=horovod)
         except SmallerBatchError as error:
             reason = str(error)
         except WorkerFailedError as error:
@@ -170,9 +160,10 @@ def restarting(recipe: Recipe, options: Options, *, forks: bool = False) -> None
             limit_left = max(0.0, limit - (time.monotonic() - start))
             options = replace(options, time_limit=limit_left, whole_limit=limit)
         options = replace(options, resume="auto")
-        sys.stderr.write(
+        write_to(
+            sys.stderr,
             f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
-            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n"
+            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n",
         )
 
 
@@ -206,7 +197,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
             finished = finished_summary(folder, session.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
                 if session.backend.rank == 0:
-                    sys.stdout.write(printable(f"{folder}: already finished\n"))
+                    write_to(sys.stdout, printable(f"{folder}: already finished\n"))
                 return finished  # if the numbers differ, its last checkpoint is damaged
         elif recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with

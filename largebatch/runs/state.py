@@ -31,7 +31,7 @@ from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.events import CHECKPOINTS, Note, Step, StopCause, System
 from largebatch.training.averages import EMA, SWA
-from largebatch.training.checkpoint import Saver, Writer
+from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
 from largebatch.training.session import Session, Updates
@@ -129,7 +129,11 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         backend=backend,
         pipeline=pipeline,
         requests=requests,
-        writer=Writer(folder / CHECKPOINTS, keep_last=checkpoints.keep_last),
+        writer=Writer(
+            folder / CHECKPOINTS,
+            keep_last=checkpoints.keep_last,
+            constants=constants_of(state.model),  # nothing is loaded into it yet
+        ),
     )
     evaluator = Evaluator(
         state=state,

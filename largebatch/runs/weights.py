@@ -6,9 +6,10 @@ of DataParallel, torch.compile or a module around the network. Nothing in a file
 
 import argparse
 import hashlib
+import json
 import pickle
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError, reason_of, shorten
+from largebatch.errors import CheckpointError, printable, reason_of, shorten
 from largebatch.models import classifier
 from largebatch.models.inputs import sizes
-from largebatch.training.checkpoint import CONTENT, load_checkpoint
+from largebatch.training.checkpoint import CONTENT, constants_of, load_checkpoint, require_finite
 from largebatch.training.state import TrainState
+
+WEIGHTS, CLASSES = "model.safetensors", "classes"
+"""File of an export with the weights, and the key in its metadata of the classes, as JSON."""
 
 _PLACES = ("state_dict", "model", "model_state_dict", "net")
 _AVERAGED = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
@@ -53,6 +57,7 @@ def load_initial(path: Path, model: nn.Module, *, drawn: bool) -> None:
     names = {name for name, weight in model.named_parameters() if weight in own}
     try:
         found = state_for(model, weights, without=names)
+        require_finite(found, constants_of(model), source="the weights")
     except CheckpointError as error:
         hint = "; to draw a new classifier, set model.head_std, such as 0.01"
         raise CheckpointError(f"{path}: {error}{'' if drawn else hint}") from None
@@ -73,7 +78,8 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 if CONTENT in (file.metadata() or {}):  # a checkpoint of ours
                     return load_checkpoint(path).model(source=path)
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                return {name: file.get_tensor(name) for name in names}
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -100,7 +106,34 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
             f"{' or '.join(keys)}; found "
             f"{shorten(list(map(str, inside)), most=3)}"
         )
-    return weights.popitem()[1]
+    _, tensors = weights.popitem()
+    return {name: _plain(tensor, f"{path}: {name}") for name, tensor in tensors.items()}
+
+
+def _plain(tensor: Tensor, source: str) -> Tensor:
+    """Return a tensor whose elements are in one piece of memory; CheckpointError if it has none."""
+    if tensor.is_meta:
+        raise CheckpointError(f"{source} has no numbers (device meta); save the loaded model")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else "sparse"
+        raise CheckpointError(f"{source} is {kind}; save it dense, in floating point")
+    return tensor.detach().contiguous()
+
+
+def metadata_of(classes: Sequence[str]) -> dict[str, str]:
+    """Return the metadata of a file of weights, with the names of the classes."""
+    return {"format": "pt", CLASSES: json.dumps(list(classes))}
+
+
+def read_classes(path: Path) -> list[str]:
+    """Return the names of the classes that an export stores beside its weights, by label."""
+    with safe_open(path, framework="pt") as file:
+        text = (file.metadata() or {}).get(CLASSES, "[]")
+    try:
+        names = json.loads(text)
+    except ValueError:
+        return []
+    return list(map(printable, map(str, names))) if isinstance(names, list) else []
 
 
 def _tensors(content: object) -> dict[str, Tensor]:
@@ -113,7 +146,7 @@ def _tensors(content: object) -> dict[str, Tensor]:
 
 
 def state_for(
-    model: nn.Module, tensors: dict[str, Tensor], *, without: Collection[str] = ()
+    model: nn.Module, tensors: Mapping[str, Tensor], *, without: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Return tensors under the model's names, except those `without`.
 
@@ -135,6 +168,11 @@ def state_for(
             for name, key in here.items()
             if name in there and tensors[key].shape != there[name].shape
         ],
+        "of another type": [
+            f"{name}: {_type(tensors[key])}, expected {_type(there[name])}"
+            for name, key in here.items()
+            if name in there and not _converts(tensors[key], there[name])
+        ],
     }
     misfits = [
         f"{len(names)} {what} ({shorten(names, most=3)})"
@@ -144,6 +182,28 @@ def state_for(
     if misfits:
         raise CheckpointError(f"the weights do not fit: {'; '.join(misfits)}")
     return {name: tensors[key] for name, key in here.items()}
+
+
+def named_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the model's names, where it has them."""
+    expected = model.state_dict()
+    return {_name(key, expected): value for key, value in tensors.items()}
+
+
+def _converts(tensor: Tensor, own: Tensor) -> bool:
+    """Return True if a tensor's numbers are those of `own` in another precision.
+
+    Integers in place of weights have a scale of their own, which is not in the file.
+    """
+    if own.is_floating_point() or own.is_complex():
+        return (tensor.is_floating_point(), tensor.is_complex()) == (
+            own.is_floating_point(), own.is_complex(),
+        )  # fmt: skip
+    return not tensor.is_complex()  # counters, which averages keep as floats
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _name(key: str, expected: Collection[str]) -> str:

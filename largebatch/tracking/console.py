@@ -35,7 +35,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, *, classes: int | None = None) -> None:
         self._shows_top5 = classes is None or classes > TOP5
-        self._stream = stream or sys.stdout
+        self._stream = stream or sys.stdout  # None if the process has no output
         self._steps = 0
         self._resumed = False
         self._is_notebook = "JPY_PARENT_PID" in os.environ  # local workers inherit it
@@ -89,9 +89,9 @@ class Console:
             text = f"\n{text}"
         self._bar = text if text.startswith("\r") else ""
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            write_to(self._stream, text)
         except BrokenPipeError:  # nobody reads it, as after `| head`; the run continues
+            assert self._stream is not None
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -128,3 +128,12 @@ class Console:
             f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left",
             bar="█" * (20 * done // self._steps) + "░" * (20 - 20 * done // self._steps),
         )
+
+
+def write_to(stream: TextIO | None, text: str) -> None:
+    """Write a text to a stream, if there is one; escape what its encoding lacks."""
+    if stream is None:
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()

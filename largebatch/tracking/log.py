@@ -7,6 +7,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import ValidationError
+
 from largebatch.errors import CheckpointError, LogError, reason_of
 from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
 
@@ -106,6 +108,14 @@ def _turn(tracker: Tracker, event: Event) -> int:
     if isinstance(tracker, Clock):
         return 1 if isinstance(event, Start) else -1
     return int(isinstance(event, Finish) and isinstance(tracker, JsonLines))
+
+
+def last_event(path: Path) -> Event | None:
+    """Return the last event of a log; None if its last line is none."""
+    *_, line = [b"", *path.read_bytes().splitlines()]
+    with suppress(ValidationError):
+        return EVENTS.validate_json(line)
+    return None
 
 
 def drop_unfinished_line(path: Path) -> None:

@@ -6,6 +6,7 @@ folder, and from MLFLOW_EXPERIMENT_NAME, by default largebatch.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from largebatch.formatting import dotted
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, read_id, write_id
+from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
 are many minutes."""
 
-FLUSH_SECONDS = 2.0  # of updates that are sent in one request, and that a killed run may lose
+FLUSH_SECONDS = 2.0  # of updates that are sent in one request; after a kill, when it is resumed
 
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 460
 """Parameters per request, and characters per parameter, that every version of MLflow accepts."""
@@ -39,7 +40,8 @@ class MLflow(ScalarTracker):
         self._mlflow = require_mlflow()
         self._folder, self._config, self._tracking = folder, config, tracking
         self._run = read_id(folder, "mlflow")
-        self._scalars = Scalars(folder / LOG if self._run else None)
+        super().__init__(folder / LOG if self._run else None)
+        self._there: dict[str, Counter[int]] = {}
         self._client: Any = None
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
@@ -80,6 +82,22 @@ class MLflow(ScalarTracker):
         }
         found: dict[str, str] = resolve_tags({key: value for key, value in tags.items() if value})
         return found
+
+    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        *others, last = given.values
+        if self._take(last, event.step):  # the numbers of an event are sent in this order
+            return {}
+        lacking = [name for name in others if not self._take(name, event.step)]
+        return {name: given.values[name] for name in (*lacking, last)}
+
+    def _take(self, name: str, step: int) -> bool:
+        """Return True if MLflow has one more of these; stages may evaluate after one update."""
+        if name not in self._there:
+            history = self._client.get_metric_history(self._run, name)
+            self._there[name] = Counter(metric.step for metric in history)
+        has_one = self._there[name][step] > 0
+        self._there[name][step] -= has_one
+        return has_one
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         now, metric = int(time.time() * 1000), self._mlflow.entities.Metric

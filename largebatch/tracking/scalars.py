@@ -1,7 +1,7 @@
 """Scalars: a run's numbers by name, the base of trackers that plot them, and its ids in them.
 
 A resumed run repeats some updates, and W&B drops rows with decreasing steps. So a number is given
-only once; the log of the run holds which were given.
+only once. Each tracker finds out which it has of the numbers in the run's log.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -40,61 +41,102 @@ _OF_A_STEP = (
 )
 
 
-class Scalars:
-    """The numbers of events, each given once; `log` is that of a run followed before."""
+class Given(NamedTuple):
+    """Numbers of an event that were not given before."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    values: dict[str, float]
+    """By name; empty if there are none."""
+
+    row: int
+    """Row of a table for them: one per update, which is its number unless earlier ones took more.
+    Numbers that the row of their update has, those of a further part and of an earlier update get a
+    row of their own; it never falls."""
+
+
+class Scalars:
+    """The numbers of events, each given once."""
+
+    def __init__(self) -> None:
         self._last: dict[str, int] = {}  # last given step of every kind of event and stage
         self._layers: tuple[str, ...] = ()
         self.row = -1
-        """Row of a table for the last given numbers: one per update, which is its number unless
-        earlier ones took more. Numbers that the row of their update has, those of a further part
-        and of an earlier update get a row of their own; it never falls."""
+        self._step: int | None = None  # of the row
+        self._names: set[str] = set()  # in the row
 
-        self._step: int | None = None
-        self._names: set[str] = set()
-        for event in logged(log) if log is not None else ():
-            self.take(event)
+    def look(self, event: Event) -> Given:
+        """Return the numbers of an event without giving them."""
+        if not isinstance(event, Plotted) or event.step <= self._last.get(_key(event), -1):
+            return Given({}, self.row)
+        values = _numbers(event, self._layers)
+        if event.step == self._step and not self._names & values.keys():
+            return Given(values, self.row)
+        return Given(values, max(event.step, self.row + 1))
 
     def take(self, event: Event) -> dict[str, float]:
-        """Return the numbers of an event by name; empty if there are none or they were given."""
-        if isinstance(event, Start):
-            self._layers = event.layers or self._layers
-            self._step = None
-        if not isinstance(event, Plotted):
-            return {}
-        key = f"{event.event}/{event.stage}"
-        if event.step <= self._last.get(key, -1):
-            return {}
-        self._last[key] = event.step
-        values = _numbers(event, self._layers)
-        if event.step != self._step or self._names & values.keys():
-            self.row = max(event.step, self.row + 1)
-            self._step, self._names = event.step, set()
-        self._names |= values.keys()
+        """Give the numbers of an event by name; empty if there are none or they were given."""
+        match event:
+            case Start():
+                self._layers = event.layers or self._layers
+            case Finish():
+                self._step = None  # trackers close the row
+        values, row = self.look(event)
+        if isinstance(event, Plotted) and values:
+            self._last[_key(event)] = event.step
+            if row != self.row:
+                self.row, self._step, self._names = row, event.step, set()
+            self._names |= values.keys()
         return values
 
 
 class ScalarTracker(ABC):
-    """Base of trackers that plot scalars: subclasses open a run, write numbers, and close it."""
+    """Base of trackers that plot scalars: subclasses open a run, write numbers, and close it.
 
-    _scalars: Scalars
+    `log` is that of a run that was followed before; None for a new run. A killed part may have
+    logged more than its tracker wrote: what the tracker lacks is written when it is opened again.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        self._scalars = Scalars()
+        self._log = log
 
     def record(self, event: Event) -> None:
         """Write the numbers of an event, under their names in this module."""
+        if isinstance(event, Start):
+            self._open(event)
+            self._catch_up(event)
         values = self._scalars.take(event)
-        match event:
-            case Start():
-                self._open(event)
-            case Finish():
-                self._close(event.summary)
-            case _ if values:
+        if isinstance(event, Finish):
+            self._close(event.summary)
+        elif values:
+            assert isinstance(event, Plotted)
+            self._write(values, event)
+
+    def _catch_up(self, start: Start) -> None:
+        """Write what the log has and the tracker lacks, but what this part makes again."""
+        for position, event in enumerate(logged(self._log) if self._log is not None else ()):
+            given = self._scalars.look(event)
+            lacking: dict[str, float] = {}
+            if isinstance(event, Plotted) and given.values:
+                lacking = self._lacking(given, event, position)
+                is_update = isinstance(event, Step | System)  # others follow their last update
+                comes_again = event.step >= start.resume_step + (not is_update)
+                if comes_again and lacking == given.values:  # not if a kill cut it in two
+                    continue
+            self._scalars.take(event)
+            if lacking:
                 assert isinstance(event, Plotted)
-                self._write(values, event)
+                self._write(lacking, event)
 
     @abstractmethod
     def _open(self, start: Start) -> None:
         """Start the run, or continue it after a resume."""
+
+    @abstractmethod
+    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:
+        """Return those of the numbers that earlier parts have not written.
+
+        Called in the order of the log for the events in it; `position` is their place there.
+        """
 
     @abstractmethod
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
@@ -103,6 +145,10 @@ class ScalarTracker(ABC):
     @abstractmethod
     def _close(self, summary: Summary) -> None:
         """Write summary and artifacts, and end the run."""
+
+
+def _key(event: Plotted) -> str:
+    return f"{event.event}/{event.stage}"
 
 
 def logged(log: Path) -> Iterator[Event]:

@@ -4,14 +4,15 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from largebatch.formatting import dotted
 from largebatch.optional import require_tensorboard
 from largebatch.tracking.events import LOG, Start, Summary
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
+from largebatch.tracking.scalars import Given, Plotted, ScalarTracker
 
 FOLDER = "tensorboard"
 
@@ -27,10 +28,12 @@ class TensorBoard(ScalarTracker):
         self._begin, self._hparams = SummaryWriter, cast("Any", hparams)  # torch does not type it
         self._folder, self._config = folder, dict(config)
         followed = (folder / FOLDER).exists()
-        self._scalars = Scalars(folder / LOG if followed else None)
+        super().__init__(folder / LOG if followed else None)
         self._writer: Any = None
+        self._there: Counter[tuple[str, int]] = Counter()
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
+        self._there.update(_written(self._folder / FOLDER))
         self._writer = self._begin(str(self._folder / FOLDER))
         text = json.dumps(self._config, indent=2)
         self._writer.add_text("recipe", f"```\n{text}\n```")
@@ -44,6 +47,15 @@ class TensorBoard(ScalarTracker):
         _, begin, self._end = self._hparams(settings, {})
         self._writer.file_writer.add_summary(begin)
 
+    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        lacking = {}
+        for name, value in given.values.items():
+            if self._there[name, event.step]:
+                self._there[name, event.step] -= 1  # stages may evaluate after the same update
+            else:
+                lacking[name] = value
+        return lacking
+
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, event.step)
@@ -53,3 +65,14 @@ class TensorBoard(ScalarTracker):
         if summary.status == "finished":
             self._writer.file_writer.add_summary(self._end)
         self._writer.close()
+
+
+def _written(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name and step of every scalar in the event files of a folder."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(path)).Load():  # stops where a killed run did
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    yield value.tag, event.step

@@ -5,6 +5,7 @@ offline in the run folder and can be uploaded later with `wandb sync`. Later par
 offline too until it is uploaded, because W&B would overwrite what it gets late.
 """
 
+import json
 import math
 import os
 import shlex
@@ -18,8 +19,9 @@ from largebatch.errors import reason_of
 from largebatch.formatting import plural
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
+from largebatch.storage import write_whole
 from largebatch.tracking.events import LOG, METRICS, REPORT, Evaluation, Start, Summary
-from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, logged, read_id, write_id
+from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, logged, read_id, write_id
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
 _CONFIGURED |= {"folder"}
@@ -32,6 +34,9 @@ _VARIABLES = {
 }
 """Variables that W&B reads itself, by the argument that would override them."""
 
+
+PARTS = "wandb-parts.json"
+"""File in a run folder: how many events of the log W&B's closed parts have, and the open part."""
 
 _ALERTS = {"failed": "ERROR", "interrupted": "WARN", "stopped": "WARN"}
 """Level of the alert at the end of a run, by its status."""
@@ -58,7 +63,8 @@ class Wandb(ScalarTracker):
         name = tracking.name or (None if followed else folder.resolve().name)
         self._given = {"project": "largebatch", **dict(tracking), "name": name}
         self._resume = "allow" if followed else None
-        self._scalars = Scalars(folder / LOG if followed else None)
+        super().__init__(folder / LOG if followed else None)
+        self._rows, self._events = 0, 0
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
@@ -73,7 +79,9 @@ class Wandb(ScalarTracker):
             self._run = self._init("offline")
             self._note(f"W&B cannot be reached ({reason_of(error)}); the run is recorded offline")
         write_id(self._folder, "wandb", self._identity)
-        self._scalars.row = max(self._scalars.row, self._run.step - 1)  # W&B drops earlier rows
+        self._rows = self._run.starting_step
+        self._events = self._set_aside_killed()
+        self._write_parts(self._events, Path(self._run.settings.sync_dir).name)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         for name, best in _BEST.items():
@@ -96,7 +104,38 @@ class Wandb(ScalarTracker):
             },
         )
 
+    def _set_aside_killed(self) -> int:
+        """Return the number of events of the log that need not be written again offline.
+
+        W&B writes a file in blocks, so a killed offline part lacks its end, or everything. What was
+        logged since the part before is written again, and the killed part renamed, so that it is
+        not sent. What a killed part sent to W&B is not known offline: nothing is written again.
+        """
+        path = self._folder / PARTS
+        if not path.exists():  # the first part
+            return 0
+        parts = json.loads(path.read_bytes())
+        killed = self._folder / "wandb" / str(parts["open"])
+        if parts["open"] is None or killed.name.startswith("offline-run-"):
+            if parts["open"] is not None and killed.is_dir():
+                killed.rename(killed.with_name(f"killed-{killed.name}"))
+            return int(parts["events"])
+        return self._count_events()
+
+    def _write_parts(self, events: int, part: str | None) -> None:
+        text = json.dumps({"events": events, "open": part})
+        write_whole(self._folder / PARTS, text.encode())
+
+    def _count_events(self) -> int:
+        return sum(1 for _ in logged(self._folder / LOG))
+
+    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        if self._run.offline:
+            return {} if position < self._events else given.values
+        return {} if given.row < self._rows else given.values
+
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
+        self._scalars.row = max(self._scalars.row, self._rows)  # W&B drops earlier rows
         self._run.log({"step": event.step, **values}, step=self._scalars.row)
 
     def _close(self, summary: Summary) -> None:
@@ -122,6 +161,7 @@ class Wandb(ScalarTracker):
             self._run.alert(f"Run {summary.status}", text, level=level)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
+        self._write_parts(self._count_events(), None)  # when it is all on the disk
         if offline:  # every part of the run has its own folder there
             parts = f"{shlex.quote(str(self._folder))}/wandb/offline-run-*"
             self._note(f"W&B has this run offline only; to send it: wandb sync {parts}")

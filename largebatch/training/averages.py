@@ -110,6 +110,10 @@ class SWA(_Average):
 
 
 def averaged(model: nn.Module) -> list[Tensor]:
-    """Return the tensors of a model that are averaged: its weights and running statistics."""
+    """Return the tensors of a new model that are averaged: its weights and running statistics.
+
+    Constants with infinite values, such as a causal mask, are left out: inf - inf is not a number.
+    """
     buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
-    return [*model.parameters(), *buffers]
+    tensors = [*model.parameters(), *buffers]
+    return [tensor for tensor in tensors if tensor.isfinite().all()]  # sync: before the run

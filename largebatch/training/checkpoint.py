@@ -14,18 +14,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import safetensors.torch
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
-from largebatch.errors import CheckpointError, RecipeError, printable
+from largebatch.errors import CheckpointError, RecipeError, printable, shorten
+from largebatch.formatting import plural
 from largebatch.optim.schedule_free import is_averaging
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
@@ -103,8 +105,10 @@ _STAGES = TypeAdapter(list[StageResult])
 _ORIGIN = TypeAdapter(Origin)
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-<step>.safetensors` atomically.
+def write_checkpoint(
+    folder: Path, checkpoint: Checkpoint, *, constants: Mapping[str, Tensor] = MappingProxyType({})
+) -> Path:
+    """Write `folder/step-<step>.safetensors` atomically; `constants` are those of `constants_of`.
 
     Raises CheckpointError if it cannot be written; an earlier file of this name then stays.
     """
@@ -116,7 +120,11 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "origin": asdict(checkpoint.origin),
         "state": _plain(checkpoint.state, tensors),
     }
-    _require_finite(tensors, path)
+    # A stage with a snapshot may be rolled back: then only the snapshot has to be finite.
+    snapshot = {name: value for name, value in tensors.items() if name.startswith("/snapshot/")}
+    known = {f"/model/{name}": places for name, places in constants.items()}
+    known |= {f"/snapshot{name}": places for name, places in known.items()}
+    require_finite(snapshot or tensors, known, source=f"{path}: not written")
     text = json.dumps(content)
     metadata = {CONTENT: text, CHECKSUM: _checksum(text, tensors)}
     try:
@@ -134,10 +142,17 @@ class Writer:
     """Writes checkpoints into a folder in the background, one at a time; worker 0 only.
 
     The `keep_last` newest ones stay on the disk, besides the one with the best accuracy.
+    `constants` are those of `constants_of`.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int) -> None:
-        self._folder, self._keep_last = folder, keep_last
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        constants: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._folder, self._keep_last, self._constants = folder, keep_last, constants
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self.seconds = 0.0
@@ -161,7 +176,7 @@ class Writer:
         if not self._folder.parent.is_dir():
             raise CheckpointError(f"{self._folder.parent}: was removed while the run wrote to it")
         begin = time.thread_time()
-        write_checkpoint(self._folder, checkpoint)
+        write_checkpoint(self._folder, checkpoint, constants=self._constants)
         self.seconds = time.thread_time() - begin
         for path in _newest_first(self._folder)[self._keep_last :]:
             if _step(path) != checkpoint.progress.best_step:
@@ -178,16 +193,18 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
-    another = CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+    other = CheckpointError(
+        f"{source}: not a checkpoint of largebatch: it does not hold the state of a run"
+    )
     if content[8:10] != b'{"':
-        raise another
+        raise other
     try:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
         text, expected = metadata[CONTENT], metadata[CHECKSUM]
         tensors = safetensors.torch.load(content)
     except KeyError:
-        raise another from None
+        raise other from None
     except (SafetensorError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
     if _checksum(text, tensors) != expected:
@@ -195,7 +212,10 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
     try:
         header = json.loads(text)
         if header["format"] != FORMAT:
-            raise another
+            raise CheckpointError(
+                f"{source}: not a checkpoint of this version of largebatch: it has format "
+                f"{header['format']!r:.20}, expected {FORMAT}; use the version that wrote it"
+            )
         if not isinstance(header["recipe"], str):
             raise TypeError("recipe must be a text")
         recipe = parse_recipe(header["recipe"], source="its recipe")
@@ -308,18 +328,86 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
     return value
 
 
-def _require_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError unless all values are; a stage with a snapshot may be rolled back."""
-    snapshot = {name: value for name, value in tensors.items() if name.startswith("/snapshot/")}
-    bad = [
-        name.lstrip("/")
-        for name, tensor in (snapshot or tensors).items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+def require_storable(model: nn.Module, name: str) -> None:
+    """Raise RecipeError if a checkpoint cannot store a model's state, or load it again.
+
+    Found before the run: the first checkpoint may be hours away, and the first load a crash later.
+    """
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            reason = "is not a tensor, so a checkpoint cannot store it; make it a buffer"
+        elif value.layout is not torch.strided:
+            reason = "is sparse, so a checkpoint cannot store it; register its to_dense()"
+        elif not _is_storable(value.dtype):
+            reason = f"has type {value.dtype}, which a checkpoint cannot store; convert it"
+        elif value.numel() and _overlaps(value):
+            reason = (
+                "has elements that share memory, as expand() makes them, so no checkpoint can be "
+                "loaded into it; register its clone()"
+            )
+        else:
+            continue
+        raise RecipeError(f"model.name: {name}: {key} {reason}")
+
+
+def _is_storable(dtype: torch.dtype) -> bool:
+    try:
+        safetensors.torch.load(safetensors.torch.save({"empty": torch.empty(0, dtype=dtype)}))
+    except (KeyError, RuntimeError, SafetensorError):
+        return False
+    return True
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return True if two elements of a tensor may be at one place in memory."""
+    end = 0  # largest distance of two elements along the axes so far, from the smallest stride
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += (size - 1) * stride
+    return False
+
+
+def constants_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return where a new model is not finite, by the names of its tensors.
+
+    These are constants, such as the -inf of a causal mask: they may be stored. What was finite in
+    the new model and is not any more is an error.
+    """
+    constants: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        places = ~_is_finite(tensor).cpu()  # sync: once, before the run
+        if places.any():
+            constants[name] = places
+    return constants
+
+
+def require_finite(
+    tensors: Mapping[str, Tensor], constants: Mapping[str, Tensor], *, source: str
+) -> None:
+    """Raise CheckpointError, which begins with `source`, unless all but constants is finite.
+
+    `constants` are those of `constants_of`; the tensors are on the CPU.
+    """
+    bad = []
+    for name, tensor in tensors.items():
+        lost = ~_is_finite(tensor)
+        if name in constants and constants[name].shape == lost.shape:
+            lost &= ~constants[name]
+        if lost.any():
+            bad.append(name.lstrip("/"))
     if bad:
         raise CheckpointError(
-            f"{path}: not written: {len(bad)} tensors are not finite, the first is {bad[0]}"
+            f"{source}: {plural(len(bad), 'tensor has', 'tensors have')} values that are not "
+            f"finite: {shorten(bad, most=3)}"
         )
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch has no isfinite for types of 8 bits
+    return tensor.isfinite()
 
 
 def _read(path: Path) -> bytes:
@@ -399,6 +487,16 @@ class Saver:
             self.state.load_state_dict(checkpoint.state)
         self.state.progress = replace(checkpoint.progress)
         self.state.stages = list(checkpoint.stages)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Load the weights of a checkpoint into a new model.
+
+    Raises CheckpointError, which begins with `source`, if they do not fit or are not finite.
+    """
+    require_finite(weights, constants_of(model), source=source)
+    with require_fit(source):
+        model.load_state_dict(weights)
 
 
 @contextmanager

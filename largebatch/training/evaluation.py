@@ -37,7 +37,7 @@ class Metrics:
 
     top1: float
     """Fraction of samples whose label has the highest score, 0 .. 1. If samples have several
-    labels, each label counts as a sample. A sample with a score of NaN is wrong."""
+    labels, each label counts as a sample. A sample with a score that is NaN is wrong."""
 
     top5: float
     """Fraction of samples whose label is among the five highest scores."""
@@ -176,9 +176,7 @@ class _Tally:
         logits, labels = logits.flatten(0, -2), within.flatten()
         if not self.table.shape[1]:
             self.table = self.table.new_zeros(_ROWS, logits.shape[1])
-        # topk places NaN first and in any order, so that one could be taken for the right class.
-        has_order = logits.isnan().any(1).logical_not()
-        best = five_best(logits).eq(labels.unsqueeze(1)) & has_order.unsqueeze(1)
+        best = five_best(logits).eq(labels.unsqueeze(1))
         log_probabilities = logits.double().log_softmax(1)
         loss = F.nll_loss(log_probabilities, labels, reduction="none")
         confidence = log_probabilities.amax(1).exp().where(best[:, 0], 0.0)
@@ -214,8 +212,12 @@ class _Tally:
 
 
 def five_best(scores: Tensor) -> Tensor:
-    """Return the classes of the five highest scores, the highest first: N x 5, or fewer."""
-    return _at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
+    """Return the classes of the five highest scores, the highest first: N x 5, or fewer.
+
+    A row with a NaN predicts no class: -1. topk would take NaN for the highest score.
+    """
+    best = _at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
+    return best.masked_fill(scores.isnan().any(1, keepdim=True), -1)
 
 
 def _at_least_fp32(scores: Tensor) -> Tensor:
@@ -230,6 +232,8 @@ class Answer(NamedTuple):
 
     label: npt.NDArray[np.int64]
     predicted: npt.NDArray[np.int64]
+    """Classes with the highest score; -1 where a score is NaN."""
+
     loss: npt.NDArray[np.float64]
 
 

@@ -122,8 +122,8 @@ def test_a_wrong_checkpoint_is_refused(
     Path("broken.pt").write_bytes(b"PK")
     Path("empty").mkdir()
     for path, message in {
-        "theirs.pt": "theirs.pt: not a checkpoint of this version of largebatch",
-        "broken.pt": "broken.pt: not a checkpoint of this version of largebatch",
+        "theirs.pt": "theirs.pt: not a checkpoint of largebatch",
+        "broken.pt": "broken.pt: not a checkpoint of largebatch",
         "absent.pt": "absent.pt: there is no such checkpoint",
         "empty": "empty: this folder holds no checkpoints/step-*.safetensors",
     }.items():

@@ -6,6 +6,7 @@ import sys
 from typing import NoReturn
 
 import pytest
+from programs import with_default_signals
 
 from largebatch.cli import main as command_line
 from largebatch.cli.main import STOPPED, UNREAD, main
@@ -28,7 +29,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def test_ctrl_c_twice_at_the_start_prints_no_traceback() -> None:
-    command = [sys.executable, "-c", PROGRAM, "torch", "largebatch", "doctor"]
+    command = with_default_signals(sys.executable, "-c", PROGRAM, "torch", "largebatch", "doctor")
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.stderr in {"", "largebatch: stopped at once\n"}
     assert done.returncode == STOPPED

@@ -238,10 +238,17 @@ def test_many_values_are_summed_as_exactly_as_few(layout: torch.memory_format) -
     assert_right(model, {"0": (mean, var)}, rel=2e-7)
 
 
-def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
+def test_a_batch_of_one_value_per_channel_is_normalised_to_zero_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Training refuses such a batch, but the last batch of the data may be one."""
     model, batches = network().double(), pairs(4, 1)
     right = one_pass(model, batches)
+    polish(copy.deepcopy(model), pairs(4, 2), CPU)
+    assert not caplog.records
+    polish(model, [*batches, *pairs(1)], CPU)
+    assert [record.args for record in caplog.records] == [("layer 6",)]
+    model = network().double()
     polish(model, batches, CPU)
     assert_right(model, right, rel=1e-10)
     with pytest.raises(DataError, match=r"layer 6 got a single value per channel"):

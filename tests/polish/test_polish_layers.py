@@ -351,3 +351,24 @@ class Unknown(nn.Module):
 def test_a_layer_that_cannot_be_measured_is_refused(layer: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         polish(nn.Sequential(layer).double(), BATCHES, CPU)
+
+
+class GhostOfOthers(nn.BatchNorm2d):
+    """As many codes write it: statistics of two ghost batches in one buffer, the first in use."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(2 * channels))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        buffers = (self.get_buffer(name) for name in ("running_mean", "running_var"))
+        mean, var = (it[: self.num_features] for it in buffers)
+        return F.batch_norm(inputs, mean, var, self.weight, self.bias, False, 0.1, self.eps)
+
+
+def test_ghost_batches_of_other_codes_are_refused_in_one_line() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), GhostOfOthers(4))
+    with pytest.raises(ValueError, match="layer 1 normalises 4 channels by a part of 8"):
+        polish(model.float(), [torch.randn(4, 3, 5, 5)], CPU)
+    assert torch.equal(model[1].running_mean, torch.ones(8))  # type: ignore[arg-type]

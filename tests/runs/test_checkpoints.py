@@ -1,8 +1,11 @@
 """What is polished of a run that has not ended, and under which name the record has it."""
 
+import errno
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.checkpoints import current_stage, find_checkpoint
-from largebatch.training.checkpoint import Checkpoint
+from largebatch.training.checkpoint import Checkpoint, write_checkpoint
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 
@@ -45,6 +48,41 @@ def test_the_recipe_of_a_checkpoint_is_not_changed(
     words = [str(unfinished), "--out", str(tmp_path / "polished"), "--set", "seed=1"]
     assert main(["polish", *words]) == USER
     assert "--set seed=1: of a checkpoint only execution" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "polish", "predict", "export"])
+def test_weights_that_are_not_finite_are_refused(
+    command: str, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = find_checkpoint(unfinished)[1]
+    bad = torch.full_like(checkpoint.state["model"]["fc.bias"], math.nan)
+    state = {**checkpoint.state, "model": {**checkpoint.state["model"], "fc.bias": bad}}
+    constants = {"fc.bias": bad.isnan()}  # so that it is written
+    path = write_checkpoint(tmp_path, replace(checkpoint, state=state), constants=constants)
+    words = {"predict": [str(next(digits.write_digits().glob("val/*/*")))]}
+    out = ["--out", str(tmp_path / "out")]
+    words |= {"polish": out, "export": out}
+    assert main([command, str(path), *words.get(command, [])]) == USER
+    assert "fc.bias" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_that_blocks_the_next_polishing(
+    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for out in (tmp_path / "polished", tmp_path / "weights.safetensors"):
+        source = unfinished
+        if out.suffix:
+            source = tmp_path / "exported"
+            assert main(["export", str(unfinished), "--out", str(source)]) == DONE
+        words = ["polish", str(source), "--out", str(out), "--samples", "96"]
+        with mock.patch("os.fsync", full):
+            assert main(words) == USER
+        assert "No space left" in capsys.readouterr().err
+        assert main(words) == DONE
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
-from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.checkpoints import evaluate_checkpoint, find_checkpoint
 from largebatch.runs.export import export, timm_config
+from largebatch.runs.options import Options
 from largebatch.runs.predict import predict
 from largebatch.training.checkpoint import write_checkpoint
 
@@ -105,6 +106,24 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 
 
+def test_onnx_gives_the_same_logits_for_any_number_of_images(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """Computed by the reference implementation of the ONNX package."""
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install 'largebatch[onnx]'")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    from onnx.reference import ReferenceEvaluator
+
+    out, folder = tmp_path / "out", trained["cifar_resnet8"]
+    assert main(["export", str(folder), "--out", str(out), "--onnx"]) == DONE
+    session = ReferenceEvaluator(str(out / "model.onnx"))
+    for number in (1, 3):
+        images = torch.randn(number, 3, 16, 16)
+        (found,) = session.run(None, {"images": images.numpy()})
+        expected = logits(folder, build("cifar_resnet8", num_classes=10), images)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["resnet10t", "cifar_resnet8"])
 def test_the_lines_of_the_card_predict_as_the_package_does(
     name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -122,6 +141,36 @@ def test_the_lines_of_the_card_predict_as_the_package_does(
     found, percent = best.removesuffix("%").split(": ")
     assert found == expected.classes[int(label)]
     assert float(percent) == pytest.approx(100 * probability.item(), abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "cifar_resnet8"])
+def test_an_export_is_evaluated_and_used_and_polished_like_its_run(
+    name: str, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder, and the file in it; what is polished has the statistics of a polished run."""
+    out, polished = tmp_path / "out", tmp_path / "polished.safetensors"
+    export(trained[name], out)
+    photo = tmp_path / "photo.png"
+    Image.effect_noise((40, 30), 100).save(photo)
+    expected = predict(trained[name], [photo])
+    evaluated = evaluate_checkpoint(trained[name], Options())
+    for place in (out, out / "model.safetensors"):
+        found = predict(place, [photo])
+        assert torch.equal(found.probabilities, expected.probabilities)
+        assert found.classes == expected.classes
+        again = evaluate_checkpoint(place, Options())
+        assert (again.metrics, again.step) == (evaluated.metrics, None)
+    assert main(["polish", str(out), "--out", str(polished), "--samples", "320"]) == DONE
+    run_of_it = ["--out", str(tmp_path / "run"), "--samples", "320"]
+    assert main(["polish", str(trained[name]), *run_of_it]) == DONE
+    found_weights = safetensors.torch.load_file(polished)
+    torch.testing.assert_close(found_weights, weights(tmp_path / "run"), rtol=0, atol=0)
+    capsys.readouterr()
+    words = [str(polished), "--out", str(tmp_path / "again.safetensors")]
+    assert main(["polish", *words]) == USER
+    assert "--model" in capsys.readouterr().err
+    assert main(["resume", str(out)]) == USER
+    assert sorted(path.name for path in out.iterdir() if path.suffix == ".jsonl") == []
 
 
 def test_nothing_is_overwritten(

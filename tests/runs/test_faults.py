@@ -122,6 +122,22 @@ def test_a_finished_run_keeps_its_record_when_it_is_resumed(tmp_path: Path, whol
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 
 
+def test_a_run_killed_while_its_report_is_drawn_is_drawn_and_ends_its_log_when_resumed(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drawn = tmp_path / "run", list[Path]()
+    shutil.copytree(whole, out)
+    *records, last = (out / "log.jsonl").read_text().splitlines(keepends=True)
+    assert '"event":"finish"' in last
+    (out / "log.jsonl").write_text("".join(records))
+    monkeypatch.setattr("largebatch.runs.folder.write_report", drawn.append)
+    assert run(recipe(), out=out, resume=True).status == "finished"
+    assert drawn == [out]
+    assert len(log(out, "finish")) == 1
+    assert (out / "log.jsonl").read_text().splitlines()[-1].startswith('{"event":"finish"')
+    assert_same_end(out, whole)
+
+
 def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_it_again(
     tmp_path: Path, whole: Path
 ) -> None:

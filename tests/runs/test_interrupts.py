@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import with_default_signals
 from short_runs import DIGITS
 
 from largebatch.cli.main import STOPPED, main
@@ -48,7 +49,7 @@ def answers(
 ) -> list[str]:
     """Return the output of a program that gets these signals, each after its seconds."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words],
+        with_default_signals(sys.executable, "-c", PROGRAM, *words),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,10 +1,13 @@
 """`largebatch polish` on weights from elsewhere, from the command line."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from plain_images import load, shuffled, training_files
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -12,7 +15,7 @@ from torch import Tensor
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.models import zoo
-from largebatch.optional import require_torchvision
+from largebatch.optional import require_timm, require_torchvision
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 SMALL = ["--set", "data.image_size=16", "--set", "data.eval_resize=null", "--samples", "320"]
@@ -80,6 +83,45 @@ def test_only_running_statistics_change_and_they_are_those_of_the_images(
         torch.testing.assert_close(after["bn1.running_var"].double(), var, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_another_program_are_evaluated_and_used(
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By timm's and torchvision's own transform; without images the file has ten classes."""
+    timm = require_timm()
+    theirs = tmp_path / "theirs.pth"
+    model = timm.create_model("resnet10t", num_classes=10)
+    model.load_state_dict(saved(theirs))
+    shown = timm.data.create_transform(
+        **timm.data.resolve_data_config(pretrained_cfg=model.pretrained_cfg)
+    )
+    files = sorted(Path(images).glob("val/*/*"))[::60]
+    pixels = torch.stack([shown(Image.open(file).convert("RGB")) for file in files])
+    with torch.no_grad():
+        expected = model.eval()(pixels).softmax(1)
+    words = [str(theirs), "--model", "resnet10t"]
+    assert main(["predict", *words, *map(str, files), "--top", "1"]) == DONE
+    rows = capsys.readouterr().out.splitlines()[1:]
+    values = [float(row.split(",")[2]) for row in rows]
+    assert values == pytest.approx(expected.max(1).values.tolist(), abs=2e-3)
+    assert {row.split(",")[1] for row in rows} <= set(map(str, range(10)))
+    changes = ("image_size=16", "eval_resize=null", "interpolation=bilinear")
+    small = [word for change in changes for word in ("--set", f"data.{change}")]
+    assert main(["evaluate", *words, "--data", images, "--json", *small]) == DONE
+    result = json.loads(capsys.readouterr().out)
+    inputs, labels = load(sorted(Path(images).glob("val/*/*")), colours=IMAGENET, size=16)
+    with torch.no_grad():
+        scores = model(inputs)
+    assert result["top1"] == (scores.argmax(1) == labels).double().mean().item()
+    assert result["loss"] == pytest.approx(float(F.cross_entropy(scores, labels)), rel=1e-4)
+    for command in ("evaluate", "predict", "polish", "export"):
+        more = {"predict": [str(files[0])], "evaluate": []}.get(command, ["--out", "x.safetensors"])
+        assert main([command, str(theirs), *more]) == USER
+        message = capsys.readouterr().err
+        assert "version" not in message
+        assert ("--model" in message) == (command != "export")
+        assert message.count("\n") == 1
+
+
 def test_images_are_prepared_as_the_library_does() -> None:
     require_torchvision()
     import timm
@@ -110,6 +152,8 @@ def test_images_are_prepared_as_the_library_does() -> None:
         (["--model", "resnet10t", "--out", "other.safetensors"], "exists already"),
         (["--model", "resnet10t", "--weights", "other.safetensors", "--ema"], "no EMA"),
         ([], "pass a checkpoint, or --model NAME --weights FILE"),
+        (["--model", "resnet10t", "--weights", "mixed.pth"], "int8"),
+        (["--model", "resnet10t", "--weights", "bad.pth"], "fc.weight"),
     ],
 )
 def test_a_mistake_is_one_message_and_no_file(
@@ -122,9 +166,12 @@ def test_a_mistake_is_one_message_and_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(Path("theirs.pth"))
-    saved(Path("other.safetensors"))
+    weights = saved(Path("other.safetensors"))
+    torch.save({**weights, "fc.bias": torch.ones(10, dtype=torch.int8)}, "mixed.pth")
+    torch.save({**weights, "fc.weight": torch.full((10, 512), torch.nan)}, "bad.pth")
     given = [*(["--weights", "theirs.pth"] * ("--weights" not in words)), *words]
     out = [] if "--out" in words else ["--out", "ours.safetensors"]
     assert main(["polish", "--data", images, *given, *out]) == USER
     assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "other.safetensors"}
+    there = {"theirs.pth", "other.safetensors", "mixed.pth", "bad.pth"}
+    assert {path.name for path in tmp_path.iterdir()} == there

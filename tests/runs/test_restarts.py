@@ -124,7 +124,7 @@ def test_after_one_worker_ran_out_of_memory_all_continue_with_half_of_the_device
     recipe = a_recipe(CLEAN, changes=changes)
     run(recipe, out=tmp_path / "whole")
     options = Options(out=tmp_path / "run", workers=2, imports=["short_of_memory"], report=False)
-    assert start(recipe, options, forks=True).status == "finished"
+    assert start(recipe, options).status == "finished"
     starts = log(tmp_path / "run", "start")
     assert [it["resume_step"] for it in starts] == [0, 2]
     assert [it["plan"]["device_batch"] for it in starts] == [48, 24]

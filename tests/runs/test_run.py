@@ -18,6 +18,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from PIL import Image
+from programs import with_default_signals
 from short_runs import SMALL, STATISTICS, a_recipe, content, log, summary, weights
 
 from largebatch import load_recipe, run
@@ -210,7 +211,10 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path)
 def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     words = [DIGITS, "--workers", "2", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        with_default_signals(*COMMAND, *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (

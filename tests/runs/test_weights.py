@@ -84,6 +84,24 @@ def test_a_safetensors_file_is_read(prefix: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, state(), rtol=0, atol=0)
 
 
+def test_tensors_in_any_layout_are_read_and_those_without_numbers_refused(tmp_path: Path) -> None:
+    """Expanded and strided ones have their values; integers are not taken for weights."""
+    path, own = tmp_path / "theirs.pth", state()
+    row = torch.arange(512.0)
+    torch.save({**own, "fc.weight": row.expand(3, 512), "bn1.bias": row[:128:2]}, path)
+    found = state_for(a_model(), read_weights(path))
+    assert torch.equal(found["fc.weight"], torch.stack([row, row, row]))
+    assert torch.equal(found["bn1.bias"], row[:128:2])
+    for bad in (torch.ones(3, device="meta"), torch.ones(3).to_sparse()):
+        torch.save({**own, "fc.bias": bad}, path)
+        with pytest.raises(CheckpointError, match=r"fc\.bias"):
+            read_weights(path)
+    for dtype in (torch.int8, torch.bool, torch.complex64):
+        torch.save({**own, "fc.bias": torch.ones(3).to(dtype)}, path)
+        with pytest.raises(CheckpointError, match=r"1 of another type \(fc\.bias"):
+            state_for(a_model(), read_weights(path))
+
+
 def extra(content: State) -> State:
     return {**content, "head.weight": torch.zeros(1)}
 

@@ -3,14 +3,17 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from on_forked_workers import SERVER
 from short_runs import DIGITS, SMALL, weights
 from test_tracking import (
     CONFIG,
@@ -74,11 +77,17 @@ def with_results(tmp_path: Path) -> Path:
     return folder
 
 
-def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noqa: ANN401 -- makes any tracker
+def follow(
+    folder: Path,
+    parts: list[list[Event]],
+    tracker: Any,  # noqa: ANN401 -- makes any tracker
+    *,
+    resume: bool = False,
+) -> None:
     """Record an interrupted run with a new tracker for each part."""
     for place, events in enumerate(parts):
         new = tracker()
-        log = JsonLines(folder / "log.jsonl", resume=place > 0)
+        log = JsonLines(folder / "log.jsonl", resume=resume or place > 0)
         for event in events:
             record([log, new], event)
         log.close()
@@ -92,6 +101,77 @@ def in_two_parts() -> list[list[Event]]:
         [BEGUN, first, between, second],
         [replace(BEGUN, resume_step=1), replace(second, lr=9.0), LAST, EVALUATION, FINISH],
     ]
+
+
+def follow_until_killed(
+    folder: Path,
+    events: list[Event],
+    tracker: Any,  # noqa: ANN401 -- makes any tracker
+    *,
+    lost: int,
+) -> None:
+    """Record a part that ends without a finish, whose tracker has not got the last events."""
+    new = tracker()
+    log = JsonLines(folder / "log.jsonl", resume=(folder / "log.jsonl").exists())
+    for event in events[: len(events) - lost]:
+        record([log, new], event)
+    for event in events[len(events) - lost :]:
+        record([log], event)
+    log.close()
+
+
+SIX = [replace(MONITORED[0], step=step, loss=10.0 + step) for step in range(6)]
+EVALUATED = [replace(EVALUATION, stage="train", step=step, top1=step / 10) for step in (2, 4, 6)]
+KILLED: list[Event] = [BEGUN, *SIX[:2], EVALUATED[0], *SIX[2:4], EVALUATED[1], *SIX[4:]]
+"""Six updates with evaluations after the second and the fourth."""
+
+
+def after_kill(resume_step: int) -> list[Event]:
+    """Return the part that resumes after this number of updates, and ends well."""
+    made = [event for event in KILLED[1:] if event.step >= resume_step]  # type: ignore[union-attr]
+    again = [event for event in made if not (event == EVALUATED[0] and resume_step == 2)]
+    last = replace(EVALUATION, stage="ema", step=6)  # in the row of the one after training
+    return [replace(BEGUN, resume_step=resume_step), *again, EVALUATED[2], last, FINISH]
+
+
+@pytest.mark.parametrize(("lost", "resume_step"), [(1, 6), (4, 5), (6, 2), (3, 0)])
+def test_after_a_kill_tensorboard_and_mlflow_have_every_number_once(
+    lost: int, resume_step: int, folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the log has and they lack is written, unless the next part makes it again."""
+    from mlflow import MlflowClient
+
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", -1.0)
+    boards, flows = folder / "boards", folder / "flows"
+    for place, tracker in (
+        (boards, lambda: TensorBoard(boards, CONFIG)),
+        (flows, lambda: MLflow(flows, CONFIG, Tracking())),
+    ):
+        place.mkdir()
+        follow_until_killed(place, KILLED, tracker, lost=lost)
+        if place == boards:  # killed within an event: one number of it is written
+            event = KILLED[len(KILLED) - lost]
+            writer = TensorBoard(boards, CONFIG)
+            writer._open(BEGUN)
+            (name, value), *_ = Scalars().take(event).items()
+            writer._write({name: value}, event)  # type: ignore[arg-type]
+        follow(place, [after_kill(resume_step)], tracker, resume=True)
+    read = EventAccumulator(str(boards / "tensorboard"))
+    read.Reload()
+    client, identity = MlflowClient(uri), (flows / "mlflow-id").read_text()
+    expected = {
+        "train/loss": [(event.step, event.loss) for event in SIX],
+        "train/lr": [(event.step, event.lr) for event in SIX],
+        "val/top1": [(2, 0.2), (4, 0.4), (6, 0.6), (6, EVALUATION.top1)],
+    }
+    for name, values in expected.items():
+        found = sorted((it.step, it.value) for it in read.Scalars(name))
+        assert found == [(step, pytest.approx(value)) for step, value in sorted(values)], name
+        history = client.get_metric_history(identity, name)
+        assert sorted((it.step, it.value) for it in history) == sorted(values), name
 
 
 def test_the_names_and_numbers_that_all_trackers_get() -> None:
@@ -233,6 +313,84 @@ def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     assert (server.run["name"], server.run["artifact"]) == (read_id(folder, "wandb"), "report")
     assert json.loads(server.run["config"])["seed"]["value"] == 1
     assert server.files["report.html"] == (folder / "report.html").read_bytes()
+
+
+def with_wandb(folder: Path, notes: list[str] | None = None) -> Wandb:
+    note = print if notes is None else notes.append
+    return Wandb(folder, CONFIG, Tracking(), note=note)
+
+
+def be_killed(folder: Path) -> None:
+    """Record a part in a process that is killed in its middle, as kill -9 does."""
+    log = folder / "log.jsonl"
+    events = KILLED if not log.exists() else [replace(BEGUN, resume_step=2), *KILLED[3:]]
+    follow_until_killed(folder, events, lambda: with_wandb(folder), lost=1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_after_4(folder: Path) -> None:
+    follow(folder, [after_kill(4)], lambda: with_wandb(folder), resume=True)
+    os._exit(0)  # W&B's own exit waits for more than the server knows
+
+
+ROWS = [(0, None), (1, None), (2, 0.2), (3, None), (4, 0.4), (5, None), (6, 0.6), (6, 0.975)]
+"""Step and accuracy of each row: an update has the evaluation before it in its row."""
+
+
+def shown_rows(server: Server) -> list[tuple[int, float | None]]:
+    rows = [server.rows[line] for line in sorted(server.rows)]
+    assert [row.get("train/loss") for row in rows] == [10.0 + step for step in range(6)] + [
+        None
+    ] * 2
+    return [(row["step"], row.get("val/top1")) for row in rows]
+
+
+def test_after_two_kills_wandb_has_every_number_once_offline(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's file of a killed part lacks its end; the real library, with two real kills."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    for _ in range(2):
+        process = SERVER.Process(target=be_killed, args=(folder,))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    notes: list[str] = []
+    follow(folder, [after_kill(2)], lambda: with_wandb(folder, notes), resume=True)
+    (note,) = notes
+    assert shown_rows(sent(note)) == ROWS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("there", [2])
+def test_after_a_kill_wandb_has_every_number_once_online(
+    there: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has got the first rows of the killed part; it is sent every 15 s."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    rows = [{"step": step, "_step": step, "train/loss": 10.0 + step} for step in range(6)]
+    for step, top1 in ((2, 0.2), (4, 0.4)):
+        rows[step]["val/top1"] = top1
+    follow_until_killed(folder, KILLED, lambda: SimpleNamespace(record=lambda _: None), lost=0)
+    (folder / "report.html").unlink()  # whose upload asks for more than the server knows
+    (folder / "wandb-id").write_text("abc123")
+    (folder / "wandb-parts.json").write_text('{"events": 0, "open": "run-1"}')
+    with serving() as server:
+        server.rows = dict(enumerate(rows[:there]))
+        for name, value in {
+            "WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a", "WANDB_MODE": "online",
+            "HOME": str(folder.parent),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        process = SERVER.Process(target=resume_after_4, args=(folder,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert "disabled" not in (folder / "log.jsonl").read_text()
+    assert shown_rows(server) == ROWS
 
 
 @pytest.mark.long

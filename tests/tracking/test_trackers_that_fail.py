@@ -47,7 +47,8 @@ class FakeWandb:
         self.fails, self.at_key = fails, at_key
         self.calls: list[str] = []
         self.offline = False
-        self.step = 0
+        self.starting_step = 0
+        self.settings = SimpleNamespace(sync_dir="run-1")
         self.resumes: list[str | None] = []
         self.modes: list[str | None] = []
         """What each init was given."""

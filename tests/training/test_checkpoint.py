@@ -2,10 +2,12 @@
 
 import errno
 import json
+import math
 import os
 import random
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +16,15 @@ import pytest
 import safetensors.torch
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import CLEAN, a_recipe
+from short_runs import CLEAN, EMA, STATISTICS, SWA, a_recipe, weights
+from torch import Tensor, nn
 
-from largebatch import run
+from largebatch import models, run
 from largebatch.distributed.serial import Serial
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.recipe.loading import load_recipe
+from largebatch.runs.checkpoints import evaluate_checkpoint
+from largebatch.runs.options import Options
 from largebatch.training.checkpoint import (
     CHECKSUM,
     CONTENT,
@@ -28,10 +33,12 @@ from largebatch.training.checkpoint import (
     Saver,
     Writer,
     _checksum,
+    constants_of,
     copy_state,
     load_checkpoint,
     newest_checkpoint,
     parse_checkpoint,
+    require_storable,
     write_checkpoint,
 )
 from largebatch.training.state import Progress
@@ -138,6 +145,108 @@ def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Pat
     with pytest.raises(CheckpointError, match="model/weight"):
         writer.wait()
     assert names(tmp_path) == ["step-00000005.safetensors"]
+
+
+class Masked(nn.Module):
+    """A linear model with constants: masks that are partly infinite, stored and not."""
+
+    mask: Tensor
+    same: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16 * 16)
+        self.head = nn.Linear(16 * 16, num_classes)
+        mask = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).triu(9).bool(), -math.inf)
+        self.register_buffer("mask", mask)
+        self.register_buffer("same", mask.clone(), persistent=False)
+        self.prior = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.mean(1) + (self.mask + self.same).softmax(1)
+        logits: Tensor = self.head(self.norm(pixels.flatten(1))) + self.prior[0]
+        return logits
+
+
+def masked(**buffers: Any) -> Callable[[int], nn.Module]:  # noqa: ANN401 -- also no tensors
+    def build(num_classes: int) -> nn.Module:
+        model = Masked(num_classes)
+        for name, value in buffers.items():
+            model.register_buffer(name, value)
+        return model
+
+    return build
+
+
+def build_masked(monkeypatch: pytest.MonkeyPatch, build: Callable[[int], nn.Module]) -> None:
+    monkeypatch.setitem(models._OURS, "masked", (build, {}))
+
+
+OF_MASKED = ("model={name: masked}", "batch.bn_span=96", "optimizer={kind: sgd}")
+
+
+@pytest.mark.parametrize("average", [EMA, SWA])
+def test_a_model_with_infinite_constants_is_trained_saved_resumed_and_evaluated(
+    average: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_masked(monkeypatch, Masked)
+    often = "execution.checkpoints={every_steps: 1}"
+    recipe = a_recipe(average, CLEAN, STATISTICS, changes=(*OF_MASKED, often))
+    for folder, parts in (("whole", [None]), ("parts", [6, None])):
+        for steps in parts:
+            summary = run(recipe, out=tmp_path / folder, max_steps=steps, resume=steps != parts[0])
+    assert summary.status == "finished"
+    ours, other = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], other[name]) for name in other)
+    new = Masked(10)
+    assert torch.equal(ours["mask"], new.mask)
+    assert torch.equal(ours["prior"], new.prior)
+    found = evaluate_checkpoint(tmp_path / "parts", Options())
+    assert found.metrics.loss == pytest.approx(summary.loss, rel=1e-6)
+
+
+def test_a_constant_that_becomes_infinite_elsewhere_is_refused(tmp_path: Path) -> None:
+    constants = constants_of(Masked(3))
+    assert set(constants) == {"mask", "prior"}
+    model = Masked(3).state_dict()
+    other = {"head.weight": torch.ones(3, 256, dtype=torch.float8_e4m3fn)}  # no isfinite of torch's
+    writer = Writer(tmp_path, keep_last=1, constants=constants)
+    writer.write(checkpoint(5, model={**model, **other}))
+    worse = model["mask"].clone()
+    worse[3, 0] = math.inf
+    writer.write(checkpoint(6, model={**model, "mask": worse}))
+    with pytest.raises(CheckpointError, match="mask"):
+        writer.wait()
+    assert names(tmp_path) == ["step-00000005.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(1).expand(7),
+        torch.ones(2, 1).expand(2, 3),
+        torch.arange(8.0).unfold(0, 4, 2),
+        torch.ones(3, dtype=torch.complex128),
+        torch.ones(3).to_sparse(),
+    ],
+    ids=["expand", "expand of a row", "unfold", "type", "sparse"],
+)
+def test_a_buffer_that_no_checkpoint_can_hold_is_refused_before_the_run(
+    value: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_masked(monkeypatch, masked(table=value))
+    with pytest.raises(RecipeError, match=r"masked: table "):
+        run(a_recipe(CLEAN, changes=OF_MASKED), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_views_without_shared_elements_are_stored(tmp_path: Path) -> None:
+    table = torch.arange(64.0).view(4, 16)
+    model = Masked(3)
+    model.register_buffer("part", table[:, 2:7:2].t())
+    model.register_buffer("empty", torch.empty(0, 3).expand(5, 0, 3))
+    model.register_buffer("one", torch.ones(1).expand(1, 1, 1))
+    require_storable(model, "masked")
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])

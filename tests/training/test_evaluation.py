@@ -13,7 +13,7 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.training.evaluation import Metrics, evaluate
+from largebatch.training.evaluation import Answers, Metrics, evaluate
 
 CPU = Serial(torch.device("cpu"))
 SAMPLES, CLASSES = 23, 7
@@ -80,6 +80,20 @@ def test_the_model_is_evaluated_in_evaluation_mode_and_put_back() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Dropout(0.9).eval())
     assert_same(evaluate(model, [(logits, labels)], CPU))
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+@pytest.mark.parametrize("bad", [[0, 1, 2], [1]], ids=["all scores", "one score"])
+def test_a_sample_with_a_score_that_is_nan_is_wrong(bad: list[int]) -> None:
+    """The other two are right: 2 of 4, whatever the labels of the bad ones."""
+    scores, labels = torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 0])
+    scores[:2, bad] = torch.nan
+    found = evaluate(nn.Identity(), [(scores, labels)], CPU)
+    assert (found.top1, found.top5) == (0.5, 0.5)
+    assert math.isnan(found.loss)
+    answers = Answers()
+    answers.add(scores, labels)
+    answer = answers.gather(np.arange(4), np.arange(4), CPU)
+    assert answer.predicted.tolist() == [-1, -1, 2, 0]
 
 
 def test_fewer_than_five_classes_make_top5_certain() -> None:
@@ -189,17 +203,6 @@ def test_scores_that_are_no_numbers_make_the_loss_none_and_leave_other_samples_a
     metrics = evaluate(nn.Identity(), [(logits, labels)], CPU)
     assert metrics.loss != metrics.loss
     assert metrics.top1 == right.sum().item() / SAMPLES
-
-
-def test_a_sample_without_any_number_is_wrong_whatever_its_class() -> None:
-    """The order of scores that are all NaN is arbitrary, and so must not make a sample correct."""
-    scores = torch.full((8, 8), torch.nan)
-    metrics = evaluate(nn.Identity(), [(scores, torch.arange(8))], CPU)
-    assert (metrics.top1, metrics.top5) == (0.0, 0.0)
-    scores = torch.cat([scores, torch.eye(8)])
-    metrics = evaluate(nn.Identity(), [(scores, torch.arange(16) % 8)], CPU)
-    assert (metrics.top1, metrics.top5) == (0.5, 0.5)
-    assert metrics.average_confidence == pytest.approx(math.e / (math.e + 7))
 
 
 def test_workers_with_other_classes_are_an_error_on_all_of_them() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import with_default_signals
 from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, opened, write_study
 
 from largebatch.errors import DataError, DivergedError, LargebatchError, StudyError
@@ -345,7 +346,8 @@ def test_runs_in_processes_end_with_the_command_and_are_resumed(
     words = [sys.executable, str(tmp_path / "program.py"), str(path), str(tmp_path / "out")]
     # of a program outside of the tree: the package and its recipes are those that are tested
     tested = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=tested) as parent:
+    command = with_default_signals(*words)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tested) as parent:
         assert parent.stdout is not None
         assert "top-1" in parent.stdout.readline()
         workers = psutil.Process(parent.pid).children(recursive=True)

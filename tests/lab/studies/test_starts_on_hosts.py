@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import with_default_signals
 from short_studies import needs_hosts
 from torch import Tensor, nn
 
@@ -75,10 +76,9 @@ def test_the_times_of_a_worker_follow_from_its_samples_and_the_seed_alone() -> N
 MARK = "LARGEBATCH_TEST_MARK"
 
 STARTS_AND_WAITS = """
-import signal, sys
+import sys
 from pathlib import Path
 from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script has put aside
 folder = Path(sys.argv[1])
 words = ["sh", "-c", f"echo up > {folder}/up-$(hostname); sleep 600"]
 commands = [Command(host, words, {}, folder / host) for host in addresses(2)]
@@ -112,7 +112,7 @@ def test_nothing_is_left_when_what_made_the_hosts_is_gone(
 ) -> None:
     mark = str(tmp_path)
     study = subprocess.Popen(
-        [sys.executable, "-c", STARTS_AND_WAITS, str(tmp_path)],
+        with_default_signals(sys.executable, "-c", STARTS_AND_WAITS, tmp_path),
         env=os.environ | {MARK: mark},
         stderr=subprocess.DEVNULL,
     )
