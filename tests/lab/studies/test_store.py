@@ -233,7 +233,7 @@ STARTED: Json = {
     ],
 )  # fmt: skip
 def test_a_missing_or_mistyped_field_is_one_line_in_every_kind(
-    tmp_path: Path, study: Json, result: Json
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: Json, result: Json
 ) -> None:
     """Policies and settings: test_runner."""
     cells = cells_in(tmp_path, study)
@@ -248,6 +248,7 @@ def test_a_missing_or_mistyped_field_is_one_line_in_every_kind(
         whole[cell.name] = {"seed-1": record}
     kind = runner.kind_of(given)
     assert kind.make_page(given, tmp_path, whole).findings
+    monkeypatch.setattr(kind, "cells_of", lambda *_: cells)  # else loaded for each damage
     name = cells[0].name
     wrong: tuple[object, ...] = (None, "1", [], {}, -1, [-1.0] * 9, [None], True, "nan")
     for key in whole[name]["seed-1"].keys() - {"recipe", "variant"}:

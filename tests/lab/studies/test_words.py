@@ -156,5 +156,6 @@ def test_the_lstm_is_started_in_each_layout(folder: Path) -> None:
     path, lines = write_study(folder, LSTM_STUDY), list[str]()
     machine = Machine(data={"lstm": folder})
     assert study(path, out=folder / "out", machine=machine, report=lines.append)
+    text = lines[-2]  # before the line about the folder for a paper
     for layout in ("central", "beside", "ring"):
-        assert f"lstm/{layout}-2" in lines[-1]
+        assert f"lstm/{layout}-2" in text
