@@ -191,6 +191,8 @@ class Setting(Section):
             if name not in VARIABLES:
                 hint = nearest(name, VARIABLES, otherwise=f"listed are {', '.join(VARIABLES)}")
                 raise ValueError(f"environment.{name}: a study may not set this variable; {hint}")
+        if self.threads is not None and "OMP_NUM_THREADS" in self.environment:
+            raise ValueError("environment.OMP_NUM_THREADS: `threads` sets it; give one of the two")
         return self
 
 

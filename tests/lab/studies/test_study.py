@@ -90,6 +90,11 @@ def rates(recipe: Recipe) -> list[float]:
             )
         ),
         (VARIED, {"settings": {"a": {"environment": {"MKL_CBWR": "a\0b"}}}}, "MKL_CBWR"),
+        (
+            VARIED,
+            {"settings": {"a": {"threads": 2, "environment": {"OMP_NUM_THREADS": "4"}}}},
+            "OMP_NUM_THREADS",
+        ),
         (POLICIES, {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}}, "digits.sets"),
         (VARIED, {"settings": {}}, "settings"),
         (VARIED, {"settings": {"a": {"worker": 2}}}, "settings.a.worker"),
