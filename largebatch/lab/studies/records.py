@@ -32,6 +32,9 @@ Json = dict[str, Any]
 Share = Annotated[float, Field(ge=0, le=1)]
 """A fraction of 1."""
 
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of things that float64 has exactly."""
+
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Seconds, above 0."""
 
@@ -52,7 +55,7 @@ class Record:
     ended: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Start and end of the run, or of its last part, in seconds since 1970."""
 
-    cores: Annotated[int, Field(ge=1)]
+    cores: Annotated[Count, Field(ge=1)]
     """Number of cores that the run could use."""
 
     other_cores: Measured

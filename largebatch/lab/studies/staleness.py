@@ -38,7 +38,7 @@ from largebatch.lab.studies.metrics import (
     point_with_intervals,
     ratio,
 )
-from largebatch.lab.studies.records import Json, Record, Share, read_as
+from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
     Cell,
@@ -341,11 +341,9 @@ class Result(Record):
     """Record of one run."""
 
     top1: Share
-    updates: Annotated[int, Field(ge=0)]
+    updates: Count
     simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    tau: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_require_any)
-    ]
+    tau: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_require_any)]
     """Number of gradients by how many updates late they were, from 0 on."""
 
 

@@ -267,6 +267,7 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     assert lines[-1] == f"1 of 10 runs are left: about {timedelta(seconds=round(mean))}"
     assert not world.made
     damages: list[Json] = [{"top1": "0.5"}, {"top1": None}, {"evaluations": [1]}, {"begun": []}]
+    damages += [{"cores": 10**400}, {"evaluations": [{"step": 0, "seconds": 1.0, "top1": 1.0}]}]
     for spoiled in damages:
         record.write_text(json.dumps({**content, **spoiled}))
         with pytest.raises(StudyError, match=next(iter(spoiled))):
