@@ -35,9 +35,15 @@ def assert_same(metrics: Metrics) -> None:
     assert metrics.top5 == sum(rank < 5 for rank in ranks) / SAMPLES
     assert metrics.samples == SAMPLES
     assert metrics.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-14)
-    found = metrics.average_confidence, metrics.confidence_deviation
-    found = *found, metrics.class_confidence_deviation
-    assert found == pytest.approx(confidences(logits, labels), rel=1e-9)
+    assert confidences_of(metrics) == pytest.approx(confidences(logits, labels), rel=1e-9)
+
+
+def confidences_of(metrics: Metrics) -> tuple[float, float, float]:
+    return (
+        metrics.average_confidence,
+        metrics.confidence_deviation,
+        metrics.class_confidence_deviation,
+    )
 
 
 def confidences(logits: Tensor, labels: Tensor) -> tuple[float, float, float]:
@@ -233,9 +239,7 @@ def test_confidence_is_that_of_numpy(batch: int, dtype: torch.dtype) -> None:
     found = evaluate(nn.Identity(), batches)
     right = labels[logits.argmax(1) == labels]
     assert {*range(classes)} - {*right.tolist()} == {absent, never}
-    metrics = found.average_confidence, found.confidence_deviation
-    metrics = *metrics, found.class_confidence_deviation
-    assert metrics == pytest.approx(confidences(logits, labels), rel=1e-9)
+    assert confidences_of(found) == pytest.approx(confidences(logits, labels), rel=1e-9)
 
 
 def test_without_a_correct_sample_there_is_no_confidence() -> None:
