@@ -5,7 +5,7 @@ between two comments, of which the first one names it:
 
     <!-- keys largebatch.recipe.recipe.Recipe: optimizer schedule -->
     <!-- commands -->
-    <!-- python largebatch.run largebatch.polish.polish -->
+    <!-- python largebatch.run largebatch.errors -largebatch.errors.clip -->
     <!-- end -->
 
     python docs/generate.py
@@ -134,8 +134,13 @@ def commands(_: list[str]) -> str:
 
 
 def functions(names: list[str]) -> str:
-    """Return the signature and docstring of functions, classes with their members, and modules."""
-    return "\n\n".join(map(_described, names))
+    """Return the signature and docstring of functions, classes with their members, and modules.
+
+    A name after a hyphen is left out of its module.
+    """
+    left_out = frozenset(name[1:] for name in names if name.startswith("-"))
+    shown = [name for name in names if not name.startswith("-")]
+    return "\n\n".join(_described(name, left_out) for name in shown)
 
 
 @cache
@@ -146,13 +151,14 @@ def _package() -> griffe.Object:
     return package
 
 
-def _described(name: str) -> str:
+def _described(name: str, left_out: frozenset[str]) -> str:
     documented = _package()[name.removeprefix("largebatch.")]
     if documented.is_alias:
         documented = documented.final_target
     if documented.is_module:
         members = [it for it in documented.members.values() if not it.is_alias and it.is_public]
-        inside = [_described(it.path) for it in members if it.docstring]
+        shown = [it for it in members if it.docstring and it.path not in left_out]
+        inside = [_described(it.path, left_out) for it in shown]
         return "\n\n".join([_text(documented), *inside])
     blocks = [f"### {name}", f"```text\n{_signature(documented, name)}\n```", _text(documented)]
     if documented.is_class:

@@ -31,7 +31,7 @@ def is_quick(command: str) -> bool:
         and "--cluster" in words
         and not any(word.endswith(".yaml") for word in words)
     )
-    return bool({words[0], " ".join(words[:2])} & QUICK) or "--dry-run" in words or planned
+    return bool({words[0], " ".join(words[:2])} & QUICK) or planned
 
 
 def run(command: str, printed: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,12 @@ COMMANDS = {
 }
 
 
+def without_horovod(path: str) -> str:
+    """Return a PATH without the folders of a real horovodrun, such as an activated environment."""
+    folders = path.split(os.pathsep)
+    return os.pathsep.join(it for it in folders if not Path(it, "horovodrun").exists())
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs that a cluster has, which note in `calls` how they are called."""
@@ -62,7 +68,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     add_program(programs, "qrerun", "true")
     (tmp_path / "nodefile").write_text("n1\nn1\nn2\n")
     for name, value in {
-        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{without_horovod(os.environ['PATH'])}",
         "HOSTS": "n1:8,n2:8",
         "FIRST": "n1",
         "NODE": "1",

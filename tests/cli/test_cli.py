@@ -189,7 +189,7 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
         "86,016 = 1,024 workers x 84",
         "42 samples, 2 in a device batch",
         "1,350 steps, 116,121,600 samples, 90.64 epochs",
-        "13 at step 540 (epoch 36.25)",
+        "13 at step 539 (epoch 36.19)",
         "at step 1,275 (epoch 85.60)",
     ):
         assert part in shown

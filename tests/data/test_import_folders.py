@@ -174,7 +174,7 @@ def test_a_fraction_of_every_class_validates_whatever_the_form(tmp_path: Path, f
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (["--val-fraction=0.5"], "class yak has 1 images"),
+        (["--val-fraction=0.5"], "class yak has 1 image"),
         (["--val-name=train"], "--val-name train"),
         (["--label=x"], "label"),
         (["--val-fraction=1.5"], "val-fraction"),
