@@ -35,8 +35,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number of things that float64 has exactly."""
 
-Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""Seconds, above 0."""
+Duration = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Seconds of an update: neither below a clock's resolution nor beyond 30 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -342,7 +342,7 @@ class Result(Record):
 
     top1: Share
     updates: Count
-    simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    simulated_seconds: Annotated[float, Field(gt=0, le=1e15)]
     tau: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_require_any)]
     """Number of gradients by how many updates late they were, from 0 on."""
 
