@@ -5,9 +5,9 @@ and compares both with the exact result, which is computed in a longer type. Wha
 more than PyTorch's own rounding explains, or is not faster is not used.
 
 Trials run in a process of their own, because an illegal access ends CUDA's context, and a fault of
-a compiler its process. A result is kept in the user's cache for this device, driver, versions and
-source of this package, so that only the first run on a machine pays. A run decides with all of its
-workers (`decide`); a process that is no run tries the parts that it uses by itself.
+a compiler its process. A result is kept in the user's cache for this host, device, driver, versions
+and source of this package, so that only the first run on a machine pays. A run decides with all of
+its workers (`decide`); a process that is no run tries the parts that it uses by itself.
 
 The variable LARGEBATCH_KERNELS=torch switches everything off.
 """
@@ -19,6 +19,8 @@ import json
 import logging
 import math
 import os
+import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +36,13 @@ import torch
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.errors import RecipeError, clip
+from largebatch.distributed.environment import (
+    TIMEOUT_SECONDS,
+    leave_with,
+    without_launcher,
+    world_size,
+)
+from largebatch.errors import DataError, RecipeError, clip
 from largebatch.storage import user_cache, write_whole
 
 _LOG = logging.getLogger(__name__)
@@ -67,8 +75,13 @@ _ROUNDS = 5  # measurements of each side, in turn, whose median counts
 
 _ROUND_SECONDS = 0.002  # shortest measurement: short work is repeated
 
-_TIMEOUT = 1800.0
-"""Seconds of a process of trials. Compiling the kernels of a large network takes minutes."""
+LONGEST = 1800.0
+"""Seconds of all trials, if no other worker waits for them: compiling the kernels of a large
+network takes minutes."""
+
+_CRASHES = ("SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV")
+"""Signals of a fault, which comes again; others come from outside, such as Ctrl-C, or the system's
+SIGKILL for want of memory."""
 
 Work = Callable[[], Sequence[Tensor]]
 """Computes tensors, always the same ones."""
@@ -86,6 +99,10 @@ class Trial:
     exact: Work | None = None
     """Results in a longer type; None if ours must equal theirs, bit for bit."""
 
+    is_repeated: bool = False
+    """True if `exact` is another run of theirs, whose kernels may add in any order. The difference
+    of two runs is by chance small in some tensor, so each may differ as much as the median one."""
+
     count: int = 1
     """Number of uses in a model, which weighs its time; 0: the time does not count."""
 
@@ -94,6 +111,9 @@ class Trial:
 
     seconds: Callable[[], tuple[float, float]] | None = None
     """Returns the seconds of both, if they have measured themselves."""
+
+    remark: Callable[[], str] = str
+    """Returns what may explain that ours is not faster, after it was computed."""
 
 
 Trials = Mapping[str, Callable[[], Iterable[Trial]]]
@@ -115,6 +135,9 @@ class Finding:
     seconds: float = 0.0
     seconds_of_torch: float = 0.0
     """Sums over the variants, by their number of uses; 0 if time was not measured."""
+
+    remark: str = ""
+    """What the latest trial said about its time."""
 
     is_slow: bool = False
     """True if the part is right, and refused because it is not faster."""
@@ -196,17 +219,18 @@ def _refusal_alone(part: str, device: torch.device) -> str | None:
         return f"this machine has no {device.type}"  # tensors without memory may name it
     if part == GRAPH:
         return None
-    if part == OPTIMIZER and _num_workers() > 1:
+    if part == OPTIMIZER and world_size() > 1:
         return "the workers of this process have not agreed; call agree_on_kernels"
-    return prove(_MODULES[part], [part], device)[part].refused
+    return prove_alone(part, device).refused
 
 
-def _num_workers() -> int:
-    """Return the number of workers that a library has connected with this process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    horovod = sys.modules.get("horovod.torch")
-    return int(horovod.size()) if horovod is not None and horovod.is_initialized() else 1
+def prove_alone(part: str, device: torch.device) -> Finding:
+    """Return the finding of a part for any model.
+
+    Other workers wait meanwhile, so it takes half of the time that they wait at most.
+    """
+    seconds = LONGEST if world_size() == 1 else TIMEOUT_SECONDS / 2
+    return prove(_MODULES[part], [part], device, seconds=seconds)[part]
 
 
 def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
@@ -216,44 +240,74 @@ def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
     settings: Mapping[str, object] | None = None,
     *,
     key: object = None,
+    seconds: float = LONGEST,
     again: bool = False,
     announces: bool = False,
 ) -> dict[str, Finding]:
     """Return the findings of parts on a device: kept ones, or those of trials that are made now.
 
     The trials are `trials(device, settings)` of a module. `settings`, as JSON, reach it as they
-    are; those that decide its result are `key`, by default all. With `again` kept ones are not
-    read; with `announces` new trials are logged before they begin. Nothing is raised: what fails is
-    refused.
+    are; those that decide its result are `key`, by default all. All trials together take at most
+    `seconds`. With `again` kept ones are not read; with `announces` new trials are logged before
+    they begin, and a cache that cannot be written. Nothing is raised: what fails is refused.
     """
     settings = settings or {}
-    facts = {"module": module, "parts": [*parts], "settings": settings if key is None else key}
-    content = json.dumps({**facts, **_facts_of(device)}, sort_keys=True, default=str)
-    file = user_cache() / "proofs" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = {} if again else json.loads(file.read_bytes())["findings"]
+    content = facts_of_trials(module, parts, device, settings if key is None else key)
+    name = f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
+    file = None
+    with suppress(DataError):  # a user without a home
+        file = user_cache() / "proofs" / name
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged
+        kept = {} if again or file is None else json.loads(file.read_bytes())["findings"]
         if kept.keys() == {*parts}:
             return {part: Finding(**found) for part, found in kept.items()}
     if announces:
-        _LOG.warning("%s: tried on %s before the first update, once", ", ".join(parts), device)
-    findings = _tried(module, parts, device, settings)
-    if all(finding.is_kept for finding in findings.values()):
+        _LOG.warning("%s: tried on %s before the first update", ", ".join(parts), device)
+    findings = _tried(module, parts, device, settings, seconds)
+    if file is not None and all(finding.is_kept for finding in findings.values()):
         found = {part: asdict(finding) for part, finding in findings.items()}
         record = {"facts": json.loads(content), "findings": found}
-        with suppress(OSError):  # without a cache each run pays
+        try:
             write_whole(file, json.dumps(record, indent=1).encode())
+        except OSError as error:
+            if announces:
+                _LOG.warning(
+                    "%s: cannot be written (%s), so each run tries kernels and graphs again: set "
+                    "XDG_CACHE_HOME to a folder that can be",
+                    file.parent,
+                    error.strerror,
+                )
     return findings
 
 
+def facts_of_trials(module: str, parts: Sequence[str], device: torch.device, key: object) -> str:
+    """Return, as JSON, all that decides the result of trials: they, the host and its device."""
+    facts = {"module": module, "parts": [*parts], "settings": key}
+    return json.dumps({**facts, **_facts_of(device)}, sort_keys=True, default=str)
+
+
 def _tried(
-    module: str, parts: Sequence[str], device: torch.device, settings: Mapping[str, object]
+    module: str,
+    parts: Sequence[str],
+    device: torch.device,
+    settings: Mapping[str, object],
+    seconds: float,
 ) -> dict[str, Finding]:
     """Make trials, in a new process after each that has ended early."""
     findings: dict[str, Finding] = {}
+    end_of_time = time.monotonic() + seconds
     while left := [part for part in parts if part not in findings]:
         known = {part: finding.refused for part, finding in findings.items()}
-        job = {"module": module, "parts": left, "known": known, "settings": settings}
-        lines, end = run_apart({**job, "device": device.type, "index": device.index or 0})
+        job = {
+            "module": module,
+            "parts": left,
+            "known": known,
+            "settings": settings,
+            "device": device.type,
+            "index": device.index or 0,
+            "parent": os.getpid(),
+        }
+        lines, end = run_apart(job, max(1.0, end_of_time - time.monotonic()))
         for line in lines:
             if "finding" in line:
                 findings[line["part"]] = Finding(**line["finding"])
@@ -262,23 +316,32 @@ def _tried(
             continue  # an error was found, and what follows needs a new process
         name = f": {last['trial']}" if "trial" in last else ""
         reason = f"its trial ended by {end or 'an unknown error'}{name}"
-        # A crash comes again; what has no signal may be a want of memory.
-        finding = Finding(refused=reason, is_kept=bool(end and end.startswith("SIG")))
+        finding = Finding(refused=reason, is_kept=end in _CRASHES)
         findings |= dict.fromkeys([last["part"]] if last else left, finding)
     return findings
 
 
-def run_apart(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """Make the trials of a job in a new process; return its lines, and what ended it early."""
+def run_apart(job: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
+    """Make the trials of a job in a new process; return its lines, and what ended it early.
+
+    It imports what this one does, sees the same devices, and is none of the workers of a launcher.
+    """
     command = [sys.executable, "-c", "from largebatch.proof import main; main()"]
-    given = json.dumps(job)
+    environment = without_launcher(os.environ)
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(  # noqa: S603 -- this interpreter
-            command, input=given, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            command,
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=environment,
+            check=False,
         )
         output, errors, code = done.stdout, done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        output, errors, code = _text(error.stdout), f"no end after {_TIMEOUT:.0f} s", 1
+        output, errors, code = _text(error.stdout), f"no end after {seconds:.0f} s", 1
     except OSError as error:  # no memory for a process
         output, errors, code = "", str(error), 1
     lines = []
@@ -297,8 +360,6 @@ def _end_of(code: int, errors: str) -> str | None:
     if code == 0:
         return None
     if code < 0:
-        import signal
-
         with suppress(ValueError):
             return signal.Signals(-code).name
     words = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -308,6 +369,7 @@ def _end_of(code: int, errors: str) -> str | None:
 def main() -> None:
     """Make the trials of the job on standard input, and write a line of JSON for each event."""
     job = json.load(sys.stdin)
+    leave_with(job["parent"])  # a killed worker's trials would keep its device busy
     output, sys.stdout = sys.stdout, sys.stderr  # what others print is no record
     device = torch.device(job["device"])
     if accelerator.is_remote(device):
@@ -342,6 +404,7 @@ def make_trials(job: Mapping[str, Any], device: torch.device, write: Callable[..
         if finding.refused is None and 0 < finding.seconds_of_torch <= finding.seconds:
             ratio = finding.seconds_of_torch / finding.seconds
             reason = f"not faster: {ratio:.2f} times as fast as PyTorch's"
+            reason += f"; {finding.remark}" if finding.remark else ""
             finding = replace(finding, refused=reason, is_slow=True)
         decide(device, {part: finding.refused})
         write(part=part, finding=asdict(finding))
@@ -361,10 +424,15 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
     ours = trial.ours()
     assert len(ours) == len(theirs) == len(exact)
     error, of_torch, is_right = 0.0, 0.0, True
-    for own, other, true in zip(ours, theirs, exact, strict=True):
-        # The largest difference finds a wrong element, the length of all a small bias.
-        for own_error, torch_error in zip(_errors(own, true), _errors(other, true), strict=True):
-            limit = 0.0 if trial.exact is None else _ROUNDING * torch_error + _FLOOR
+    own_errors = [_errors(own, true) for own, true in zip(ours, exact, strict=True)]
+    torch_errors = [_errors(other, true) for other, true in zip(theirs, exact, strict=True)]
+    for kind in (0, 1):  # the largest difference finds a wrong element, the length a small bias
+        of_tensors = [
+            (own[kind], its[kind]) for own, its in zip(own_errors, torch_errors, strict=True)
+        ]
+        usual = statistics.median(its for _, its in of_tensors) if trial.is_repeated else 0.0
+        for own_error, torch_error in of_tensors:
+            limit = 0.0 if trial.exact is None else _ROUNDING * max(torch_error, usual) + _FLOOR
             is_right = is_right and math.isfinite(own_error) and own_error <= limit
             error, of_torch = max(error, own_error), max(of_torch, torch_error)
     finding = replace(
@@ -372,6 +440,7 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
         variants=finding.variants + 1,
         error=max(error, finding.error),
         error_of_torch=max(of_torch, finding.error_of_torch),
+        remark=trial.remark(),
     )
     if not is_right:
         reason = f"wrong: error {error:.2g}, PyTorch's {of_torch:.2g}: {trial.name}"
@@ -459,6 +528,7 @@ def _facts_of(device: torch.device) -> dict[str, object]:
             packages[package] = version(package)
     return {
         **accelerator.identity(device),
+        "host": platform.node(),  # a cache on a shared disk; another host may have no compiler
         "python": sys.version.split()[0],
         **packages,
         "source": _source(),

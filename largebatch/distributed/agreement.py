@@ -61,8 +61,8 @@ def agree(
 ) -> dict[str, str | None]:
     """Return why any worker refuses each subject; None if all of them accept it.
 
-    Every worker passes the same subjects and gets the same result, with the reason of the lowest
-    worker that refuses. If all are equal, this is one all-reduce of 512 bytes. `device` is that of
+    Every worker gets the same result for its subjects, with the reason of the lowest worker that
+    refuses. If all are equal, this is one all-reduce of 512 bytes. `device` is that of
     the group's tensors.
 
     >>> from largebatch.distributed.serial import Serial
@@ -77,7 +77,7 @@ def agree(
         return dict(refusals)
     agreed: dict[str, str | None] = {}
     for subject in refusals:
-        reasons = {rank: own[subject] for rank, own in enumerate(everyone) if own[subject]}
+        reasons = {rank: own[subject] for rank, own in enumerate(everyone) if own.get(subject)}
         agreed[subject] = next((f"{it} (worker {rank})" for rank, it in reasons.items()), None)
     return agreed
 

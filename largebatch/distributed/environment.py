@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeVar
 
 from largebatch.errors import BackendError
@@ -34,6 +35,12 @@ _LAUNCHERS = (
 )
 """Variables with the rank of a worker and the number of workers; of several launchers around a
 process the first with several workers counts, and one without their number last."""
+
+_OF_WORKERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_"),
+    *("TORCHELASTIC_", "HOROVOD_", "OMPI_", "PMI", "SLURM_", LAUNCHER),
+)
+"""Beginnings of the names of variables that launchers give to a worker."""
 
 _SLURM_RANK = "SLURM_PROCID"
 _SLURM_SCRIPTS = 2**32 - 16  # smallest SLURM step number of batch scripts and shells
@@ -157,6 +164,15 @@ def _first_host(hosts: str) -> str:
     ['gpu07', 'a-1', 'rack1n3']
     """
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", hosts)[0])
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process that is none of a launcher's workers.
+
+    >>> without_launcher({"RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "CC": "gcc"})
+    {'CC': 'gcc'}
+    """
+    return {name: it for name, it in environment.items() if not name.startswith(_OF_WORKERS)}
 
 
 def worker_rank() -> int | None:

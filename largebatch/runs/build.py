@@ -112,7 +112,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         ):
             plan = pipeline.plan
             pipeline.chosen.extend(chosen)
-            proven = settle(recipe, pipeline, model, backend, options.imports)
+            proven = settle(recipe, pipeline, model, backend, options)
             if recipe.execution.compile:
                 from largebatch.models.compiled import compile_model
 

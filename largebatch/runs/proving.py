@@ -1,17 +1,19 @@
 """What makes a run on a GPU fast, proven before its first update, and decided by all workers.
 
-Each worker tries the kernels and the graph of its recipe on its own device, in a process of their
-own or from the record of an earlier run (`proof`). What one worker refuses no worker uses: with
-different kernels the optimizers of workers would round differently, and NCCL hangs where the graphs
-of workers differ.
+The first worker of each host tries the kernels and the graph of the recipe on its device, in a
+process of their own or from the record of an earlier run (`proof`); the others of the host, if they
+have the same device, use the result. What one worker refuses no worker uses: with different kernels
+the optimizers of workers would round differently, and NCCL hangs where the graphs of workers
+differ.
 """
 
 import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -23,8 +25,9 @@ from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.pipeline import DTYPES, Pipeline
 from largebatch.data.types import Batch
-from largebatch.distributed.agreement import agree
+from largebatch.distributed.agreement import agree, gather_values
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import STARTING
 from largebatch.distributed.serial import Serial
 from largebatch.models import kernels as batchnorm_kernels
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
@@ -37,6 +40,7 @@ from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding,
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
+from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion, build_state
 from largebatch.training.graph import UseGraph, refused
 from largebatch.training.loop import step_seeds, train
@@ -63,30 +67,66 @@ def switch_off(recipe: Recipe, device: torch.device) -> None:
 
 
 def settle(
-    recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, imports: Sequence[str]
+    recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, options: Options
 ) -> str | None:
     """Decide with all workers what this run uses; return a line for the log, None on a CPU.
 
     Raises RecipeError, on every worker, if a graph is required and refused.
     """
-    device, findings = backend.device, dict[str, Finding]()
+    device = backend.device
     has_crops = device.type in pixel_cache.DEVICES
     pixels = pixel_cache.one_size(pipeline.train_index) if has_crops else None
     has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
+    if not parts:  # on no worker
+        return None
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
-    if tried:
+    settings, key = _settings(recipe, pipeline.plan, pixels, options.imports)
+
+    def prove() -> dict[str, Finding]:
+        if not tried:
+            return {}
         accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
-        settings, key = _settings(recipe, pipeline.plan, pixels, imports)
-        is_first = backend.rank == 0
-        findings = proof.prove(__name__, tried, device, settings, key=key, announces=is_first)
+        return proof.prove(
+            __name__,
+            tried,
+            device,
+            settings,
+            key=key,
+            seconds=min(proof.LONGEST, options.timeout * STARTING / 2),  # the other workers wait
+            announces=backend.rank == 0,
+        )
+
+    facts = partial(proof.facts_of_trials, __name__, tried, device, key)
+    findings = _findings_on_hosts(prove, facts, backend)
     refusals |= {part: finding.refused for part, finding in findings.items()}
     agreed = agree(refusals, backend, backend.device)
     proof.decide(device, agreed)
     if recipe.execution.graph is True and agreed.get(GRAPH):
         raise refused(str(agreed[GRAPH]))
     return _line(agreed, findings)
+
+
+def _findings_on_hosts(
+    prove: Callable[[], dict[str, Finding]], facts: Callable[[], str], backend: Backend
+) -> dict[str, Finding]:
+    """Return the findings of this worker, or of its host's first one if it has the same facts.
+
+    Otherwise all workers of a host would compile the same kernels at the same time.
+    """
+    is_first = backend.local_rank == 0
+    findings = prove() if is_first else {}
+    if backend.world_size == 1:
+        return findings
+    own = facts()
+    sent = [own, {part: asdict(it) for part, it in findings.items()}] if is_first else None
+    everyone = gather_values(sent, backend, backend.device)
+    if is_first:
+        return findings
+    of_the_same = (each[1] for each in everyone if each is not None and each[0] == own)
+    found = next(of_the_same, None)
+    return prove() if found is None else {part: Finding(**it) for part, it in found.items()}
 
 
 def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
@@ -238,10 +278,11 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
                 name=f"updates of {num} images of {side} x {side}",
                 ours=ours.result,
                 theirs=theirs.result,
-                # Kernels may add in any order: two runs without a graph show by how much.
                 exact=update(num, side, graph=False).result,
+                is_repeated=True,
                 count=0 if is_required else 1,
                 seconds=partial(_both_seconds, ours, theirs),
+                remark=partial(getattr, ours, "noted"),
             )
 
     return {BATCHNORM: batchnorm, OPTIMIZER: optimizer, CROPS: crops, GRAPH: graph}
@@ -270,6 +311,12 @@ class _Updates:
         self._graph, self._updates = graph, updates or _UPDATES
         self.seconds = 0.0
         """Median of the updates that a graph replays."""
+
+        self.noted = ""
+        """Which parts of an update are in a graph, and why others are not."""
+
+    def _note(self, text: str) -> None:
+        self.noted = text
 
     def result(self) -> list[Tensor]:
         """Make the updates; return losses, weights, statistics and the optimizer's state."""
@@ -308,7 +355,7 @@ class _Updates:
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
                 follow=state.move_average,
                 graph=self._graph,
-                note=lambda _: None,
+                note=self._note,
             )
             losses, seconds = [], []
             with closing(updates):

@@ -76,6 +76,14 @@ def test_what_one_worker_refuses_no_worker_uses() -> None:
     assert all(agreed == expected for agreed, _ in results)
     own[1:] = [own[0], own[0]]
     assert on_threads(work, workers=3) == [(own[0], 1)] * 3  # one all-reduce
+    own[1] = {"kernels": "no compiler"}  # its images differ, which is found later
+    agreed = on_threads(work, workers=3)
+    assert agreed[1][0] == {"kernels": "no compiler (worker 1)"}
+    assert agreed[0][0] == {
+        "kernels": "no compiler (worker 1)",
+        "graph": None,
+        "crops": "slow (worker 0)",
+    }
 
 
 @settings(max_examples=25)

@@ -5,6 +5,7 @@ The simulated accelerator computes them; a fork of its process stands for a proc
 
 import json
 import os
+import platform
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,10 @@ def with_unlike_workers(recipe: Recipe, folder: Path) -> tuple[int, int]:
     def prove(_: str, parts: Sequence[str], *__: object, **___: object) -> dict[str, Finding]:
         return {part: Finding(refused=reasons.get(part), variants=1) for part in parts}
 
-    with mock.patch.object(proof, "prove", prove):
+    with (
+        mock.patch.object(proof, "prove", prove),
+        mock.patch.object(platform, "node", return_value=os.environ["RANK"]),
+    ):
         run(recipe, out=folder)
     assert proof.refusal(OPTIMIZER, device) is not None
     assert proof.uses(GRAPH, device)
@@ -87,6 +91,32 @@ def test_workers_use_what_all_of_them_can_use(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["kernels"] == line
+
+
+def on_one_host(recipe: Recipe, folder: Path) -> tuple[list[str], list[float]]:
+    """Train; return the workers that made trials, by the names of files, and their time."""
+    device = prepare()
+    given: list[float] = []
+
+    def prove(
+        _: str, parts: Sequence[str], *__: object, seconds: float, **___: object
+    ) -> dict[str, Finding]:
+        given.append(seconds)
+        folder.with_name(f"tried by {os.environ['RANK']}").touch()
+        return {part: Finding(refused="planted" if part == GRAPH else None) for part in parts}
+
+    with mock.patch.object(proof, "prove", prove):
+        run(recipe, out=folder, timeout=60.0)
+    assert proof.refusal(GRAPH, device) == "planted"  # on the other too, so no worker is named
+    assert proof.uses(OPTIMIZER, device)
+    return sorted(path.name for path in folder.parent.glob("tried by *")), given
+
+
+def test_one_worker_of_a_host_tries_for_all_while_the_others_wait(tmp_path: Path) -> None:
+    recipe = a_recipe(changes=TINY)
+    tried, seconds = on_forked_workers(on_one_host, recipe, tmp_path / "run", workers=2)
+    assert tried == ["tried by 0"]
+    assert seconds == [180.0]  # half of what they wait before the first update
 
 
 def switched(recipe: Recipe, folder: Path, variable: str | None) -> tuple[int, list[bool]]:
@@ -137,7 +167,7 @@ def print_line(file: TextIO, **line: object) -> None:
     file.write(json.dumps(line) + "\n")
 
 
-def run_in_fork(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+def run_in_fork(job: Mapping[str, Any], _: float) -> tuple[list[dict[str, Any]], str | None]:
     """Make the trials of a job in a fork of this process, which has the simulated device."""
     source, target = os.pipe()
     child = os.fork()
@@ -274,7 +304,7 @@ def examined() -> list[tuple[str, str]]:
         GRAPH: Finding(refused="not faster: 0.9 times", is_slow=True),
     }
 
-    def run_apart(job: Mapping[str, Any]) -> tuple[list[dict[str, Any]], None]:
+    def run_apart(job: Mapping[str, Any], _: float) -> tuple[list[dict[str, Any]], None]:
         assert job["parts"] == [OPTIMIZER, GRAPH]
         return [{"part": part, "finding": asdict(it)} for part, it in results.items()], None
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from largebatch.distributed.environment import world_size
 from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, Trial, Trials
 
 
@@ -35,6 +36,7 @@ KINDS: dict[str, Callable[[], list[Tensor]]] = {
 
 def trials(_: torch.device, settings: Mapping[str, str]) -> Trials:
     """Return two trials of each part; the second has the fault that the settings name."""
+    assert world_size() == 1
 
     def make(kind: str) -> Iterator[Trial]:
         for name, ours in (("the usual", KINDS["right"]), (kind, KINDS[kind])):

@@ -103,7 +103,10 @@ def leaves(value: object, name: str = "") -> dict[str, Any]:
 
 
 def apart(one: Path, other: Path, most: float) -> dict[str, float]:
-    """Return by how much more than this part two runs differ, in anything they saved or logged."""
+    """Return by how much more than this part two runs differ, in anything they saved or logged.
+
+    A deviation of confidences is a difference of these, and rounded as they are.
+    """
     ours, theirs = leaves(content(one)), leaves(content(other))
     for event in ("step", "evaluation"):
         ours |= leaves(log(one, event), event)
@@ -115,6 +118,9 @@ def apart(one: Path, other: Path, most: float) -> dict[str, float]:
         if not isinstance(value, str | None)
     }
     parts = {name: most / 10 if name.endswith("/loss") else most for name in found}
+    for name in (it for it in found if it.endswith("confidence_deviation")):
+        confidence = theirs[f"{name.rpartition('/')[0]}/average_confidence"]
+        found[name] *= abs(float(theirs[name] / confidence))
     return {name: value for name, value in found.items() if not value <= parts[name]}
 
 

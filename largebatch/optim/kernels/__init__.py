@@ -81,8 +81,7 @@ def agree_on_kernels(backend: Backend | None = None) -> str | None:
     backend = backend or running_backend(device)
     reason = proof.switched_off()
     if reason is None:
-        findings = proof.prove("largebatch.optim.kernels.trials", [proof.OPTIMIZER], device)
-        reason = findings[proof.OPTIMIZER].refused
+        reason = proof.prove_alone(proof.OPTIMIZER, device).refused
     refusals = agree({proof.OPTIMIZER: reason}, backend, backend.device)
     proof.decide(device, refusals)
     return refusals[proof.OPTIMIZER]
