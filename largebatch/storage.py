@@ -78,9 +78,16 @@ def whole_path(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write; it appears at `path` when the block ends without an error.
 
     After a power failure `path` holds the whole new content or the previous one.
+
+    Raises OSError, and leaves it as it is, if `path` is a device, a pipe or a socket: a rename
+    would put a file in its place, as root in that of /dev/null.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(
+            errno.EINVAL, "expected a file, found a device, a pipe or a socket", str(path)
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:

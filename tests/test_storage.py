@@ -1,5 +1,7 @@
 """Atomic files and folders, and leftovers of killed writers."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,14 @@ def test_only_partial_files_are_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".summary.json.0123.partial").write_bytes(b"{")
     remove_leftovers(tmp_path, tmp_path / "absent")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.partial", "summary.json"]
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="expected a file"):
+            write_whole(tmp_path / name, b"a page")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()

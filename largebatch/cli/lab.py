@@ -69,7 +69,7 @@ def study(  # noqa: PLR0913 -- its options
         dataset: Instead: what module M's function F returns, (train, val).
         imports: Modules to import first.
         timeout: Seconds to wait for a worker that does nothing.
-        dry_run: Print the runs that are left, and how long they take, by a few updates of each.
+        dry_run: Print the runs that are left, and how long they take, by a few updates of some.
         page: Start nothing; draw what is recorded, and simulations.
     """
     from largebatch.lab.studies import runner

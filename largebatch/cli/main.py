@@ -140,7 +140,7 @@ class UsageError(LargebatchError):
 _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 """Commands that run on every one of --workers; `train` and those of `lab` start theirs later."""
 
-_RECORDED = {"train", "resume", "polish"}
+_RECORDED = {"train", "resume", "polish", "export"}
 """Commands whose results are in files, whatever becomes of their output."""
 
 _INTERRUPTS = Requests()  # Ctrl-C while no command handles it

@@ -36,6 +36,7 @@ from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import RECIPE, REPORT, LayerDrift, Summary
 
 if TYPE_CHECKING:
+    from largebatch.runs.checkpoints import Evaluated
     from largebatch.training.evaluation import Metrics
 
 
@@ -124,8 +125,16 @@ def evaluate(
     found = evaluate_checkpoint(
         checkpoint, options.options(out=NEW_FOLDER), model=model, training=training
     )
-    if own_rank() != 0:
-        return
+    if own_rank() == 0:
+        _print_metrics(found, json=json)
+    if not math.isfinite(found.metrics.loss):
+        raise CheckpointError(
+            f"{found.path}: gives scores that are not finite, which count as wrong; its weights or "
+            "the images are out of the range of the model's precision"
+        )
+
+
+def _print_metrics(found: "Evaluated", *, json: bool) -> None:
     metrics = found.metrics
     if json:
         every = {"training": found.training and asdict(found.training), **asdict(metrics)}
@@ -265,6 +274,12 @@ def predict(
     if lines:
         total = len(found.paths) + len(lines)
         raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")
+    lost = int((~found.probabilities.isfinite()).any(1).sum())
+    if lost:
+        raise CheckpointError(
+            f"{run}: the probabilities of {plural(lost, 'image')} are not finite; its weights or "
+            "the images are out of the range of the model's precision"
+        )
 
 
 def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:

@@ -48,7 +48,8 @@ METRICS = {
     "loss": r"loss|(ce|nll|xent|cross_entropy)(_loss)?",
     "top1": r"((multiclass|categorical|sparse_categorical)_)?(acc|accuracy|prec)(_?(at_?|top_?)?1)?"
     r"|top_?1(_acc|_accuracy)?",
-    "lr": r"(base_|optimizer_|opt_)?(lr|learning_rate)(?!.*(momentum|decay))(_.*)?",
+    "lr": r"(base_|optimizer_|opt_)?(lr|learning_rate)"
+    r"(?!.*(momentum|decay|scale|factor|scheduler|patience))(_.*)?",
     "grad_norm": r"(total_)?grad(ient)?s?_norm",
 }
 """Names of each metric, without the words of SPLITS and PLAIN."""
@@ -59,6 +60,9 @@ COUNTERS = {
     "epoch": r"(train_|trainer_|current_)?epochs?",
 }
 """Names of the counters, in lower case and with _ for other signs."""
+
+PER_CENT = " %"
+"""End of the name of a column whose cells are like 45.3%."""
 
 HEADER = "\n"
 """Key of a row that stands for a header that is repeated: some write one for each start."""
@@ -82,6 +86,9 @@ FITTED = 0.01
 
 LEAST_LOSS = math.log(2)
 """Least loss of a wrong prediction in nats: its class has at most the probability 1/2."""
+
+ROUNDED = 1.0001
+"""Highest mean of fractions, which may round to a little above 1."""
 
 BELOW_LOSS = 2
 """Factor by which an accuracy may be below exp(-loss). A model whose probabilities are right is
@@ -212,15 +219,6 @@ def _read_json(text: str) -> Iterator[Mapping[str, Any]]:
                 }
 
 
-def _flat(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object with the numbers of objects in it as `outer/inner`."""
-    flat = dict(entry)
-    for outer, below in entry.items():
-        if isinstance(below, dict):
-            flat |= {f"{outer}/{inner}": value for inner, value in below.items()}
-    return flat
-
-
 def _read_csv(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the cells of each row by column; raise ValueError for a row that has more of them."""
     lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
@@ -234,15 +232,18 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
     header = _exported(first, path)
     for line in lines:
         cells = [cell.strip() for cell in line]
+        if len(({*cells} & {*header}) - {""}) > 1 or cells == first:
+            # A program that appends after a restart may write its columns in another order.
+            header = _exported(cells, path)
+            yield {HEADER: 0}
+            continue
         if any(cells[len(header) :]):
             raise ValueError(
                 f"line {lines.line_num} has more cells than the header, {len(cells)} and "
                 f"{len(header)}"
             )
-        if cells == first:
-            yield {HEADER: 0}
         # A killed program leaves its last line incomplete.
-        elif len(cells) >= len(header) or lines.line_num <= text.count("\n"):
+        if len(cells) >= len(header) or lines.line_num <= text.count("\n"):
             yield dict(zip(header, cells, strict=False))
 
 
@@ -283,8 +284,12 @@ def _numbers(row: Mapping[str, Any]) -> Row:
     )
     split = _split(_plain(group))
     numbers: Row = {}
-    for name, cell in row.items():
-        value = _float(cell)
+    for column, cell in row.items():
+        name, value = column, _float(cell)
+        if isinstance(cell, str) and value is None:  # 3/90 of a counter, 45.3% of an accuracy
+            parts = re.fullmatch(r"([\d.e+-]+)\s*(%|/\s*\d+)", cell.strip())
+            value = _float(parts[1]) if parts else None
+            name += PER_CENT if parts and parts[2] == "%" else ""
         if name and value is not None and not name.startswith("_"):
             has_split = _split(_plain(name)) or any(
                 re.fullmatch(pattern, _plain(name)) for pattern in COUNTERS.values()
@@ -461,7 +466,11 @@ class Columns:
 
     def _given(self, kind: str) -> str:
         column = self.named[kind].column
-        alike = [name for name in self.names if name == column or _plain(name) == column]
+        alike = [
+            name
+            for name in self.names
+            if column in {name, _plain(name), name.removesuffix(PER_CENT)}
+        ]
         if len(alike) != 1:
             hint = nearest(column, self.names, otherwise=f"it has {shorten(self.names)}")
             raise ValueError(f"has no column {column} with numbers; {hint}")
@@ -505,6 +514,11 @@ def _record(
         raise ValueError("has no rows with numbers")
     columns = Columns(rows, named).find()
     kinds = {column: kind for kind, column in columns.items()}
+    for kind, column in columns.items():
+        if kinds[column] != kind:
+            raise ValueError(
+                f"{column} is named as {kind} and {kinds[column]}; give another column"
+            )
     renamed = [_with_kinds(row, kinds) for row in rows]
     table = _without_repeats(renamed)
     is_percent = "top1" in columns and _is_percent(columns["top1"], table, classes, named)
@@ -724,33 +738,41 @@ def _is_percent(
     or top-5 too. If none is, they are fractions where that many per cent would be fewer than the
     losses or guessing allow.
     """
-    values = [row["top1"] for row in rows if _measured(row, "top1")]
+    measured = [row for row in rows if _measured(row, "top1")]
+    values = [row["top1"] for row in measured]
+    most = max(values, default=0.0)
     wrong = next((value for value in values if not 0 <= value < 100.001), None)
     if wrong is not None:
         raise ValueError(f"{column} is {wrong:.6g}; expected an accuracy from 0 to 1 or to 100")
     unit = named["top1"].unit if "top1" in named else ""
-    if unit == "fraction" and max(values, default=0) > 1.0001:
-        raise ValueError(f"{column} is {max(values):.6g}; expected a fraction from 0 to 1")
-    if unit:
-        return unit == "percent"
+    if unit == "fraction" and most > ROUNDED:
+        raise ValueError(f"{column} is {most:.6g}; expected a fraction from 0 to 1")
     names = {name for row in rows for name in row} | {column}
-    if {"percent", "pct"} & {*_plain(column).split("_")}:
-        return True
-    if {"eval_top1", "eval_top5"} <= names or {"test_acc1", "n_parameters"} <= names:
-        return True  # timm; DeiT and its heirs
     alike = [name for name in names if _is_metric(name.replace("5", "1"), "top1")]
-    values += [row[name] for name in alike for row in rows if _measured(row, name)]
-    if max(values, default=0) > 1.0001:  # a mean of fractions may round to a little above 1
+    others = [row[name] for name in alike for row in rows if _measured(row, name)]
+    has_percent = max(others, default=0.0) > ROUNDED
+    if unit or not measured:
+        return unit == "percent"
+    if (
+        most > ROUNDED
+        or {"percent", "pct"} & {*_plain(column).split("_")}
+        or {"eval_top1", "eval_top5"} <= names  # timm
+        or {"test_acc1", "n_parameters"} <= names  # DeiT and its heirs
+    ):
         return True
-    if column in _FRACTIONS or ("eval/accuracy" in names and "train/global_step" in names):
-        return False
-    start = next((row["loss"] for row in rows if _measured(row, "loss")), math.inf)
-    guess = 1 / classes if classes else math.exp(-max(start, 0.0))
-    if any(_excludes_percent(row, guess) for row in rows if _measured(row, "top1")):
-        return False
+    is_below = any(_excludes_percent(row, guess=0.0) for row in measured)
+    if has_percent and not is_below:
+        return True
+    if not has_percent:
+        if column in _FRACTIONS or ("eval/accuracy" in names and "train/global_step" in names):
+            return False
+        start = next((row["loss"] for row in rows if _measured(row, "loss")), math.inf)
+        guess = 1 / classes if classes else math.exp(-max(start, 0.0))
+        if any(_excludes_percent(row, guess) for row in measured):
+            return False
+    what = "a fraction by the validation loss, and others are per cent" * has_percent
     raise UnclearError(
-        f"{column} ends at {[row['top1'] for row in rows if _measured(row, 'top1')][-1]:g}, a "
-        "fraction or per cent",
+        f"{column} ends at {values[-1]:g}, {what or 'a fraction or per cent'}",
         f"top1={column}:fraction", f"top1={column}:percent",
     )  # fmt: skip
 

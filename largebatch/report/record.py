@@ -142,6 +142,12 @@ class Record:
         return np.minimum.accumulate(np.concatenate(([self.start], self.trend)))[:-1]
 
     @property
+    def _rises(self) -> FloatArray:
+        """Rises of the smoothed loss above its lowest value before; 0 where both are infinite."""
+        with np.errstate(invalid="ignore"):
+            return np.nan_to_num(self.trend - self.lows, nan=0.0, posinf=math.inf, neginf=-math.inf)
+
+    @property
     def _finite(self) -> FloatArray:
         return bounded(self.loss)
 
@@ -165,7 +171,7 @@ class Record:
 
         None unless it exceeds RISE, RISEN and the scatter of single updates' losses.
         """
-        rises = (self.trend - self.lows)[rows]
+        rises = self._rises[rows]
         if len(self.trend) < 2 or not rises.size:
             return None
         row = int(np.argmax(rises)) + (rows.start or 0)
@@ -179,7 +185,7 @@ class Record:
     def onset(self) -> int | None:
         """Return the first row at which the smoothed loss has risen; None without."""
         lows = self.lows
-        risen = (self.trend - lows > RISE * self.unit) & (self.trend > RISEN * lows)
+        risen = (self._rises > RISE * self.unit) & (self.trend > RISEN * lows)
         begin = np.flatnonzero(risen & np.isfinite(self.trend))
         return int(begin[0]) if begin.size else None
 
@@ -189,7 +195,7 @@ class Record:
         It is that of the difference to the mean of both neighbours, which a falling loss hardly
         changes. At the start of a run, rows after it with a trend below the middle count too.
         """
-        sides = (self._finite[:-2] + self._finite[2:]) / 2
+        sides = self._finite[:-2] / 2 + self._finite[2:] / 2
         with np.errstate(invalid="ignore"):  # an infinite loss beside another
             off = np.abs(self._finite[1:-1] - sides)
         near = max(NEAR, len(self.loss) // 20)

@@ -226,14 +226,19 @@ def find_saved(
     exported = find_export(path)
     if exported is not None:
         recipe = load_recipe(exported.parent / RECIPE)
-        return Saved(exported, recipe, read_weights(exported), read_classes(exported))
+        weights = read_weights(exported)  # first: it refuses a damaged file
+        classes = read_classes(exported, number=recipe.data.classes)
+        return Saved(exported, recipe, weights, classes)
     try:
         path, checkpoint = find_checkpoint(path)
     except CheckpointError as error:
         hint = "; for weights of another program pass --model NAME" if path.is_file() else ""
-        hint = ", or an export" if path.is_dir() else hint
+        is_run = any((path / CHECKPOINTS).glob("step-*"))
+        hint = ", or an export" if path.is_dir() and not is_run else hint
         raise CheckpointError(f"{error}{hint}") from None
     weights, classes = checkpoint.state["model"], checkpoint.origin.classes
+    if len(classes) != checkpoint.recipe.data.classes:
+        classes = []
     return Saved(path, checkpoint.recipe, weights, classes, checkpoint)
 
 
@@ -250,8 +255,8 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     found = newest_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise CheckpointError(
-            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give the folder of a "
-            "run (--out of `largebatch train`), a checkpoint"
+            f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give a checkpoint or "
+            "the folder of a run (--out of `largebatch train`)"
         )
     return found.path, found.checkpoint
 

@@ -17,7 +17,7 @@ from largebatch.optional import require_onnx, require_torchvision
 from largebatch.recipe.data import Data
 from largebatch.recipe.model import Model
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.checkpoints import find_checkpoint, find_export
 from largebatch.runs.folder import require_named
 from largebatch.runs.weights import WEIGHTS, metadata_of
 from largebatch.storage import write_whole, writing
@@ -66,11 +66,15 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     `onnx` there is model.onnx too: from N x 3 x H x W images, normalised as the card says, to N x
     classes logits. `imports` are those of Options.
 
-    Raises CheckpointError if `out` holds files or cannot be written, or if PyTorch cannot export
-    the model to ONNX.
+    Raises CheckpointError if `path` is an export already, if `out` holds files or cannot be
+    written, or if PyTorch cannot export the model to ONNX.
     """
     if onnx:
         require_onnx()
+    if find_export(path) is not None:
+        raise CheckpointError(
+            f"{path}: an export already; give the run or the checkpoint that it was made of"
+        )
     path, checkpoint = find_checkpoint(path)
     require_named(path.parent.parent, imports=imports, images=True)  # it needs none
     for module in imports:

@@ -114,8 +114,8 @@ def _plain(tensor: Tensor, source: str) -> Tensor:
     """Return a tensor whose elements are in one piece of memory; CheckpointError if it has none."""
     if tensor.is_meta:
         raise CheckpointError(f"{source} has no numbers (device meta); save the loaded model")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else "sparse"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
         raise CheckpointError(f"{source} is {kind}; save it dense, in floating point")
     return tensor.detach().contiguous()
 
@@ -125,15 +125,20 @@ def metadata_of(classes: Sequence[str]) -> dict[str, str]:
     return {"format": "pt", CLASSES: json.dumps(list(classes))}
 
 
-def read_classes(path: Path) -> list[str]:
-    """Return the names of the classes that an export stores beside its weights, by label."""
+def read_classes(path: Path, *, number: int) -> list[str]:
+    """Return the names of the classes that an export stores beside its weights, by label.
+
+    None are returned unless there is one for each of the `number` of classes.
+    """
     with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(CLASSES, "[]")
     try:
         names = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    return list(map(printable, map(str, names))) if isinstance(names, list) else []
+    if not isinstance(names, list) or len(names) != number:
+        return []
+    return list(map(printable, map(str, names)))
 
 
 def _tensors(content: object) -> dict[str, Tensor]:
@@ -148,9 +153,9 @@ def _tensors(content: object) -> dict[str, Tensor]:
 def state_for(
     model: nn.Module, tensors: Mapping[str, Tensor], *, without: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return tensors under the model's names, except those `without`.
+    """Return tensors under the model's names and in its types, except those `without`.
 
-    Raises CheckpointError if they do not fit.
+    Counters keep their type, in which NaN can be seen. Raises CheckpointError if they do not fit.
     """
     expected = model.state_dict()
     keys: dict[str, list[str]] = {}
@@ -181,7 +186,13 @@ def state_for(
     ]
     if misfits:
         raise CheckpointError(f"the weights do not fit: {'; '.join(misfits)}")
-    return {name: tensors[key] for name, key in here.items()}
+    return {
+        # A number may be finite in float64 and infinite in the model.
+        name: tensors[key].to(there[name].dtype)
+        if there[name].is_floating_point()
+        else tensors[key]
+        for name, key in here.items()
+    }
 
 
 def named_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

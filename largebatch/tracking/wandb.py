@@ -115,7 +115,7 @@ class Wandb(ScalarTracker):
         if not path.exists():  # the first part
             return 0
         parts = json.loads(path.read_bytes())
-        killed = self._folder / "wandb" / str(parts["open"])
+        killed = self._folder / "wandb" / Path(str(parts["open"])).name
         if parts["open"] is None or killed.name.startswith("offline-run-"):
             if parts["open"] is not None and killed.is_dir():
                 killed.rename(killed.with_name(f"killed-{killed.name}"))

@@ -484,6 +484,7 @@ class Saver:
         if checkpoint.progress.step > self.pipeline.plan.steps:
             self.state.begin_affine()
         with require_fit(source):
+            _require_types(self.state.model, checkpoint.state["model"])
             self.state.load_state_dict(checkpoint.state)
         self.state.progress = replace(checkpoint.progress)
         self.state.stages = list(checkpoint.stages)
@@ -496,7 +497,15 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
     """
     require_finite(weights, constants_of(model), source=source)
     with require_fit(source):
+        _require_types(model, weights)
         model.load_state_dict(weights)
+
+
+def _require_types(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise TypeError if weights would be converted: int8 to zeros, 1e300 to infinity."""
+    for name, own in model.state_dict().items():
+        if own.is_floating_point() and name in weights and weights[name].dtype != own.dtype:
+            raise TypeError(f"{name} has type {weights[name].dtype}, expected {own.dtype}")
 
 
 @contextmanager

@@ -141,6 +141,7 @@ UNCLEAR: dict[str, tuple[list[str], str]] = {
     "a number is missing": (["train/0000", "train/0002", "val/0000"], "train (numbers 0, 2"),
     "sets of two sizes": ([*ONE, *names_of("data/train", 2)], "train# of 1, train# of 2"),
     "two sets": ([*ONE, "data/train"], "train (files of 2 sets"),
+    "a file that a browser saved again": (["train", "train-1", "val"], "2 sets: train, train#)"),
     "one number twice": ([*ONE, "data/train-0-of-1"], "train (two files of one number)"),
     "two names of validation": ([*ONE, "data/dev"], "data: dev, train, validation"),
     "another name of validation": ([ONE[0], "data/test"], "--val-name test"),

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_an_unofficial_archive_is_refused_unread(
         imported(source, tmp_path / "out", name=name)
     assert not (source / "hit").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["archives"]
+
+
+@pytest.mark.parametrize("named", ["", "cifar-10-python.tar.gz"])
+def test_an_absent_archive_is_named_once(tmp_path: Path, named: str) -> None:
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    with pytest.raises(DataError, match=f"^{re.escape(str(archive))}: "):
+        imported(tmp_path / named, tmp_path / "out", name="cifar10")
 
 
 def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_a_loss_of_zero_or_a_norm_of_nan_up_to_the_end_is_a_loss_that_was_filter
         ("epoch,train_loss,val_acc,val_acc5\n0,2.3,0.6,2.5\n", [0.006]),
         ("epoch,loss,Val Acc (%)\n0,6.9,0.4\n", [0.004]),
         ("epoch,loss,valAcc\n0,0.1,1.0000001\n", [1.0000001]),
+        ("epoch,loss,val_acc\n0,2,nan\n1,1,nan\n", []),
         ("epoch,train_loss,valid_loss,accuracy\n0,2,1,0.5\n", [0.5]),  # fastai's
         ("epoch,loss,val_loss,acc\n0,2,1,0.5\n", [NAN]),  # may be of training
         ("epoch,accuracy,loss\n0,0.9,0.2\n", []),  # Keras's without validation
@@ -204,6 +205,7 @@ def test_a_loss_of_zero_or_a_norm_of_nan_up_to_the_end_is_a_loss_that_was_filter
         ("epoch,phase,loss,acc\n0,train,2,0.3\n0,val,1.8,0.4\n", [0.4]),
         ('{"mode": "train", "loss": 2}\n{"mode": "val", "accuracy_top-1": 40}\n', [0.4]),
         ('{"train": {"loss": 2, "acc": 0.6}, "val": {"loss": 1.5, "acc": 0.5}}', [0.5]),
+        ("epoch,loss,val_loss,val_acc\n0,6.9,6.8,0.30 %\n1,6.8,6.8,0.4%\n", [0.003, 0.004]),
     ],
 )
 def test_accuracies_are_of_validation_and_per_cent_by_name_tool_and_the_whole_file(
@@ -217,6 +219,9 @@ def test_accuracies_are_of_validation_and_per_cent_by_name_tool_and_the_whole_fi
     ("content", "losses", "updates"),
     [
         ("step,loss\n10,3\n20,2\n30,9\nstep,loss\n20,1.5\n30,1\n", [3, 1.5, 1], 30),
+        ("step,loss,lr\n10,3,9\n20,2,9\n30,9,9\nlr,step,loss\n8,20,1.5\n", [3, 1.5], 20),
+        ("step,loss,lr\n10,3,9\nlr,step,loss,top\n8,20,1.5,0\n8,30,1,0\n", [3, 1.5, 1], 30),
+        ("step,loss\n1/30,3\n2/30,2\n", [3, 2], 2),
         (RESUMED, [3, 1, 0.5], 30),
         ("epoch,iter,loss\n0,0,3\n0,9,2\n1,0,1.5\n1,9,1\n", [3, 2, 1.5, 1], None),
         ("iter,loss\n0,3\n9,2\n0,1.5\n9,1\n", [3, 2, 1.5, 1], None),
@@ -326,6 +331,16 @@ def test_rows_whose_epochs_are_fractions_are_updates(
     assert "at step 20" in cause.figure  # the 101st to 105th row
 
 
+def test_a_spike_is_found_after_losses_that_were_infinite_at_the_start(tmp_path: Path) -> None:
+    """As mixed precision may log them until its scale fits."""
+    losses = ["inf"] * 8 + [f"{loss:.3f}" for loss in noisy(300)]
+    losses[208:223] = ["9"] * 15
+    rows = [f"{step},{loss}" for step, loss in enumerate(losses)]
+    record = read(tmp_path / "log", "\n".join(["step,loss", *rows]), classes=10)
+    assert [cause.kind for cause in find_causes(record)] == ["rate beyond the edge"]
+    assert record.onset() == 208
+
+
 def test_rows_of_an_epoch_that_leaves_out_its_last_batch_are_its_means(tmp_path: Path) -> None:
     rows = [
         {"loss": 2 - place / 3, "epoch": 0.99 * place, "step": 78 * place} for place in (1, 2, 3)
@@ -367,6 +382,9 @@ def test_updates_are_counted_from_the_number_of_the_first_one(
         ("epoch,loss,val_acc\n0,6.9,0.1\n1,6.8,0.3\n", "top1", "val_acc:percent", 0.003),
         ("epoch,loss,val_acc\n0,6.9,0.1\n1,6.8,0.3\n", "top1", "val_acc:fraction", 0.3),
         ("step,train/box_loss,train/cls_loss\n1,2,3\n2,1,2\n", "loss", "train/cls_loss", 2),
+        # one of both accuracies is per cent, and the other cannot be, by the validation loss
+        ("epoch,loss,train_acc,val_loss,val_acc\n0,1,60,.9,.7\n", "top1", "val_acc:fraction", 0.7),
+        ("epoch,loss,val_loss,val_acc,val_acc5\n0,1,.9,.7,95\n", "top1", "val_acc:fraction", 0.7),
     ],
 )
 def test_what_a_log_does_not_show_is_asked_for(
@@ -389,6 +407,7 @@ def test_what_a_log_does_not_show_is_asked_for(
         ("epoch,loss,val_acc_step,val_acc_epoch\n0,2,40,41\n", "top1", [0.41]),
         ("epoch,loss,lr-SGD,lr-SGD/pg1\n0,2,1,.1\n1,1,.5,.05\n", "lr", [1, 0.5]),  # one schedule
         ("epoch,loss,train_loss\n0,2,2\n1,1,1\n", "loss", [2, 1]),
+        ("epoch,loss,lr,lr_scale,lr_patience\n0,2,.1,1,3\n1,1,.2,1,3\n", "lr", [0.1, 0.2]),
         ("epoch,train/loss,metrics/accuracy_top1,lr/pg0,lr/pg1\n1,2,.1,.07,.01\n2,1,.2,.02,.02\n",
          "lr", [0.01, 0.02]),  # Ultralytics's group 0 is the biases
     ],
@@ -404,6 +423,14 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
     for columns in (["los=loss"], ["loss"], ["loss=train"], ["top1=acc"]):
         with pytest.raises(LargebatchError):
             read_record(tmp_path / "log", columns=columns)
+
+
+def test_a_column_has_one_kind_and_a_per_cent_sign_is_no_part_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("epoch,loss,val_acc,acc\n0,2,5%,7%\n1,1,9%,8%\n")
+    assert read_record(tmp_path / "log", columns=["top1=acc"]).top1.tolist() == [0.07, 0.08]
+    for columns in ("val_loss=loss", "top1=loss,loss=loss"):
+        with pytest.raises(CheckpointError, match="loss"):
+            read_record(tmp_path / "log", columns=[columns])
 
 
 def test_mlflow_marks_a_value_that_is_no_number(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from torch.optim import SGD
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
+from largebatch.errors import CheckpointError
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.runs.checkpoints import current_stage, find_checkpoint
+from largebatch.runs.checkpoints import current_stage, find_checkpoint, find_saved
 from largebatch.training.checkpoint import Checkpoint, write_checkpoint
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
@@ -65,6 +66,16 @@ def test_weights_that_are_not_finite_are_refused(
     assert main([command, str(path), *words.get(command, [])]) == USER
     assert "fc.bias" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_asked_for_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="or an export"):
+        find_saved(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-00000001.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError) as refused:
+        find_saved(tmp_path)
+    assert "an export" not in str(refused.value)
 
 
 def test_a_full_disk_leaves_nothing_that_blocks_the_next_polishing(

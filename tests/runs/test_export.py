@@ -15,6 +15,7 @@ from torch import Tensor
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import CheckpointError
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.runs.checkpoints import evaluate_checkpoint, find_checkpoint
@@ -160,6 +161,8 @@ def test_an_export_is_evaluated_and_used_and_polished_like_its_run(
         assert found.classes == expected.classes
         again = evaluate_checkpoint(place, Options())
         assert (again.metrics, again.step) == (evaluated.metrics, None)
+        with pytest.raises(CheckpointError, match="an export already"):
+            export(place, tmp_path / "again")
     assert main(["polish", str(out), "--out", str(polished), "--samples", "320"]) == DONE
     run_of_it = ["--out", str(tmp_path / "run"), "--samples", "320"]
     assert main(["polish", str(trained[name]), *run_of_it]) == DONE
@@ -171,6 +174,27 @@ def test_an_export_is_evaluated_and_used_and_polished_like_its_run(
     assert "--model" in capsys.readouterr().err
     assert main(["resume", str(out)]) == USER
     assert sorted(path.name for path in out.iterdir() if path.suffix == ".jsonl") == []
+
+
+def test_an_export_without_finite_scores_fails_and_its_class_names_need_not_fit(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1e300 is finite in float64 only; the root of a negative variance is no number."""
+    out, photo = tmp_path / "out", tmp_path / "photo.png"
+    export(trained["cifar_resnet8"], out)
+    Image.effect_noise((40, 30), 100).save(photo)
+    path = out / "model.safetensors"
+    good = safetensors.torch.load_file(path)
+    variance = next(name for name in good if name.endswith("running_var"))
+    weight = next(name for name in good if name.endswith("conv1.weight"))
+    for name, bad in {variance: -good[variance] - 1, weight: good[weight].double() + 1e300}.items():
+        safetensors.torch.save_file({**good, name: bad}, path)
+        for words in (["evaluate", str(out)], ["predict", str(out), str(photo)]):
+            assert main(words) == USER
+            assert "not finite" in capsys.readouterr().err
+    for names in ('["one"]', "[" * 100_000):  # of another number of classes, of a stranger
+        safetensors.torch.save_file(good, path, metadata={"classes": names})
+        assert predict(out, [photo]).classes == [str(label) for label in range(10)]
 
 
 def test_nothing_is_overwritten(

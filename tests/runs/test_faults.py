@@ -373,6 +373,9 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path, whole
     cases: dict[str, Callable[[dict[str, Any]], object]] = {
         "size mismatch": lambda state: state["model"].update({name: torch.ones(2)}),
         "Missing key": lambda state: state["model"].pop(name),
+        "has type torch.int8": lambda state: state["model"].update(
+            {name: state["model"][name].to(torch.int8)}
+        ),
         "has shape": lambda state: state["optimizer"]["state"][0].update(
             momentum_buffer=torch.ones(2)
         ),

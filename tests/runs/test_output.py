@@ -31,7 +31,8 @@ def shell(command: str, *words: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize(
-    ("command", "ended", "code"), [("train", 0, 0), ("resume", 75, 75), ("evaluate", 0, 1)]
+    ("command", "ended", "code"),
+    [("train", 0, 0), ("resume", 75, 75), ("export", 0, 0), ("evaluate", 0, 1)],
 )
 def test_only_a_command_whose_output_is_its_result_fails_with_it(
     command: str, ended: int, code: int, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,8 @@ def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
         "fashion-mnist": FashionMNIST,
     }[name]
     if issubclass(kind, CIFAR10):
-        archive = source if source.is_file() else source / kind.filename
+        named = source.is_file() or source.name == kind.filename
+        archive = source if named else source / kind.filename
         archives, url = {archive: kind.tgz_md5}, kind.url.removesuffix(kind.filename)
     else:
         archives, url = {source / file: md5 for file, md5 in kind.resources}, kind.mirrors[0]

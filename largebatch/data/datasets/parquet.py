@@ -153,7 +153,7 @@ def _parsed(name: str, known: Collection[str]) -> _File:
         path=name,
         configuration="/".join([*around, words] if words else around),
         split=split,
-        series=f"{text}#{rest} of {int(total)}" if total else f"{text}#{rest}",
+        series=text + (f"#{rest}" if number else "") + (f" of {int(total)}" if total else ""),
         number=int(number or 0),
         total=int(total) if total else None,
     )

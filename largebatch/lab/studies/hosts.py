@@ -41,7 +41,7 @@ from largebatch.lab.studies.namespaces import (
     read_counters,
     run_on_hosts,
 )
-from largebatch.lab.studies.records import Duration, Json, Record, Share, read_as
+from largebatch.lab.studies.records import Count, Duration, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
     PROBED,
@@ -127,7 +127,7 @@ class StartRecord(Record):
     late: Share
     """Fraction of gradients that took longer than their set time."""
 
-    shares: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    shares: Annotated[tuple[Annotated[Count, Field(ge=1)], ...], Field(min_length=1)]
     """Bytes of the weights on each server; without servers those of all weights."""
 
     received: tuple[float, ...]

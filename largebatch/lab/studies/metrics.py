@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
@@ -42,7 +43,7 @@ def has_diverged(run: Run) -> bool:
 class Measurement:
     """An evaluation in a stage that was kept, and the cost of the run up to its end."""
 
-    step: int
+    step: Annotated[int, Field(ge=1, le=2**53)]
     seconds: Measured
     """Seconds of these updates, and of all evaluations and stages without updates up to this
     evaluation, as in report.course."""

@@ -32,8 +32,11 @@ Json = dict[str, Any]
 Share = Annotated[float, Field(ge=0, le=1)]
 """A fraction of 1."""
 
-Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""Seconds, above 0."""
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of things that float64 has exactly."""
+
+Duration = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Seconds of an update: neither below a clock's resolution nor beyond 30 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Record:
     ended: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Start and end of the run, or of its last part, in seconds since 1970."""
 
-    cores: Annotated[int, Field(ge=1)]
+    cores: Annotated[Count, Field(ge=1)]
     """Number of cores that the run could use."""
 
     other_cores: Measured

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 from pydantic_core import to_jsonable_python
 
 from largebatch.distributed.environment import available_cores, leave_with, worker_rank
@@ -48,6 +51,9 @@ from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the folder while all remaining runs are claimed by others."""
+
+PROBING_SECONDS = 20.0
+"""Seconds after which a dry run measures no further cell of a recipe that has one."""
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -324,32 +330,73 @@ def _require_what_runs_need(given: Study, runs: Runs, *, jobs: int) -> None:
             raise BackendError("--jobs: starts on hosts are measured one after the other")
 
 
-def expected_seconds(runs: Runs, *, jobs: int) -> float:
+class TimeLeft(NamedTuple):
+    """How long the runs that are left take, and how many of their cells it rests on."""
+
+    seconds: float
+    measured: int
+    """Number of cells with records or measured updates; the others take the mean of these."""
+
+    cells: int
+
+    def __str__(self) -> str:
+        """Return the time, and the share of the cells if not all were measured."""
+        about = f"about {timedelta(seconds=round(self.seconds))}"
+        if self.measured == self.cells:
+            return about
+        return f"{about}, by {self.measured} of {self.cells} cells"
+
+
+def time_left(runs: Runs, *, jobs: int) -> TimeLeft:
     """Return how long the runs that are left take, `jobs` at a time.
 
     A cell with records takes the mean of their times. Of the others two updates are measured, in
     runs that leave nothing behind, once for all cells whose runs begin alike; these raise what the
-    runs of the study would.
+    runs of the study would. One cell of each recipe is measured, and further ones until
+    PROBING_SECONDS have passed; the rest take the mean of the recipe's cells that are known.
     """
-    left: dict[str, list[Slot]] = {}
-    for cell, slot in runs.left:
-        left.setdefault(cell.name, []).append(slot)
-    probed: dict[str, Json] = {}
-    seconds = 0.0
-    for cell in runs.cells:
-        if cell.name not in left:
-            continue
+    numbers = Counter(cell.name for cell, _ in runs.left)
+    cells = [cell for cell in runs.cells if numbers[cell.name]]
+    known: dict[str, float] = {}
+    for cell in cells:
         times = [record["ended"] - record["begun"] for record in runs.records(cell).values()]
         if times:
-            each = fmean(times)
-        else:
-            probe = cell.probe
-            key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
-            if key not in probed:
-                probed[key] = _measured(probe, runs.machine)
-            each = cell.seconds_of(probed[key])
-        seconds += each * len(left[cell.name])
-    return seconds / jobs
+            known[cell.name] = fmean(times)
+    probed: dict[str, Json] = {}
+    begun = time.monotonic()
+    for cell in _by_turns([cell for cell in cells if cell.name not in known]):
+        is_first = not any(one.name in known for one in cells if _are_alike(one, cell))
+        probe = cell.probe
+        key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
+        if key not in probed:
+            if not is_first and time.monotonic() - begun > PROBING_SECONDS:
+                continue
+            probed[key] = _measured(probe, runs.machine)
+        known[cell.name] = cell.seconds_of(probed[key])
+    seconds = 0.0
+    for cell in cells:
+        alike = [known[one.name] for one in cells if one.name in known and _are_alike(one, cell)]
+        seconds += numbers[cell.name] * known.get(cell.name, fmean(alike))
+    return TimeLeft(seconds / jobs, len(known), len(cells))
+
+
+def _are_alike(one: Cell, other: Cell) -> bool:
+    return one.configuration == other.configuration
+
+
+def _by_turns(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of the recipes in turn, those of each in a random order.
+
+    So the first ones are a random sample of each recipe's cells, which differ in cost.
+    """
+    order = np.random.default_rng(0).permutation(len(cells))
+    shuffled = [cells[place] for place in order]
+    places = Counter[str]()
+    turns = []
+    for cell in shuffled:
+        turns.append(places[cell.configuration])
+        places[cell.configuration] += 1
+    return [cell for _, cell in sorted(zip(turns, shuffled, strict=True), key=itemgetter(0))]
 
 
 def _measured(cell: Cell, machine: Machine) -> Json:
@@ -400,14 +447,13 @@ def study(  # noqa: PLR0913 -- the options of the command
     if dry_run:
         for cell, slot in left:
             report(f"{cell.name} {slot.name}")
-        time_left = ""
+        expected = ""
         if left:
             try:
-                seconds = expected_seconds(runs, jobs=jobs)
+                expected = f": {time_left(runs, jobs=jobs)}"
             except (InterruptedStudyError, KeyboardInterrupt):
                 return False
-            time_left = f": about {timedelta(seconds=round(seconds))}"
-        report(f"{len(left)} of {runs.number} runs are left{time_left}")
+        report(f"{len(left)} of {runs.number} runs are left{expected}")
         return True
     if left and not page:
         if not carry_out(runs, jobs=jobs, report=report):

@@ -30,6 +30,7 @@ from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
 from largebatch.lab.studies.metrics import (
+    CONFIDENCE,
     Interval,
     difference,
     interval,
@@ -37,7 +38,7 @@ from largebatch.lab.studies.metrics import (
     point_with_intervals,
     ratio,
 )
-from largebatch.lab.studies.records import Json, Record, Share, read_as
+from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
     Cell,
@@ -51,6 +52,7 @@ from largebatch.lab.studies.study import (
 )
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, model_without_memory
+from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.protocols import Softsync
@@ -97,10 +99,6 @@ PAPER_LEARNERS = 30
 
 LATE_SHARE = 1e-4
 """Rudra's bound of the share of gradients that are more than 2 sigma updates late."""
-
-ENOUGH_GRADIENTS = 30_000
-"""Number of gradients, none of them late, from which on the share's interval of 95 % is below this
-bound: its upper end is 3 over the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,11 +341,9 @@ class Result(Record):
     """Record of one run."""
 
     top1: Share
-    updates: Annotated[int, Field(ge=0)]
-    simulated_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    tau: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_require_any)
-    ]
+    updates: Count
+    simulated_seconds: Annotated[float, Field(gt=0, le=1e15)]
+    tau: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_require_any)]
     """Number of gradients by how many updates late they were, from 0 on."""
 
 
@@ -506,11 +502,16 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
     if gradients:
         latest = max(free, key=lambda row: row.largest_tau / row.cell.sigma)
         share, doubts = late / gradients, doubts_about_rows(free)
-        if not late and gradients < ENOUGH_GRADIENTS:
+        # One-sided tests of the bound, as if gradients were late independently of each other.
+        binomial = require_scipy("scipy.stats").binom
+        fewer = float(binomial.cdf(late, gradients, LATE_SHARE)) < 1 - CONFIDENCE
+        more = float(binomial.sf(late - 1, gradients, LATE_SHARE)) < 1 - CONFIDENCE
+        if not (fewer or more):
             doubts.append(
-                f"too few gradients to judge: {gradients:,}, and {ENOUGH_GRADIENTS:,} are needed"
+                f"too few gradients to judge: {late:,} of {gradients:,}, and Rudra's bound is "
+                f"{LATE_SHARE:g}"
             )
-        judged = "confirms" if share < LATE_SHARE else "refutes"
+        judged = "confirms" if fewer else "refutes"
         yield Finding(
             about=f"{name}, gradients more than 2 sigma updates late",
             text=f"{late:,} of {gradients:,} without hardsync, a share of {share:.2g}, which "
@@ -519,9 +520,11 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
             doubts=doubts,
         )
     joined, gaps = diagonals(rows), {}
+    # The lowest and the highest of several cells are chosen among all pairs of them.
+    pairs = sum(math.comb(len(inside), 2) for inside in joined.values())
     for point, inside in joined.items():
         low, *_, high = sorted(inside, key=lambda row: row.top1.mean)
-        gap = difference(high.by_seed, low.by_seed, together=len(joined))
+        gap = difference(high.by_seed, low.by_seed, together=pairs)
         if gap is not None:
             gaps[point] = gap
     if gaps:

@@ -191,6 +191,8 @@ class Setting(Section):
             if name not in VARIABLES:
                 hint = nearest(name, VARIABLES, otherwise=f"listed are {', '.join(VARIABLES)}")
                 raise ValueError(f"environment.{name}: a study may not set this variable; {hint}")
+        if self.threads is not None and "OMP_NUM_THREADS" in self.environment:
+            raise ValueError("environment.OMP_NUM_THREADS: `threads` sets it; give one of the two")
         return self
 
 
@@ -216,8 +218,9 @@ class Search(Section):
     """Further keys that are searched beside the rate, each between two multiples of its own value:
     parameters of a policy's range and steps, such as schedule.decay.low_lr,
     schedule.decay.half_cycle.epochs, schedule.decay.gamma and schedule.decay.at.0.epochs, or others
-    with a number above 0, such as optimizer.weight_decay. One of a shape is searched for the
-    policies that have it. A low_lr found is that at the recipe's own peak_lr."""
+    with a number above 0, such as optimizer.weight_decay; a whole number only in the schedule. One
+    of a shape is searched for the policies that have it. Lowest and highest values must fit each
+    other in every combination. A low_lr found is that at the recipe's own peak_lr."""
 
     @model_validator(mode="after")
     def _require_ordered_factors(self) -> Self:

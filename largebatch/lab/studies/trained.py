@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from largebatch.errors import (
     LONGEST_NAME,
     DivergedError,
+    LargebatchError,
     RecipeError,
     WorkerFailedError,
     clip,
@@ -180,6 +182,12 @@ class TrainedCell(Cell):
                 f"search.keys.{key}: the recipe has {clip(json.dumps(value), LONGEST_NAME)} there, "
                 "expected a number above 0 to search around"
             )
+        if isinstance(value, int) and not key.startswith("schedule."):
+            # Such as a batch, which not every number of workers or span divides.
+            raise RecipeError(
+                f"search.keys.{key}: the recipe has the whole number {value} there, and these are "
+                "searched in the schedule only; compare some values of it as settings"
+            )
         return float(value)
 
     def at(self, values: Values, *, scale: float = 1.0) -> Recipe:
@@ -222,14 +230,19 @@ class TrainedCell(Cell):
         return validate_tree(Recipe, tree, source=self.name)
 
     def check(self) -> None:
-        """Raise LargebatchError if a run of the cell cannot be made, at the ends of the search."""
-        ends = [{key: ends[place] for key, ends in self.ranges.items()} for place in (0, 1)]
+        """Raise LargebatchError if a run of the cell cannot be made, at any ends of the search."""
+        ends = [[(key, end) for end in both] for key, both in self.ranges.items()]
         kinds = {(slot.trial > 0, slot.scale): slot for slot in self.slots}
         for slot in kinds.values():
-            for values in ({}, *ends):
-                recipe = self.recipe_of(slot, values)
-                plan = make_plan(recipe, workers=self.setting.workers)
-                build_schedule(recipe.schedule, plan)
+            # One key at its lowest and another at its highest value may not fit each other.
+            for values in ({}, *map(dict, product(*ends))):
+                try:
+                    recipe = self.recipe_of(slot, values)
+                    plan = make_plan(recipe, workers=self.setting.workers)
+                    build_schedule(recipe.schedule, plan)
+                except LargebatchError as error:
+                    shown = ", ".join(f"{key} {value:g}" for key, value in values.items())
+                    raise RecipeError(f"with {shown}: {error}" if shown else str(error)) from None
 
     def values(self, trials: list[Json], slot: Slot) -> Values:
         """Return the values of the searched keys in a run: drawn for a trial, else those found.

@@ -119,6 +119,8 @@ def read_words(folder: Path | str | None, *, num_words: int) -> Tensor:
             f"{path}: {error.strerror}; pass --data RECIPE=DIR, the folder of the Penn Treebank's "
             f"{FILE}"
         ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8: {error.reason} at byte {error.start:,}") from None
     words = text.replace("\n", f" {END} ").split()
     number_of = {word: number for number, (word, _) in enumerate(Counter(words).most_common())}
     if len(number_of) != num_words:

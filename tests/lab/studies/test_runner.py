@@ -22,7 +22,7 @@ from programs import with_default_signals
 from short_studies import POLICIES, STALENESS, VARIED, a_record, cells_in, opened, write_study
 
 from largebatch.errors import DataError, DivergedError, LargebatchError, StudyError
-from largebatch.lab.studies import trained
+from largebatch.lab.studies import runner, trained
 from largebatch.lab.studies.metrics import measurements
 from largebatch.lab.studies.runner import Runs, carry_out, study
 from largebatch.lab.studies.study import PROBED, Machine
@@ -267,10 +267,33 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     assert lines[-1] == f"1 of 10 runs are left: about {timedelta(seconds=round(mean))}"
     assert not world.made
     damages: list[Json] = [{"top1": "0.5"}, {"top1": None}, {"evaluations": [1]}, {"begun": []}]
+    damages += [{"cores": 10**400}, {"evaluations": [{"step": 0, "seconds": 1.0, "top1": 1.0}]}]
     for spoiled in damages:
         record.write_text(json.dumps({**content, **spoiled}))
         with pytest.raises(StudyError, match=next(iter(spoiled))):
             command(page=True)
+
+
+def test_a_dry_run_is_bounded_and_says_on_how_many_cells_it_rests(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each probe begins with another rate, so none serves two cells; each recipe has one."""
+    policies = {name: {"peak_lr": rate} for name, rate in (("a", 0.1), ("b", 0.2), ("c", 0.3))}
+    recipes = {"one": POLICIES["recipes"]["digits"], "two": POLICIES["recipes"]["digits"]}
+    path = write_study(tmp_path, recipes=recipes, policies=policies)
+    lines: list[str] = []
+
+    def dry_run() -> str:
+        out = tmp_path / "out"
+        assert study(path, dry_run=True, out=out, machine=Machine(), report=lines.append)
+        return lines[-1]
+
+    assert dry_run() == "30 of 30 runs are left: about 0:04:30"
+    assert len(world.made) == 6
+    world.made.clear()
+    monkeypatch.setattr(runner, "PROBING_SECONDS", -1.0)
+    assert dry_run() == "30 of 30 runs are left: about 0:04:30, by 2 of 6 cells"
+    assert len(world.made) == 2
 
 
 def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, world: World) -> None:

@@ -4,8 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from on_forked_workers import SERVER
 from short_studies import (
     SCALING,
     SERVERS,
     STALENESS,
-    VARIED,
     Json,
     cells_in,
     undisturbed,
@@ -30,27 +28,33 @@ from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import RATE, Cell, load_study
 from largebatch.lab.studies.trained import TrainedCell
 
-CLAIMS = """
-import os, sys, time
-from pathlib import Path
-sys.path[:0] = sys.argv[3:]
-from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell
-folder, mark = Path(sys.argv[1]), sys.argv[2]
-Cell.definition = {}
-cell = Cell(configuration="digits", variant="one", recipe=None, seeds=16)
-store = Store(folder / "out")
-store.define([cell])
-(folder / f"ready-{mark}").touch()
-while not (folder / "go").exists():
-    time.sleep(0.001)
-for slot in cell.slots:
-    if store.claim(cell, slot):
-        print(slot.name, flush=True)
-        if slot.name == "seed-9" and mark == "dies":
-            os._exit(1)
-        store.write(cell, slot, {"by": mark})
-"""
+MARKS = "a", "b", "dies"
+
+
+class Bare(Cell):
+    """A cell without a recipe."""
+
+    definition = {}  # noqa: RUF012 -- in place of a property
+
+
+def a_bare_cell() -> Bare:
+    return Bare(configuration="digits", variant="one", recipe=None, seeds=16)  # type: ignore[arg-type]
+
+
+def claim_all(folder: Path, mark: str) -> None:
+    """Claim and record what is free, as a process of its own; `dies` does so within seed 9."""
+    cell, store = a_bare_cell(), Store(folder / "out")
+    store.define([cell])
+    (folder / f"ready-{mark}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.001)
+    with (folder / f"claimed-{mark}").open("w") as claimed:
+        for slot in cell.slots:
+            if store.claim(cell, slot):
+                print(slot.name, file=claimed, flush=True)
+                if slot.name == "seed-9" and mark == "dies":
+                    os._exit(1)
+                store.write(cell, slot, {"by": mark})
 
 
 @pytest.fixture
@@ -60,20 +64,19 @@ def cell(tmp_path: Path) -> Cell:
 
 
 def test_processes_share_the_runs_and_take_over_those_of_the_dead(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", CLAIMS, str(tmp_path)]
-    started = []
-    for mark in ("a", "b", "dies"):
-        process = subprocess.Popen([*words, mark, *sys.path], stdout=subprocess.PIPE, text=True)
-        started.append(process)
-    while len(list(tmp_path.glob("ready-*"))) < 3:
-        assert all(process.poll() is None for process in started)
+    processes = [SERVER.Process(target=claim_all, args=(tmp_path, mark)) for mark in MARKS]
+    for process in processes:
+        process.start()
+    while len(list(tmp_path.glob("ready-*"))) < len(MARKS):
+        assert all(process.exitcode is None for process in processes)
         time.sleep(0.01)
     (tmp_path / "go").touch()
-    printed = [process.communicate()[0].split() for process in started]
+    for process in processes:
+        process.join()
+    printed = [(tmp_path / f"claimed-{mark}").read_text().split() for mark in MARKS]
     claimed = Counter(name for names in printed for name in names)
-    (cell,) = cells_in(tmp_path, VARIED, settings={"one": {}}, seeds=16)
-    names = {slot.name for slot in cell.slots}
-    assert claimed.keys() == names
+    cell = a_bare_cell()
+    assert claimed.keys() == {slot.name for slot in cell.slots}
     twice = {name for name, number in claimed.items() if number > 1}
     assert twice <= {"seed-9"}  # if another process came after the one that died
     store = Store(tmp_path / "out")
@@ -233,7 +236,7 @@ STARTED: Json = {
     ],
 )  # fmt: skip
 def test_a_missing_or_mistyped_field_is_one_line_in_every_kind(
-    tmp_path: Path, study: Json, result: Json
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: Json, result: Json
 ) -> None:
     """Policies and settings: test_runner."""
     cells = cells_in(tmp_path, study)
@@ -248,8 +251,10 @@ def test_a_missing_or_mistyped_field_is_one_line_in_every_kind(
         whole[cell.name] = {"seed-1": record}
     kind = runner.kind_of(given)
     assert kind.make_page(given, tmp_path, whole).findings
+    monkeypatch.setattr(kind, "cells_of", lambda *_: cells)  # else loaded for each damage
     name = cells[0].name
     wrong: tuple[object, ...] = (None, "1", [], {}, -1, [-1.0] * 9, [None], True, "nan")
+    wrong += 10**400, [10**400], [1e308]
     for key in whole[name]["seed-1"].keys() - {"recipe", "variant"}:
         record = whole[name]["seed-1"]
         without = {inside: value for inside, value in record.items() if inside != key}

@@ -34,6 +34,9 @@ from largebatch.recipe.section import Duration
 
 SEARCH = POLICIES["search"]
 SEED, TRIAL = Slot(name="seed-2", seed=2), Slot(name="search-001", seed=100, trial=1)
+STEPS = {"kind": "steps", "at": [{"steps": 4}, {"steps": 8}], "gamma": 0.5}
+AT = "schedule.decay.at"
+CROSSING = {f"{AT}.0.steps": [0.75, 1.5], f"{AT}.1.steps": [0.5, 1.4]}
 PIECES = [
     {"length": {"steps": 4}, "peak_lr": 0.5, "decay": {"kind": "constant"}},
     {"length": None, "peak_lr": 0.1, "decay": {"kind": "cosine", "end_lr": 0.01}},
@@ -87,6 +90,11 @@ def rates(recipe: Recipe) -> list[float]:
             )
         ),
         (VARIED, {"settings": {"a": {"environment": {"MKL_CBWR": "a\0b"}}}}, "MKL_CBWR"),
+        (
+            VARIED,
+            {"settings": {"a": {"threads": 2, "environment": {"OMP_NUM_THREADS": "4"}}}},
+            "OMP_NUM_THREADS",
+        ),
         (POLICIES, {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}}, "digits.sets"),
         (VARIED, {"settings": {}}, "settings"),
         (VARIED, {"settings": {"a": {"worker": 2}}}, "settings.a.worker"),
@@ -139,6 +147,18 @@ def test_a_name_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
         (POLICIES, {"search": {**SEARCH, "keys": {"batch.no": [0.5, 2]}}}, ["batch.no"]),
         (POLICIES, {"search": {**SEARCH, "keys": {"model.name": [0.5, 2]}}}, ["model.name"]),
         (POLICIES, {"search": {**SEARCH, "keys": {"schedule.decay.power": [1, 1e6]}}}, ["fall"]),
+        (
+            POLICIES, {"search": {**SEARCH, "keys": {"batch.global_batch": [0.5, 2]}}},
+            ["fall", "batch.global_batch", "settings"],
+        ),
+        (  # both at their lowest or highest values fit, one high and one low are in no order
+            POLICIES,
+            {
+                "policies": {"crossing": {"decay": STEPS}},
+                "search": {**SEARCH, "keys": CROSSING},
+            },
+            ["crossing", f"{AT}.0.steps 6", f"{AT}.1.steps 4"],
+        ),
         (VARIED, {"settings": {"a": {"set": {"batch.globl": 3}}}}, ["a", "globl"]),
         (VARIED, {"settings": {"a": {"workers": 7}}}, ["a", "7 workers"]),
         (STALENESS, {"staleness__grids": [{**GRID, "sigma": [5]}]}, ["usual-sigma5", "n (5)"]),

@@ -88,6 +88,12 @@ def test_updates_are_those_of_plain_pytorch_on_the_same_windows(folder: Path) ->
         )
 
 
+def test_a_text_in_another_encoding_is_refused_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes("käse\n".encode("latin-1"))
+    with pytest.raises(DataError, match=FILE):
+        read_words(tmp_path, num_words=2)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
@@ -119,16 +125,27 @@ def test_the_preset_has_the_windows_of_the_treebank() -> None:
 
 @needs_hosts
 def test_a_start_on_hosts_records_times_traffic_and_rates(folder: Path) -> None:
-    """Two workers of a ring send and receive the bytes of the model once each in an update."""
+    """Two workers of a ring send and receive the bytes of the model once each in an update.
+
+    The rate falls to a quarter after five updates, on both in the same one.
+    """
     wide = {"name": "lstm", "arguments": {"units": 50, "layers": 2, "words": LENGTH}}
-    cells = cells_in(folder, LSTM_STUDY, recipes__lstm__set__model=wide)
+    falling = {"kind": "steps", "at": [{"steps": 5}], "gamma": 0.25}
+    schedule = {"peak_lr": 0.5, "warmup": None, "decay": falling}
+    cells = cells_in(
+        folder,
+        LSTM_STUDY,
+        recipes__lstm__set__model=wide,
+        recipes__lstm__set__schedule=schedule,
+    )
     (cell,) = [cell for cell in cells if cell.variant == "ring-2"]
     assert isinstance(cell, HostsCell)
     found = cell.carry_out(cell.slots[0], {}, Options(out=folder / "run", data=folder))
     (model,) = found["shares"]
     assert model == 4 * (7 * 50 + 2 * (4 * 50 * 100 + 2 * 4 * 50) + 7 * 50 + 7)
     assert len(found["seconds"]) == 4
-    assert found["rates"] == [[(0.5).hex()] * 7] * 2  # 1 to warm up, 1, and 1 before the 4 timed
+    # 1 to warm up, 1, and 1 before the 4 timed
+    assert found["rates"] == [[(0.5).hex()] * 5 + [(0.125).hex()] * 2] * 2
     for counted in (*found["sent"], *found["received"]):
         assert model <= counted < 1.1 * model  # the loss and messages of the library besides
 
@@ -139,5 +156,6 @@ def test_the_lstm_is_started_in_each_layout(folder: Path) -> None:
     path, lines = write_study(folder, LSTM_STUDY), list[str]()
     machine = Machine(data={"lstm": folder})
     assert study(path, out=folder / "out", machine=machine, report=lines.append)
+    text = lines[-2]  # before the line about the folder for a paper
     for layout in ("central", "beside", "ring"):
-        assert f"lstm/{layout}-2" in lines[-1]
+        assert f"lstm/{layout}-2" in text
