@@ -153,7 +153,7 @@ class Findings:
         rows["unknown"] = [str(it) for it in order if it.level == "unknown" and not it.argument]
         if missing:
             text = ", ".join(it.check for it in missing)
-            remedy = "call largebatch.audit in your script with "
+            remedy = "call largebatch.audit with "
             remedy += ", ".join(dict.fromkeys(it.argument for it in missing))
             rows["unknown"].append(_lines_of("unknown", "not examined", text, remedy))
         lines = ["audit: " + ", ".join(parts)]
