@@ -576,7 +576,7 @@ def test_a_copy_of_a_block_computes_with_its_own_weights(way: str) -> None:
 def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: dict[tuple[str, torch.device], str | None] = {}
     monkeypatch.setattr(proof, "DECISIONS", tried)
-    monkeypatch.setattr(proof, "prove", lambda *_: {proof.BATCHNORM: proof.Finding()})
+    monkeypatch.setattr(proof, "prove_alone", lambda *_: proof.Finding())
     for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
         compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
         assert bool(tried) == isinstance(model, SpanBatchNorm)
