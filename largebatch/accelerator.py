@@ -72,7 +72,8 @@ def identity(device: torch.device) -> dict[str, str | None]:
 
     The driver is None if the system does not name it.
     """
-    name, driver = device.type, None
+    name = device.type
+    driver = None
     if is_remote(device):
         name = str(torch.get_device_module(device).get_device_name(device))
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
