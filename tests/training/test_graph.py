@@ -61,6 +61,10 @@ from largebatch.training.graph import UseGraph, require_graphs
 from largebatch.training.state import TrainState
 
 TABLED = Case(steps=5)
+WHOLE = 0.3
+"""Launches of an update that is replayed, as a fraction of those without a graph, at most."""
+PART = 0.85
+"""The same of an update whose optimizer is replayed, or only its passes."""
 
 
 def keep(_: TrainState) -> None:
@@ -77,6 +81,15 @@ class Found:
     notes: list[str] = field(default_factory=list)
     launches: list[int] = field(default_factory=list)
     waits: int = 0
+
+    def replayed(self) -> str:
+        """Return a letter for each update: w replayed as a whole, p in part, - not at all.
+
+        Launches are compared with those of the second update, which has no graph: the first one
+        also makes what later ones use again.
+        """
+        shares = [number / self.launches[1] for number in self.launches]
+        return "".join("w" if it <= WHOLE else "p" if it <= PART else "-" for it in shares)
 
 
 def updates(
@@ -238,8 +251,8 @@ def test_norms_tell_whether_all_gradients_are_finite() -> None:
     once, twice = on_forked_workers(read_once_and_twice, workers=1)
     assert_same_bits(once, twice)
     assert once.yielded[3::5] == [0, 1, 0, 1, 0]  # skipped
-    saved = [many - few for few, many in zip(once.launches, twice.launches, strict=True)]
-    assert saved[1:] == [0, 0, 2, 2]
+    has_saved = [few < many for few, many in zip(once.launches, twice.launches, strict=True)]
+    assert has_saved[1:] == [False, False, True, True]  # weights are trained from the third on
 
 
 def norm() -> Tensor:
@@ -248,24 +261,27 @@ def norm() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "network", "launches"),
+    ("case", "network"),
     [
-        pytest.param(TABLED, dropped, 5, id="LARS, dropout"),
+        pytest.param(TABLED, dropped, id="LARS, dropout"),
         pytest.param(
-            replace(TABLED, span=4, accumulation=3, optimizer=sgd), small, 11, id="SGD, accumulated"
+            replace(TABLED, span=4, accumulation=3, optimizer=sgd), small, id="SGD, accumulated"
         ),
-        pytest.param(replace(SKIPPED, optimizer=lars), dropped, 7, id="fp16, skipped"),
-        pytest.param(replace(TABLED, accumulation=3, optimizer=muon), small, 11, id="Muon"),
-        pytest.param(SKIPPED, dropped, 7, id="AdamW, skipped"),
+        pytest.param(replace(SKIPPED, optimizer=lars), dropped, id="fp16, skipped"),
+        pytest.param(replace(TABLED, accumulation=3, optimizer=muon), small, id="Muon"),
+        pytest.param(SKIPPED, dropped, id="AdamW, skipped"),
     ],
 )
-def test_an_update_is_one_launch(
-    case: Case, network: Callable[[], nn.Module], launches: int
-) -> None:
-    """Besides the copies of the batch, and of what is yielded."""
+def test_a_micro_batch_is_one_launch(case: Case, network: Callable[[], nn.Module]) -> None:
+    """Besides the copies of its batch, and of the results that are yielded."""
     found = compared(case, network, tables=True)
     assert found.notes == ["an update is one CUDA graph"]
-    assert found.launches[-2:] == [launches] * 2
+    copies_of_a_batch = len(Batch._fields)
+    replay = 1
+    yielded = len(found.yielded) // case.steps
+    results = sum(number is not None for number in found.yielded[-yielded:])
+    at_most = case.accumulation * (copies_of_a_batch + replay) + results
+    assert max(found.launches[-2:]) <= at_most
     assert found.waits == 0
 
 
@@ -352,8 +368,7 @@ def test_an_update_of_other_tensors_gets_a_graph_of_its_own(
     optimizer: Callable[[nn.Module], Optimizer], change: Callable[[TrainState], None]
 ) -> None:
     found = compared(Case(steps=8, optimizer=optimizer), tables=True, change=change)
-    is_replayed = [number < 0.8 * found.launches[1] for number in found.launches]
-    assert is_replayed == [False, False, True, True] * 2
+    assert found.replayed().replace("p", "w") == "--ww--ww"
 
 
 @contextmanager
@@ -440,11 +455,9 @@ SIZES = [(8, 16)] * 4 + [(8, 12)] * 4 + [(8, 16)] * 2 + [(4, 16)] * 4 + [(8, 12)
 def test_every_shape_of_a_batch_has_its_own_graph() -> None:
     """Image sizes and batches change in the middle and come again."""
     found = compared(Case(span=4, steps=len(SIZES)), dropped, tables=True, sizes=SIZES)
-    is_replayed = [number < found.launches[1] / 4 for number in found.launches]
-    assert is_replayed == [False, False, True, True] * 2 + [True] * 2 + [
-        *(False, False, True, True),
-        True,
-    ]
+    # Without a graph too, a batch of one span has fewer launches than the others, of two.
+    whole = found.replayed().replace("p", "-")
+    assert whole == "--ww" + "--ww" + "ww" + "--ww" + "w"
 
 
 @pytest.mark.parametrize(
@@ -620,25 +633,25 @@ TWO_SHAPES = [(8, 20)] * 4 + [(8, 16)] * 4 + [(8, 20)] * 2
         pytest.param(
             replace(TABLED, steps=10, optimizer=muon),
             {"network": partial(planted, "item of small images"), "sizes": TWO_SHAPES},
-            "..ww..rrrr",
+            "--ww--pppp",
             id="Muon with SGD, where the second shape needs the host",
         ),
         pytest.param(
             replace(TABLED, steps=12, optimizer=adamw),
             {"network": Moving},
-            "..rr...rr...",
+            "--pp---pp---",
             id="other memory",
         ),
         pytest.param(
             replace(SKIPPED, span=4, accumulation=2),
             {"backend": horovod, "sizes": [(8, 16), (4, 16)] * 6},
-            "..rrrr",
+            "--pppp",
             id="Horovod, skipped, a smaller last micro-batch",
         ),
         pytest.param(
             replace(TABLED, steps=8, optimizer=frozen_first),
             {"backend": horovod, "skip_nonfinite": True},
-            "..ww..ww",
+            "--ww--ww",
             id="Horovod, LARS, frozen",
         ),
     ],
@@ -646,12 +659,10 @@ TWO_SHAPES = [(8, 20)] * 4 + [(8, 16)] * 4 + [(8, 20)] * 2
 def test_the_optimizer_has_its_own_graph_where_passes_or_sums_have_none(
     case: Case, settings: dict[str, Any], replayed: str
 ) -> None:
-    """Whole updates (w), or the optimizer and some passes (r), have much fewer launches."""
     found = compared(case, tables=True, **settings)
     assert len(found.notes) == len(set(found.notes))
     assert "optimizer" not in found.notes[-1]
-    parts = [number / found.launches[1] for number in found.launches]
-    assert "".join("." if it > 0.85 else "r" if it > 0.3 else "w" for it in parts) == replayed
+    assert found.replayed() == replayed
 
 
 class Accompanied(nn.Identity):
@@ -820,7 +831,8 @@ def test_without_memory_a_recording_leaves_no_trace() -> None:
 def test_a_recording_that_fails_leaves_no_trace(backend: Callable[..., Backend]) -> None:
     """With a loss scale, weights that are trained later, and dropout; the rest is replayed."""
     found = compared(FAILS, dropped, tables=True, backend=backend)
-    assert found.launches[4] == found.launches[1] > 2 * found.launches[5]
+    assert found.launches[4] == found.launches[1]
+    assert found.launches[5] < found.launches[1] / 2
     assert len(found.notes) == 1
     assert "optimizer (recording failed" in found.notes[0]
 
