@@ -39,7 +39,8 @@ splits_groups = pytest.mark.skipif(
 
 def on_late_workers(work: Callable[[TorchDistributed], Result], *, workers: int) -> Result:
     """Run work on workers with simulated accelerators whose collectives complete late."""
-    return on_forked_workers(connected, work, workers=workers)
+    result: Result = on_forked_workers(connected, work, workers=workers)
+    return result
 
 
 def connected(work: Callable[[TorchDistributed], Result]) -> Result:
