@@ -68,9 +68,7 @@ def test_a_model_built_from_python_has_new_weights_for_any_arguments(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", refuse)
-    with pytest.raises(
-        RecipeError, match="cannot build .*resnet18 with these arguments: .*argument"
-    ):
+    with pytest.raises(RecipeError, match="resnet18.*argument"):
         build(name, num_classes=10, arguments=arguments)
     assert list(tmp_path.iterdir()) == []
 

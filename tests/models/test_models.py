@@ -132,7 +132,7 @@ def test_lenet5_has_lecuns_five_layers_where_they_are_asked_for() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == 61_706 + 2 * 6 * 25
     assert sum(p.ndim > 1 for p in model.parameters()) == 5
-    with pytest.raises(RecipeError, match=r"layers \(3\) must be 4, as Caffe has it, or 5"):
+    with pytest.raises(RecipeError, match=r"layers \(3\)"):
         build("lenet5", num_classes=10, arguments={"layers": 3})
 
 
@@ -144,7 +144,7 @@ def test_an_affine_stage_without_a_classifier_is_refused_before_training(
     )
     headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     monkeypatch.setattr("largebatch.models.of_recipe.build", lambda *_, **__: headless)
-    with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
+    with pytest.raises(RecipeError, match="polish.affine: Sequential"):
         build_model(recipe, CPU)
 
 
@@ -153,7 +153,7 @@ def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> Non
     words = ("data.image_size=64", "polish=null", "model.name=torchvision/googlenet")
     recipe = digits(*words, "model.arguments={init_weights: false}")
     model = build_model(recipe, CPU)
-    with pytest.raises(RecipeError, match="torchvision/googlenet has auxiliary classifiers"):
+    with pytest.raises(RecipeError, match="torchvision/googlenet"):
         require_trainable(model, recipe.model.name)
     assert isinstance(model(torch.zeros(2, 3, 64, 64)), tuple)
     without = digits(*words, "model.arguments={init_weights: false, aux_logits: false}")
@@ -163,16 +163,16 @@ def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> Non
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
-        ("cifar_resnet21", {}, "timm has no model 'cifar_resnet21'.*'cifar_resnet20'"),
-        ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
-        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with these"),
+        ("resnet5", {}, "'resnet5'.*'resnet50"),
+        ("cifar_resnet21", {}, "'cifar_resnet21'.*'cifar_resnet20'"),
+        ("xyzzy", {}, "'xyzzy'.*timm.list_models"),
+        ("resnet18", {"depth": 3}, "model.arguments.*depth"),
         (
             "resnet18",
             {"base_width": 32},
-            "cannot build resnet18 with these arguments: BasicBlock does not",
+            "resnet18.*BasicBlock",
         ),
-        ("lenet5", {"width": 2}, "model.arguments: lenet5: .*unexpected keyword.*'width'"),
+        ("lenet5", {"width": 2}, "model.arguments: lenet5.*'width'"),
     ],
 )
 def test_an_unknown_model_is_named(name: str, arguments: dict[str, int], message: str) -> None:
@@ -192,8 +192,8 @@ def test_the_recipes_model_has_its_span_and_the_seeds_weights() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18 has BatchNorm; state how"),
-        (["model={name: lenet5}"], "batch.bn_span: lenet5 has no BatchNorm; make it null"),
+        (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18"),
+        (["model={name: lenet5}"], "batch.bn_span: lenet5.*null"),
     ],
 )
 def test_a_span_that_does_not_fit_a_model_is_refused(overrides: list[str], message: str) -> None:

@@ -170,9 +170,7 @@ def test_a_wrong_part_of_a_span_is_an_error() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 8)
     assert isinstance(model[0], SpanBatchNorm)
     model[0].group = Nobody()
-    with pytest.raises(
-        ValueError, match="2 workers share .* 8 samples, so each holds 4 .* given 3"
-    ):
+    with pytest.raises(ValueError, match="2 workers .* 8 .* 4 .* 3"):
         model(torch.zeros(3, 3))
 
 

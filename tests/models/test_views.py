@@ -63,5 +63,5 @@ def test_a_recipe_and_a_checkpoint_are_evaluated_on_their_views(tmp_path: Path) 
 
     assert measured().loss == pytest.approx(summary.stages[-1].loss)
     assert measured("evaluation.views=6").loss != summary.stages[-1].loss
-    with pytest.raises(LargebatchError, match="only execution and evaluation can be changed"):
+    with pytest.raises(LargebatchError, match="execution and evaluation"):
         measured("seed=2")
