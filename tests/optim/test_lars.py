@@ -89,23 +89,23 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"convention": "nesterov"}, "reference, scaled-momentum, outside, fujitsu"),
-        ({"kernels": "triton"}, "kernels must be one of auto, torch, apex"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"momentum": math.nan}, r"momentum must be in \[0, 1\), got nan"),
-        ({"eta": 0.0}, "eta must be above 0 and finite, got 0.0"),
-        *(({"eta": bad}, "eta must be above 0 and finite") for bad in (math.nan, math.inf)),
+        ({"convention": "nesterov"}, "convention.*nesterov"),
+        ({"kernels": "triton"}, "kernels.*auto, torch, apex"),
+        ({"momentum": 1.0}, "momentum.* 1.0"),
+        ({"momentum": math.nan}, "momentum.* nan"),
+        ({"eta": 0.0}, "eta.* 0.0"),
+        *(({"eta": bad}, f"eta.* {bad}") for bad in (math.nan, math.inf)),
         *(
-            ({key: bad}, f"^{key} must be 0 or above and finite, got {bad}")
+            ({key: bad}, f"^{key} .* {bad}")
             for key in ("lr", "weight_decay", "eps")
             for bad in (-0.1, math.nan, math.inf)
         ),
         *(
-            ({key: bad}, f"^{key} must be above 0 and finite, or None, got {bad}")
+            ({key: bad}, f"^{key} .* {bad}")
             for key in ("clip_ratio", "clip_gradient")
             for bad in (0.0, -1.0, math.nan, math.inf)
         ),
-        ({"lr": torch.tensor(math.inf)}, "^lr must be 0 or above and finite, got inf"),
+        ({"lr": torch.tensor(math.inf)}, "^lr .* inf"),
     ],
 )
 def test_a_wrong_hyper_parameter_is_refused(options: dict[str, Any], message: str) -> None:

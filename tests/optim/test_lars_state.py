@@ -189,7 +189,7 @@ def with_value(value: object, *keys: object) -> Change:
         pytest.param(
             lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
             lambda _: None,
-            "group 0 has no convention",
+            "group 0.*convention",
             id="of SGD",
         ),
         pytest.param(LARS, without("state"), "no state", id="no state"),
@@ -202,9 +202,7 @@ def with_value(value: object, *keys: object) -> Change:
         pytest.param(
             LARS, with_value("nesterov", "param_groups", 0, "convention"), "convention", id="word"
         ),
-        pytest.param(
-            LARS, with_value(math.nan, "param_groups", 0, "lr"), "^lr must be 0 or", id="nan"
-        ),
+        pytest.param(LARS, with_value(math.nan, "param_groups", 0, "lr"), "^lr ", id="nan"),
     ],
 )
 def test_an_incomplete_state_is_refused_without_changes(
@@ -229,7 +227,7 @@ def test_an_incomplete_state_is_refused_without_changes(
 def test_a_sparse_gradient_is_refused_before_any_update() -> None:
     dense, sparse = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     dense.grad, sparse.grad = torch.ones(2, 2), torch.ones(2, 2).to_sparse()
-    with pytest.raises(ValueError, match=r"dense gradients, got torch.sparse_coo .* \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"torch.sparse_coo .*\(2, 2\)"):
         LARS([{"params": [dense]}, {"params": [sparse]}]).step()
     assert dense.equal(torch.ones(2, 2))
 

@@ -187,7 +187,5 @@ def test_every_weight_has_one_optimizer_and_its_own_rate() -> None:
 def test_a_model_without_matrices_is_refused() -> None:
     recipe = load_recipe(DIGITS, ("optimizer={kind: muon}",))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 10))
-    with pytest.raises(
-        RecipeError, match="optimizer.kind: muon: Sequential has no hidden matrices"
-    ):
+    with pytest.raises(RecipeError, match="optimizer.kind: muon: Sequential"):
         build_optimizer(recipe, model, SERIAL)
