@@ -251,7 +251,7 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero_with_a_warning(
     model = network().double()
     polish(model, batches, CPU)
     assert_right(model, right, rel=1e-10)
-    with pytest.raises(DataError, match=r"layer 6 got a single value per channel"):
+    with pytest.raises(DataError, match="layer 6"):
         polish(model, pairs(1), CPU)
     assert_right(model, right, rel=1e-10)
 
@@ -269,7 +269,7 @@ def test_a_last_span_of_one_image_is_normalised_to_zero(sizes: tuple[int, ...]) 
 def test_infinite_activations_are_refused() -> None:
     model, (batch,) = network().double(), pairs(4)
     batch[0][0, 0, 0, 0] = torch.inf
-    with pytest.raises(DataError, match="inputs of layer 0 are infinite"):
+    with pytest.raises(DataError, match="layer 0.*infinite"):
         polish(model, [batch], CPU)
     assert model[0].get_buffer("running_var").equal(torch.ones(3).double())
 

@@ -102,14 +102,14 @@ def test_frozen_layers_keep_statistics_and_normalise_by_them(
 
 
 def test_everything_frozen_and_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="layer 0 is kept: it is in evaluation mode"):
+    with pytest.raises(ValueError, match="layer 0.*evaluation mode"):
         polish(freeze(layers(), 0, 2, 5), BATCHES, CPU)
     for name in ("7", "1"):
         with pytest.raises(ValueError, match=f"skip: '{name}'.*0, 2, 5"):
             polish(layers(), BATCHES, CPU, skip=["0", name])
     shared = layers()
     shared[2].running_mean = shared[0].running_mean
-    with pytest.raises(ValueError, match="layer 0 .* shares with layer 2"):
+    with pytest.raises(ValueError, match="layer 0.*layer 2"):
         polish(shared, BATCHES, CPU, skip=["0"])
 
 
@@ -220,7 +220,7 @@ def test_what_is_normalised_is_measured_and_normalised_as_in_training(
         id="vmap",
     ),
     pytest.param(Block(functional_gradient), "norm is inside", id="torch.func"),
-    pytest.param(OwnFormula(3), "is a OwnFormula", id="own formula"),
+    pytest.param(OwnFormula(3), "OwnFormula", id="own formula"),
 ])  # fmt: skip
 def test_a_layer_whose_values_are_not_known_is_refused_by_name(
     layer: nn.Module, message: str
@@ -271,9 +271,9 @@ def test_buffers_that_a_block_reads_do_not_depend_on_the_batches() -> None:
     ]
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
     assert [*drifts[0].notes] == ["fold.norm"]
-    with pytest.raises(DataError, match=r"no layer .* in 3 batches, such as layer norm"):
+    with pytest.raises(DataError, match="3 batches.*layer norm"):
         polish(Folds().double(), BATCHES, CPU)
-    with pytest.raises(DataError, match="no worker has any"):
+    with pytest.raises(DataError, match="no worker"):
         polish(Folds().double(), [], CPU)
 
 
@@ -343,9 +343,9 @@ class Unknown(nn.Module):
     ("layer", "message"),
     [
         (nn.GroupNorm(1, 3), "nothing to polish"),
-        (Unknown(), "layer 0 is of type Unknown"),
-        (nn.InstanceNorm2d(3, track_running_stats=True), "layer 0 is of type InstanceNorm2d"),
-        (nn.LazyBatchNorm2d(), "layer 0 is not initialised"),
+        (Unknown(), "layer 0.*Unknown"),
+        (nn.InstanceNorm2d(3, track_running_stats=True), "layer 0.*InstanceNorm2d"),
+        (nn.LazyBatchNorm2d(), "layer 0.*initialised"),
     ],
 )
 def test_a_layer_that_cannot_be_measured_is_refused(layer: nn.Module, message: str) -> None:
@@ -369,6 +369,6 @@ class GhostOfOthers(nn.BatchNorm2d):
 
 def test_ghost_batches_of_other_codes_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), GhostOfOthers(4))
-    with pytest.raises(ValueError, match="layer 1 normalises 4 channels by a part of 8"):
+    with pytest.raises(ValueError, match="layer 1.* 4 .* 8"):
         polish(model.float(), [torch.randn(4, 3, 5, 5)], CPU)
     assert torch.equal(model[1].running_mean, torch.ones(8))  # type: ignore[arg-type]
