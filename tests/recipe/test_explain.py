@@ -33,9 +33,9 @@ def test_an_explanation_says(key: str, shown: str) -> None:
 
 
 def test_an_unknown_key_is_explained_by_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'optimizer.eta"):
+    with pytest.raises(RecipeError, match="'optimizer.eta"):
         explain("optimizer.etta")
-    with pytest.raises(RecipeError, match="`largebatch explain` lists them"):
+    with pytest.raises(RecipeError, match="largebatch explain"):
         explain("xyzzy")
 
 

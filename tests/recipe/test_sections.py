@@ -23,7 +23,7 @@ FREE = (
     [
         (
             (*FREE[:2], "schedule.decay.kind=cosine"),
-            r"schedule.decay must be {kind: constant}, got cosine",
+            "schedule.decay.*cosine",
         ),
         ((*FREE, "polish.ema=0.9"), "polish.ema: "),
         (
@@ -32,29 +32,29 @@ FREE = (
         ),
         (
             (*FREE, "polish={clean: {steps: 2}, keep: better, held_out: 100}"),
-            "polish.clean cannot be rolled back",
+            "polish.clean",
         ),
-        ((FREE[0], FREE[2]), "optimizer.statistics_samples is for models with BatchNorm"),
+        ((FREE[0], FREE[2]), "optimizer.statistics_samples.*BatchNorm"),
         (
             (*FREE, "optimizer.statistics_samples=1438"),
-            r"optimizer.statistics_samples \(1438\) must not exceed the training images \(1437\)",
+            r"optimizer.statistics_samples \(1438\).*1437",
         ),
         (
             (*FREE, "optimizer.momentum=0"),
-            "optimizer.momentum: input should be greater than 0",
+            "optimizer.momentum",
         ),
         (
             ("optimizer.kind=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"),
-            "nesterov: true needs a momentum above 0",
+            "nesterov.*momentum",
         ),
         (("optimizer.kind=shampoo", "optimizer.block_size=1"), "optimizer.block_size: "),
         (("optimizer.kind=shampoo", "optimizer.graft=adam"), "optimizer.graft: "),
         (("optimizer.kind=lamb", "optimizer.max_grad_norm=0"), "optimizer.max_grad_norm: "),
         (
             ("optimizer={kind: muon, adjust_lr: original}",),
-            "adjust_lr: original needs others.lr: schedule.peak_lr is Muon's",
+            "adjust_lr.*others.lr",
         ),
-        (("optimizer={kind: muon, others: {kind: sgd}}",), "optimizer.others.lr: missing"),
+        (("optimizer={kind: muon, others: {kind: sgd}}",), "optimizer.others.lr"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message: str) -> None:
@@ -76,25 +76,25 @@ SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
     ("changes", "problem"),
     [
         (["protocol={kind: softsync, learners: 4, n: 5, modulation: n}"],
-         "n (5) must be at most learners (4): an update would take floor(4 / 5) = 0 gradients"),
-        (["protocol={kind: softsync, learners: 4, n: 0, modulation: n}"], "protocol.n: input"),
-        (["protocol={kind: asynchronous, learners: 4}"], "modulation: missing"),
+         "n (5)"),
+        (["protocol={kind: softsync, learners: 4, n: 0, modulation: n}"], "protocol.n"),
+        (["protocol={kind: asynchronous, learners: 4}"], "modulation"),
         (["protocol={kind: hardsync, learners: 4, modulation: sqrt}"],
-         "modulation: sqrt and reference_batch belong together"),
+         "reference_batch"),
         (["protocol={kind: hardsync, learners: 5}"],
-         "batch.global_batch (96) must be a multiple of the 5 gradients"),
+         "batch.global_batch (96)"),
         (["protocol={kind: hardsync, learners: 4}"],
-         "batch.bn_span (48) must divide the 24 samples of a learner's mini-batch"),
+         "batch.bn_span (48)"),
         ([SOFTSYNC, "execution.device_batch=24"],
-         "execution.device_batch (24) must be a learner's mini-batch with protocol, which is 48"),
+         "execution.device_batch (24)"),
         (["protocol={kind: hardsync, learners: 2, servers: {centralised: 0}}"], "centralised"),
-        ([SOFTSYNC, "polish.ema=0.5"], "polish.ema has no meaning with protocol"),
-        ([SOFTSYNC, "precision=fp16"], "precision: fp16 has no meaning with protocol"),
-        ([SOFTSYNC, "monitor=noise_scale"], "monitor: noise_scale has no meaning with protocol"),
-        ([SOFTSYNC, "nonfinite.action=skip"], "nonfinite.action: skip has no meaning"),
+        ([SOFTSYNC, "polish.ema=0.5"], "polish.ema"),
+        ([SOFTSYNC, "precision=fp16"], "precision: fp16"),
+        ([SOFTSYNC, "monitor=noise_scale"], "monitor: noise_scale"),
+        ([SOFTSYNC, "nonfinite.action=skip"], "nonfinite.action: skip"),
         ([SOFTSYNC, "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 1}]"],
-         "batch.schedule has no meaning with protocol"),
-        ([SOFTSYNC, "optimizer={kind: lamb}"], "optimizer.kind: lamb has no meaning"),
+         "batch.schedule"),
+        ([SOFTSYNC, "optimizer={kind: lamb}"], "optimizer.kind: lamb"),
     ],
 )  # fmt: skip
 def test_what_a_protocol_cannot_be_had_with_is_refused(changes: list[str], problem: str) -> None:
@@ -121,7 +121,7 @@ def test_dedicated_servers_are_workers_too() -> None:
     protocol = recipe.protocol
     assert protocol is not None
     protocol.require_workers(6)
-    with pytest.raises(PlanError, match="protocol has 4 learners . 2 servers: start 6 workers"):
+    with pytest.raises(PlanError, match="4 .* 2 .* 6 workers"):
         protocol.require_workers(4)
     assert describe_protocol(protocol, global_batch=96) == (
         "softsync: 96 samples an update = 2 gradients x 48; 4 learners, 2 servers: 6 workers"

@@ -181,25 +181,25 @@ def change(**values: object) -> str:
         pytest.param(
             [change(after={"epochs": 20}), change()],
             RecipeError,
-            r"batch.schedule.1.after \(step 224\) .* step 299",
+            r"batch.schedule.1.after.* 224.* 299",
             id="in another order",
         ),
         pytest.param(
             [change(), change(after={"epochs": 10.001})],
             RecipeError,
-            r"schedule.1.after \(step 150\) .* step 150",
+            r"schedule.1.after.* 150.* 150",
             id="no update between them",
         ),
         pytest.param(
             [change(after={"epochs": 50})],
             RecipeError,
-            r"schedule.0.after \(step 748\) .* \(599 steps\)",
+            r"schedule.0.after.* 748.*599",
             id="after the end",
         ),
         pytest.param(
             [change(global_batch=100)],
             RecipeError,
-            r"batch: schedule.0.global_batch \(100\) must be a multiple of bn_span \(48\)",
+            r"schedule.0.global_batch \(100\).*bn_span \(48\)",
             id="no whole spans",
         ),
         pytest.param(
@@ -220,7 +220,7 @@ def test_a_batch_schedule_that_cannot_be_is_refused_by_its_key(
 def test_a_device_batch_that_does_not_divide_a_later_batch_is_refused_with_possible_ones() -> None:
     recipe = digits("batch.schedule=[{after: {epochs: 10}, global_batch: 144, lr_factor: 1}]")
     assert make_plan(recipe, workers=1).device_batch == 48
-    with pytest.raises(PlanError, match=r"batch of 96 .* batch.schedule.0.*144.* 48$"):
+    with pytest.raises(PlanError, match=r" 96 .*batch.schedule.0.*144.* 48$"):
         make_plan(recipe.with_execution(device_batch=96), workers=1)
     shared = make_plan(recipe, workers=6)
     assert (shared.device_batch, shared.sync_workers) == (8, 6)

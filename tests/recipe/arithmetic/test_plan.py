@@ -121,8 +121,8 @@ def test_measuring_takes_any_device_batch_and_whole_spans_for_statistics() -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("schedule.warmup.epochs=40", r"schedule.warmup \(599 steps\) must be shorter"),
-        ("polish.clean.epochs=50", r"polish.clean \(748 steps\) must be shorter than duration"),
+        ("schedule.warmup.epochs=40", r"schedule.warmup \(599 steps\)"),
+        ("polish.clean.epochs=50", r"polish.clean \(748 steps\).*duration"),
     ],
 )
 def test_lengths_that_contradict_each_other_are_refused(override: str, message: str) -> None:
@@ -140,5 +140,5 @@ def test_accuracy_is_measured_at_the_interval_in_epochs() -> None:
 
 def test_a_run_that_would_hardly_do_more_than_evaluate_is_refused() -> None:
     changes = ["duration={steps: 2000000}", "evaluation.every_epochs=0.1"]
-    with pytest.raises(RecipeError, match="0.1 makes 1,33.,... evaluations, expected at most 100,"):
+    with pytest.raises(RecipeError, match="0.1 .*1,33.,.* 100,"):
         make_plan(digits(*changes), workers=1)
