@@ -430,8 +430,8 @@ def test_the_epochs_of_a_large_batch_are_those_of_the_small_run_to_the_same_loss
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"classes": 12}, "classes is 10 and 12"),
-        ({"val_samples": 720}, "val_samples is 1,000 and 720"),
+        ({"classes": 12}, "classes.* 10 .*12"),
+        ({"val_samples": 720}, "val_samples.* 1,000 .*720"),
         ({"batch": 1920}, "1,920"),
     ],
 )
