@@ -78,11 +78,11 @@ def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
     [
         (
             "reduction.dtype=bf16",
-            "reduction.dtype: bf16: Horovod has no such type; use --workers N, ",
+            "reduction.dtype: bf16",
         ),
         (
             "protocol={kind: hardsync, learners: 1, servers: {centralised: 1}}",
-            "protocol: Horovod cannot send to one worker alone; use --workers N, torchrun",
+            "protocol",
         ),
     ],
     ids=["bf16", "protocol"],

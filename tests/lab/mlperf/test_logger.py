@@ -223,7 +223,7 @@ def test_a_log_without_its_start_or_with_a_damaged_line_is_not_continued(
     tmp_path: Path,
 ) -> None:
     of = recipe("32768_mlperf")
-    with pytest.raises(CheckpointError, match="has no run_start, and the run resumes at step 7"):
+    with pytest.raises(CheckpointError, match="run_start.*step 7"):
         write(tmp_path, of, [start(of, step=7)])
     path = write(tmp_path, of, [start(of), finish("paused")])
     path.write_text(path.read_text().replace('"key": "seed"', '"key": seed', 1))
@@ -239,9 +239,7 @@ def test_a_folder_is_indexed_before_the_run_for_the_log(
     for split in ("train", "val"):
         shutil.copytree(digits.write_digits() / split, data / split)
     of_folder = a_recipe(STATISTICS, changes=("data.source=folder", "tracking=[mlperf]"))
-    with pytest.raises(
-        DataError, match=r"tracking: \[mlperf\]: .*data: the log.s clock needs an index"
-    ) as found:
+    with pytest.raises(DataError, match=r"tracking: \[mlperf\].*data") as found:
         run(of_folder, data=data, out=out)
     assert f"largebatch data index {data}" in str(found.value)
     assert not out.exists()
@@ -267,7 +265,7 @@ def test_the_environment_names_the_submission(
     assert (found["submission_org"], found["submission_platform"]) == ("Us", "8xH100")
     assert (found["submission_status"], found["cache_clear"]) == ("onprem", True)
     monkeypatch.setenv("MLPERF_SUBMISSION_DIVISION", "ajar")
-    with pytest.raises(LargebatchError, match="expected closed or open, got 'ajar'"):
+    with pytest.raises(LargebatchError, match="'ajar'"):
         MLPerf(tmp_path, of, began=0.0)
 
 
@@ -275,7 +273,7 @@ def test_a_missing_package_is_an_error_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlperf_logging.mllog.mllog", None)
-    with pytest.raises(MissingPackageError, match="install it with: pip install mlperf-logging"):
+    with pytest.raises(MissingPackageError, match="mlperf-logging"):
         MLPerf(tmp_path, recipe("32768_mlperf"), began=0.0)
     with pytest.raises(MissingPackageError, match="tracking: "):
         run(a_recipe(STATISTICS, changes=("tracking=[mlperf]",)), out=tmp_path / "run")

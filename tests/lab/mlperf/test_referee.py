@@ -220,12 +220,12 @@ def test_logs_of_several_batches_or_divisions_do_not_pass(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "submission_benchmark is None"),
-        (':::MLLOG {"key": "run_start"\n', "is damaged: .* in a line that begins ':::MLLOG"),
-        (':::MLLOG {"key": "run_start"}\n', "is damaged: KeyError: 'time_ms'"),
+        ("", "submission_benchmark"),
+        (':::MLLOG {"key": "run_start"\n', "damaged.*':::MLLOG"),
+        (':::MLLOG {"key": "run_start"}\n', "damaged.*'time_ms'"),
         (
             ':::MLLOG {"time_ms": 1, "key": "run_stop", "value": 1, "metadata": {}}\n',
-            "submission_benchmark is None, expected 'resnet'",
+            "submission_benchmark.*'resnet'",
         ),
     ],
 )

@@ -160,16 +160,16 @@ def test_the_cost_is_of_whole_nodes() -> None:
 @pytest.mark.parametrize(
     ("cluster", "workers", "overrides", "message"),
     [
-        pytest.param("abci-v10", 8, [], "did you mean 'abci-v100'", id="unknown"),
-        pytest.param("abci-v100", 6144, [], "has 4,352", id="too many"),
-        pytest.param("dgx-a100", 12, [], "give 8 or 16", id="no whole nodes"),
+        pytest.param("abci-v10", 8, [], "'abci-v100'", id="unknown"),
+        pytest.param("abci-v100", 6144, [], "4,352", id="too many"),
+        pytest.param("dgx-a100", 12, [], "8 or 16", id="no whole nodes"),
         pytest.param("dgx-a100", 2000, [], "2,000 workers", id="no division"),
         pytest.param("dgx-a100", 8, ["precision=fp32", "reduction.dtype=fp32"], "fp16", id="fp32"),
         pytest.param("dgx-a100", 8, ["model.name=vgg16"], "--calibrate", id="another model"),
         pytest.param(
             "dgx-a100", 8, ["model.arguments={layers: [3, 8, 36, 3]}"], "layers", id="deeper"
         ),
-        pytest.param("/nowhere/a.yaml", 8, [], "cannot read", id="no file"),
+        pytest.param("/nowhere/a.yaml", 8, [], "/nowhere/a.yaml", id="no file"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(
@@ -193,7 +193,7 @@ def test_another_measurement_than_of_this_recipe_is_refused(key: str, value: obj
     changed = HERE.measured.model_copy(
         update={"settings": {**workload(DIGITS, workers=1).settings, key: value}}
     )
-    with pytest.raises(ClusterError, match=f"{key}.*was measured with .*--calibrate"):
+    with pytest.raises(ClusterError, match=f"{key}.*--calibrate"):
         predicted(DIGITS, HERE.model_copy(update={"measured": changed}), workers=1)
 
 
@@ -235,7 +235,7 @@ def test_one_group_of_gradients_is_not_hidden_by_backward(groups: str, overlaps:
 def test_a_cache_that_the_pipeline_refuses_is_refused() -> None:
     assert CACHED_BYTES == LIMIT
     imagenet = ["execution.decoder=null", "execution.cache=device"]
-    with pytest.raises(PlanError, match="193 GB or more, and a cache holds 69 GB"):
+    with pytest.raises(PlanError, match="193 GB.*69 GB"):
         predicted(load_recipe(FUJITSU, imagenet), load_cluster("dgx-a100"), workers=8)
 
 

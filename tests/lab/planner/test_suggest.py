@@ -146,14 +146,14 @@ def test_the_range_for_other_data_is_what_the_messages_give() -> None:
         with pytest.raises(RecipeError, match="--batch") as caught:
             suggest(batch, base=CIFAR)
         assert "3,35" in str(caught.value)  # 86,016 of ImageNet
-    with pytest.raises(RecipeError, match="from 64 to 3,35"):
+    with pytest.raises(RecipeError, match="64 to 3,35"):
         suggest(63, base=CIFAR)
     assert suggest(64, base=CIFAR).recipe.batch.global_batch == 64
 
 
 @pytest.mark.parametrize("batch", [6_007, 8_209, 65_537])
 def test_a_batch_without_spans_is_refused_with_the_nearest_that_have_some(batch: int) -> None:
-    with pytest.raises(RecipeError, match="cannot be divided into BatchNorm spans") as caught:
+    with pytest.raises(RecipeError, match="spans") as caught:
         suggest(batch)
     below, above = (
         int(number.replace(",", ""))

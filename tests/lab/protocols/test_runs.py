@@ -152,5 +152,5 @@ def test_more_servers_than_tensors_are_refused() -> None:
     model = build_model(recipe(), torch.device("cpu"))
     require_tensors(model, servers=14, affine=False)
     tensors = len(affine_parameters(model))
-    with pytest.raises(RecipeError, match=f"protocol.servers: 30 servers .* trains {tensors}: "):
+    with pytest.raises(RecipeError, match=f"protocol.servers: 30 .* {tensors}"):
         require_tensors(model, servers=30, affine=True)

@@ -190,10 +190,10 @@ def test_hardsync_sums_by_learner_whoever_is_first() -> None:
 
 def test_a_gradient_of_weights_to_come_and_a_second_one_for_an_update_are_refused() -> None:
     server = serve(SGD, Rule.hardsync(2))
-    with pytest.raises(ValueError, match="clock_read is 1, and only 0 updates were made"):
+    with pytest.raises(ValueError, match="clock_read"):
         server.push(0, 1, start())
     server.push(0, 0, start())
-    with pytest.raises(ValueError, match="learner 0 pushed twice for update 0"):
+    with pytest.raises(ValueError, match="learner 0"):
         server.push(0, 0, start())
 
 

@@ -164,7 +164,7 @@ def test_servers_may_have_unequal_shares() -> None:
 
     assert seconds(80.0, 20.0) == pytest.approx(1.6 + 0.4 + 1.0 + 1.6)
     assert seconds(20.0, 80.0) == pytest.approx(0.4 + 1.6 + 1.0 + 1.6)
-    with pytest.raises(ValueError, match="argument 2 is longer"):
+    with pytest.raises(ValueError, match="argument 2"):
         simulate(
             Rule.hardsync(2), Cluster(learners=2, compute=SECOND, shares=(1.0, 2.0)), servers=1,
             updates=1, seed=1,
@@ -195,7 +195,7 @@ def test_a_link_serves_as_a_resource_of_simpy() -> None:
 
 def test_other_numbers_of_learners_are_refused() -> None:
     cluster = Cluster(learners=4, compute=SECOND)
-    with pytest.raises(ValueError, match="the rule has 3 learners, the cluster 4"):
+    with pytest.raises(ValueError, match="3 .* 4"):
         simulate(Rule.hardsync(3), cluster, servers=1, updates=1, seed=1)
 
 
