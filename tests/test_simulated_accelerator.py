@@ -118,7 +118,7 @@ def on_late_group(work: Callable[[torch.device], object]) -> object:
 def sum_of(device: torch.device) -> None:
     tensor = torch.tensor([1.0, 2.0]).to(device) * (dist.get_rank() + 1)
     work = dist.all_reduce(tensor, async_op=True)
-    with pytest.raises(RuntimeError, match="mul_ uses memory of a collective that is under way"):
+    with pytest.raises(RuntimeError, match="mul_.*collective"):
         tensor *= 2
     work.wait()
     assert tensor.tolist() == [3, 6]

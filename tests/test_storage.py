@@ -27,11 +27,11 @@ def test_the_working_directory_is_not_a_new_folder(
 ) -> None:
     (tmp_path / "here" / "empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    refused = pytest.raises(DataError, match=f"^{out}: the output is a new folder")
+    refused = pytest.raises(DataError, match=f"^{out}: ")
     with refused, new_folder(Path(out)):
         pass
     here = Path(".")  # noqa: PTH201 -- what a command line has
-    with pytest.raises(CheckpointError, match=r"^\.: cannot be written"), writing(here):
+    with pytest.raises(CheckpointError, match=r"^\.: "), writing(here):
         write_whole(here, b"a page")
 
 

@@ -94,6 +94,6 @@ def test_hooks_are_removed_and_an_error_is_raised_for_all() -> None:
     def fail() -> float:
         raise RuntimeError("no data")
 
-    with pytest.raises(Exception, match=r"evaluate\(\) failed on worker 0: RuntimeError: no data"):
+    with pytest.raises(Exception, match="worker 0.*no data"):
         checked(fail, inner=model)
     assert not model[0]._forward_pre_hooks

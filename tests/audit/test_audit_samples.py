@@ -121,7 +121,7 @@ def test_padding_to_equal_shares_is_fine() -> None:
 
 
 def test_an_error_on_one_rank_ends_the_check_on_all() -> None:
-    with pytest.raises(RuntimeError, match="failed on worker 1: RuntimeError: no index"):
+    with pytest.raises(RuntimeError, match="worker 1.*no index"):
         on_forked_workers(on_two, "one rank fails", workers=2)
 
 
@@ -172,9 +172,9 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        pytest.param([1, 2], "list is not a DataLoader", id="list"),
-        pytest.param(DataLoader(Stream()), "samples of Stream have no numbers", id="iterable"),
-        pytest.param(loader_of(4, sampler=Endless()), "draws 9 of 4 samples", id="endless"),
+        pytest.param([1, 2], "DataLoader", id="list"),
+        pytest.param(DataLoader(Stream()), "Stream", id="iterable"),
+        pytest.param(loader_of(4, sampler=Endless()), "9 of 4", id="endless"),
     ],
 )
 def test_a_loader_without_numbers_says_why(loader: object, message: str) -> None:

@@ -129,7 +129,7 @@ def test_an_invalid_data_set_is_refused(place: Path, name: str, message: str) ->
 )
 def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -> None:
     key = change.replace("=", ": ")
-    with pytest.raises(DataError, match=f"{key} would not be used"):
+    with pytest.raises(DataError, match=key):
         run(recipe(change), dataset="own_folder:make", out=place / "out")
 
 
@@ -149,10 +149,10 @@ def test_other_pixels_than_8_bits_a_channel_are_refused_as_in_folders(mode: str)
     """Pillow would cut them off at 0 and 255: a ramp of 16 bits becomes white."""
     image = Image.fromarray(DEEPER[mode]) if mode in DEEPER else Image.new(mode, (4, 4))
     assert image.mode == mode
-    with pytest.raises(DataError, match=f"item 0: its pixels are {mode}, expected"):
+    with pytest.raises(DataError, match=f"item 0.* {mode}"):
         Items("train", [(image, 0)]).read(0)
 
 
 def test_an_item_that_changes_is_named(place: Path) -> None:
-    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: .*, but were"):
+    with pytest.raises(DataError, match=r"own_folder:shrinking, item \d+"):
         run(recipe(), dataset="own_folder:shrinking", out=place / "out")

@@ -68,7 +68,7 @@ def test_a_read_that_fails_is_retried_three_times_then_ends_the_run_with_its_pat
     assert failing.failed == 3
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     failing.times = float("inf")
-    with pytest.raises(DataError, match=f"{path}: cannot be read .*Input/output error.*4 times"):
+    with pytest.raises(DataError, match=f"{path}.*Input/output error.* 4 "):
         list(run(decode, folder, whole(folder)))
 
 
@@ -78,14 +78,14 @@ def test_a_removed_or_changed_image_is_named(decode: Decode, folder: Index) -> N
     content = path.read_bytes()
     for changed in (content[:-10], content + b"more"):
         overwrite(path, changed)
-        wrong = f"{path}: .*it has {len(changed):,} bytes, it had {len(content):,}"
-        with pytest.raises(DataError, match=wrong):
+        sizes = f"{path}.* {len(changed):,} .* {len(content):,}"
+        with pytest.raises(DataError, match=sizes):
             list(run(decode, folder, whole(folder)))
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"{path}: .*modification time"):
         list(run(decode, folder, whole(folder)))
     path.unlink()
-    with pytest.raises(DataError, match=f"{path}: cannot be read .*No such file"):
+    with pytest.raises(DataError, match=f"{path}.*No such file"):
         list(run(decode, folder, whole(folder)))
 
 
@@ -100,15 +100,13 @@ def overwrite(path: Path, content: bytes) -> None:
 def test_bytes_that_are_not_an_image_are_named(decode: Decode, folder: Index, sample: int) -> None:
     path = Path(folder.locate(sample).path)
     overwrite(path, bytes(path.stat().st_size))
-    with pytest.raises(DataError, match=f"{path}: .*cannot decode this image"):
+    with pytest.raises(DataError, match=f"{path}.*decode"):
         list(run(decode, folder, whole(folder)))
 
 
 def test_an_image_in_a_shard_is_named_with_its_offset(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(bytes(2000))
-    with pytest.raises(
-        DataError, match=r"0.tar \(byte 1536\): cannot be read \(its file has 464 of its 999"
-    ):
+    with pytest.raises(DataError, match=r"0.tar \(byte 1536\).* 464 of .*999"):
         reading.read(Location(str(tmp_path / "0.tar"), 1536, 999))
     assert reading.read(Location(str(tmp_path / "0.tar"), 1000, 999)) == bytes(999)
 
@@ -118,7 +116,7 @@ def test_an_image_that_cannot_be_cached_is_named_and_nothing_is_left(
 ) -> None:
     path = Path(folder.locate(8).path)
     overwrite(path, bytes(path.stat().st_size))
-    with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
+    with pytest.raises(DataError, match=f"{path}.*decode"):
         pixel_cache.open_cache(folder, backend=Serial(torch.device("cpu")), threads=2)
     assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []
 

@@ -97,10 +97,10 @@ def test_a_fixed_size_model_is_refused_before_training(tmp_path: Path) -> None:
         "data.resolution=[{until: {steps: 2}, image_size: 12}]",
     )
     with (
-        pytest.raises(RecipeError, match=r"resolution: lenet5 does not take images of 12 x 12 \("),
+        pytest.raises(RecipeError, match="resolution: lenet5.* 12 x 12"),
         open_session(recipe, Options(out=tmp_path), {}),
     ):
         pass
     vit = digits("model={name: vit_tiny_patch16_224}", "batch.bn_span=null", "polish=null")
-    with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 does not take .* 192 x 192 \("):
+    with pytest.raises(RecipeError, match="vit_tiny_patch16_224.* 192 x 192"):
         require_accepted(vit.model, classes=10, image_sizes=[192, 224])

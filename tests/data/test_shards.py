@@ -171,7 +171,7 @@ def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> 
     load_or_read(packed, "train")
     assert fields(load_or_read(packed, "train")) == fields(read_folder(packed, "train"))
     (packed / "classes.txt").write_text("a\nb\nc\n")
-    with pytest.raises(DataError, match="classes.txt names other classes"):
+    with pytest.raises(DataError, match="classes.txt"):
         load_or_read(packed, "train")
     make(packed, "train")
     cut(packed)
@@ -202,7 +202,7 @@ def test_failed_packing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
         import_data("webdataset", folder, packed, shard_bytes=10**6, progress=spoil)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     pack(folder, tmp_path / "packed")
-    with pytest.raises(DataError, match="already exists; remove it"):
+    with pytest.raises(DataError, match="already exists"):
         pack(folder, tmp_path / "packed")
 
 

