@@ -156,9 +156,7 @@ def test_a_single_process_polishes_and_evaluates_alone() -> None:
 def test_unconnected_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(
-        BackendError, match="worker 1 of 4 .* has initialised neither torch.distributed nor"
-    ):
+    with pytest.raises(BackendError, match="worker 1 of 4"):
         polish(network(), data())
     with pytest.raises(BackendError, match="or pass backend=Serial()"):
         evaluate(network(), data())
@@ -199,17 +197,17 @@ def test_a_process_group_without_a_library_for_gpus_sums_on_the_cpu_and_stays_op
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        pytest.param({"img": 1, "cls": 2}, "a mapping with the keys img, cls; exp", id="keys"),
-        pytest.param({"image": "path"}, "a mapping with the keys image; exp", id="no tensor"),
-        pytest.param({}, r"a mapping with the keys \(none\); expected", id="empty mapping"),
-        pytest.param((), r"a tuple of \(\); expected images, \(images, labels\)", id="empty"),
-        pytest.param(["a", 1], r"a list of \(str, int\); expected images", id="no tensors"),
-        pytest.param("abc", "a str; expected images", id="word"),
-        pytest.param(None, "a NoneType; expected images", id="nothing"),
+        pytest.param({"img": 1, "cls": 2}, "a mapping.* img, cls;", id="keys"),
+        pytest.param({"image": "path"}, "a mapping.* image;", id="no tensor"),
+        pytest.param({}, r"a mapping.*\(none\);", id="empty mapping"),
+        pytest.param((), r"a tuple of \(\);", id="empty"),
+        pytest.param(["a", 1], r"a list of \(str, int\);", id="no tensors"),
+        pytest.param("abc", "a str;", id="word"),
+        pytest.param(None, "a NoneType;", id="nothing"),
     ],
 )
 def test_a_batch_without_images_is_refused_with_its_content(batch: object, message: str) -> None:
     parts: list[Callable[..., object]] = [polish, evaluate]
     for part in parts:
-        with pytest.raises(ValueError, match=f"a batch is {message}"):
+        with pytest.raises(ValueError, match=f"batch is {message}"):
             part(network(), [batch])

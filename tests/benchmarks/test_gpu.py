@@ -46,7 +46,7 @@ def test_resnet50_names_a_failing_rival_and_measures_the_others(
         raise RuntimeError("no compiler for turbo")
 
     monkeypatch.setattr("largebatch.models.compiled.compile_model", fail)
-    with pytest.raises(SystemExit, match="could not run: ours, compiled: turbo, ours, compiled: t"):
+    with pytest.raises(SystemExit, match="compiled: turbo"):
         measured("resnet50", f"{PARTS['resnet50'].tiny} turbo", tmp_path, monkeypatch)
     result = written("resnet50", tmp_path)
     assert set(result) >= {
@@ -224,7 +224,7 @@ def test_without_a_gpu_the_error_names_the_rehearsal_command(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(accelerator, "count", lambda: 0)
-    with pytest.raises(SystemExit, match="torch sees no GPU; --rehearse runs every part at tiny"):
+    with pytest.raises(SystemExit, match="--rehearse"):
         gpu.main()
 
 

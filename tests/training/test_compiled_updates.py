@@ -209,7 +209,7 @@ def test_spans_that_workers_share_stay_out_of_the_graphs() -> None:
 def test_without_a_compiler_the_recipe_is_refused() -> None:
     import torch._inductor.config
 
-    refused = pytest.raises(RecipeError, match=r"execution\.compile: a CPU needs a C\+\+ compiler")
+    refused = pytest.raises(RecipeError, match=r"execution\.compile: .*C\+\+")
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
         compile_model(net(nn.Sequential), True, CPU, shares_spans=False)
 
@@ -234,8 +234,8 @@ def test_a_model_that_cannot_be_compiled_is_refused(
     monkeypatch.setattr(torch, "compile", fails)
     model = with_span(net(nn.Sequential), SAMPLES)
     compile_model(model, True, CPU, shares_spans=False)
-    said = r"execution\.compile: .*no kernel for this layer; remove compile"
-    with pytest.raises(RecipeError, match=said), failures_named():
+    cause = r"execution\.compile: .*no kernel for this layer"
+    with pytest.raises(RecipeError, match=cause), failures_named():
         model(batches(Serial(CPU))[0].images).sum().backward()
 
 

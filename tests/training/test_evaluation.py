@@ -161,11 +161,11 @@ def test_a_forward_takes_any_inputs_and_outputs() -> None:
 @pytest.mark.parametrize(("form", "change", "message"), [
     pytest.param(lambda x: (x, x), lambda y: y, r"a tuple of \(Tensor, Tensor\)", id="two outputs"),
     pytest.param(lambda x: {"out": x}, lambda y: y, "the keys out", id="other mapping"),
-    pytest.param(lambda x: x, F.one_hot, "labels are 23 x 7 for", id="one-hot"),
+    pytest.param(lambda x: x, F.one_hot, "labels.* 23 x 7 ", id="one-hot"),
     pytest.param(lambda x: x, lambda y: y.float(), "got float32", id="floating"),
-    pytest.param(lambda x: x, lambda y: y[:-1], "labels are 22 for scores of 23 x 7", id="fewer"),
-    pytest.param(lambda x: x.sum(), lambda y: y, "23 for scores of a number", id="the loss"),
-    pytest.param(lambda x: x[:, :1], lambda y: y * 0, "scores of 23 x 1", id="one score"),
+    pytest.param(lambda x: x, lambda y: y[:-1], " 22 .* 23 x 7", id="fewer"),
+    pytest.param(lambda x: x.sum(), lambda y: y, "23 .*a number", id="the loss"),
+    pytest.param(lambda x: x[:, :1], lambda y: y * 0, " 23 x 1", id="one score"),
     pytest.param(lambda x: x, lambda y: y.where(y > 1, -100), r"\b8 labels.*-100.*7", id="ignored"),
     pytest.param(lambda x: x, lambda y: y + 1, r"\b3 labels.* 7,", id="from 1"),
     pytest.param(lambda x: x, lambda y: (y + 255).byte(), r"\b4 labels.* 255,", id="255 in bytes"),
@@ -184,7 +184,7 @@ def label_of_one_worker() -> str:
 
     backend = TorchDistributed()
     logits, labels = (part[:1] for part in data())
-    with pytest.raises(ValueError, match=r"\b1 labels, such as -100") as caught:
+    with pytest.raises(ValueError, match=r"\b1 labels.* -100") as caught:
         evaluate(nn.Identity(), [(logits, labels - 100 * backend.rank)], backend)
     backend.close()
     return str(caught.value)
@@ -196,7 +196,7 @@ def test_a_label_that_is_not_a_class_ends_every_worker() -> None:
 
 def test_a_sample_too_many_or_none_at_all_is_noticed() -> None:
     logits, labels = data()
-    with pytest.raises(ValueError, match="23 samples were counted on 1 worker, expected 24"):
+    with pytest.raises(ValueError, match="23 .* 24"):
         evaluate(nn.Identity(), [(logits, labels)], CPU, expected=24)
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(nn.Identity(), [], CPU)

@@ -30,12 +30,12 @@ def test_the_mass_goes_where_the_convention_says(
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, 1.5, math.nan, math.inf])
 def test_smoothing_that_is_no_part_of_the_mass_is_refused(smoothing: float) -> None:
-    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got "):
+    with pytest.raises(ValueError, match="smoothing"):
         cross_entropy(smoothing=smoothing, off_target="all")
 
 
 def test_an_unknown_convention_is_refused() -> None:
-    with pytest.raises(ValueError, match="off_target must be one of all, others, got 'none'"):
+    with pytest.raises(ValueError, match="off_target.*'none'"):
         cross_entropy(smoothing=0.1, off_target="none")  # type: ignore[arg-type]  # on purpose
 
 
@@ -50,7 +50,7 @@ def test_smoothing_may_make_all_classes_alike_and_no_more(
     loss = cross_entropy(smoothing=most, off_target=off_target)(logits, labels)
     assert loss.item() == pytest.approx(2 * math.log(classes))
     criterion = cross_entropy(smoothing=math.nextafter(most, 1), off_target=off_target)
-    with pytest.raises(ValueError, match=rf"labelled one of {classes} classes the least likely"):
+    with pytest.raises(ValueError, match=f" {classes} classes"):
         criterion(logits, labels)
 
 

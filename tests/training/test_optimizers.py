@@ -89,7 +89,7 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     changed = recipe_of("shampoo", changes=("optimizer.block_size=16",))
     with pytest.raises(Exception, match="optimizer.block_size"):
         run(changed, out=tmp_path / "run", resume=True)
-    with pytest.raises(Exception, match="does not fit this run: ValueError: Shampoo"):
+    with pytest.raises(Exception, match="Shampoo"):
         run(changed, out=tmp_path / "run", resume=True, allow=("optimizer.block_size",))
 
 
@@ -109,5 +109,5 @@ def test_the_state_of_another_optimizer_is_refused(
     run(recipe_of(before), out=tmp_path / "run", max_steps=2)
     old, new = (recipe_of(kind).mathematics.model_dump(mode="json") for kind in (before, after))
     allow = [name for name, *_ in differences(old, new)]
-    with pytest.raises(CheckpointError, match=f"of another optimizer: {key} is .* there and"):
+    with pytest.raises(CheckpointError, match=f"another optimizer: {key} "):
         run(recipe_of(after), out=tmp_path / "run", resume=True, allow=allow)

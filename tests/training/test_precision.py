@@ -206,6 +206,6 @@ def skipped_update(step: int, *, loss_scale: float) -> Update:
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
     log, state, events = a_log(CPU)
     log_update("train", skipped_update(0, loss_scale=1.0), state, log)
-    with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
+    with pytest.raises(DivergedError, match="step 1 .*fp16"):
         log_update("train", skipped_update(1, loss_scale=0.5), state, log)
     assert (state.progress.skipped, len(events)) == (2, 2)
