@@ -293,7 +293,7 @@ def _with(value: object, *keys: str) -> Any:  # noqa: ANN401 -- a function of JS
     ("change", "message"),
     [
         (lambda header: header["state"].pop("optimizer"), "'optimizer'"),
-        (_with(5, "format"), "not a checkpoint of this version"),
+        (_with(5, "format"), "this version"),
         (_with([], "state", "model"), "model"),
         (_with(-1, "state", "progress", "step"), "step: "),
         (_with("five", "state", "progress", "step"), "step: "),
