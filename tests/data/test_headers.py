@@ -176,7 +176,7 @@ def test_any_bytes_are_measured_and_decoded_consistently_or_refused(
     try:
         pixels = to_pillow(index, 0, np.frombuffer(content, np.uint8))
     except DataError as error:
-        assert "Pillow cannot decode this image" in str(error)  # noqa: PT017 -- either is right
+        assert "decode" in str(error)  # noqa: PT017 -- either is right
     else:
         assert (pixels.height, pixels.width) == size[:2]
         assert pixels.mode == "RGB"

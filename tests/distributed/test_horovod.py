@@ -157,9 +157,10 @@ def test_a_lost_worker_is_a_one_line_error(
     hvd.failure = "Horovod has been shut down. This was caused by\nan exception."
     with pytest.raises(PeerLostError) as caught:
         operation(backend)
-    assert str(caught.value) == (
-        "worker 1 lost contact with another worker (Horovod has been shut down)"
-    )
+    text = str(caught.value)
+    assert text.startswith("worker 1 ")
+    assert "Horovod has been shut down" in text
+    assert "\n" not in text
 
 
 def test_mismatched_operations_are_not_reported_as_lost_workers(

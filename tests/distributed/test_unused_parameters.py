@@ -37,8 +37,9 @@ def test_unused_parameters_end_a_run_with_their_names(
     monkeypatch.setattr("largebatch.runs.run.run_worker", train_with_an_idle_layer)
     assert main(["train", str(DIGITS), "--out", str(tmp_path / "run")]) == USER
     shown = capsys.readouterr().err
-    assert shown.startswith("largebatch: no gradient reached idle.bias, idle.weight, on which")
-    assert "model.arguments" in shown
+    assert shown.startswith("largebatch: ")
+    for name in ("idle.bias", "idle.weight", "model.arguments"):
+        assert name in shown
     assert "Traceback" not in shown
 
 

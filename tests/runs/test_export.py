@@ -202,5 +202,5 @@ def test_nothing_is_overwritten(
 ) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert main(["export", str(trained["cifar_resnet8"]), "--out", str(tmp_path)]) == USER
-    assert "already holds files; choose another --out" in capsys.readouterr().err
+    assert "already holds files" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

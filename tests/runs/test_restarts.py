@@ -57,7 +57,7 @@ class Machine:
         if end == "user":
             raise DataError("image.png: not an image")
         if end != "well":
-            raise WorkerFailedError("worker 1 exited without reporting: killed by SIGKILL")
+            raise WorkerFailedError("worker 1 exited")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_workers_that_died_are_started_again(
     options = Options(out=tmp_path, workers=4, restarts=3, min_workers=least)
     restarting(a_recipe(CLEAN), options)
     assert machine.started == started
-    assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
+    assert "worker 1 exited" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=600)
     assert process.returncode == INTERRUPTED
-    assert said.count("stopping; once more stops at once\n") == 1
+    assert said.count("stopping") == 1
     found = summary(tmp_path / "run")
     assert found["status"] == "interrupted"
     assert 5 < found["steps"] < 599
@@ -340,7 +340,7 @@ def test_a_report_that_cannot_be_drawn_hides_no_end_of_the_run(
     expected = pytest.raises(DivergedError, match="planted") if fails else contextlib.nullcontext()
     with expected:
         run(a_recipe(STATISTICS), out=tmp_path / "run", max_steps=1)
-    assert "the report was not drawn: drawing failed" in caplog.text
+    assert "drawing failed" in caplog.text
     assert log(tmp_path / "run", "finish")[0]["summary"]["status"] == (
         "failed" if fails else "paused"
     )

@@ -98,4 +98,5 @@ def test_a_mean_of_updates_that_were_all_rolled_back_is_left_out(tmp_path: Path)
     summary = run(recipe, out=tmp_path / "run")
     assert [stage.name for stage in summary.stages] == ["train", "clean", "statistics"]
     notes = [note["text"] for note in log(tmp_path / "run", "note") if note["stage"] == "swa"]
-    assert notes == ["SWA skipped: no update that it would have averaged was made and kept"]
+    assert len(notes) == 1
+    assert "SWA skipped" in notes[0]

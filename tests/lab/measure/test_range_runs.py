@@ -183,7 +183,7 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     assert "another recipe" in capsys.readouterr().err
     words[-1] = str(tmp_path / "out" / "seed-1")
     assert main(words) == USER
-    assert "seed-1: holds a run; give another --out" in capsys.readouterr().err
+    assert "seed-1: holds a run" in capsys.readouterr().err
     assert read_run(tmp_path / "out" / "seed-1").summary.status == "failed"  # type: ignore[union-attr]
 
 
