@@ -155,9 +155,10 @@ def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:
 def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run on any number of workers."""
     facts = {**facts, **recipe.model_dump(mode="json")}
-    here = recipe.without_machine_settings
+    # This machine may lack the kernels of the run's, and a measurement sends no gradients.
+    portable = recipe.without_machine_settings
     with join(options, facts) as backend:
-        switch_off(here, backend.device)
+        switch_off(portable, backend.device)
         plan = make_plan(recipe.mathematics).measuring(
             workers=backend.world_size, device_batch=recipe.execution.device_batch
         )
@@ -165,9 +166,9 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
         opened = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
         with closing(opened) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            with closing(build_state(here, plan, model, backend)) as state:
+            with closing(build_state(portable, plan, model, backend)) as state:
                 session = build_session(
-                    here,
+                    portable,
                     pipeline,
                     backend,
                     state,
@@ -192,10 +193,12 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     size = pipeline.plan.statistics_batch
     positions = range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
-    parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
+    batches_of_samples = (
+        pipeline.training_samples(positions[start : start + size]) for start in starts
+    )
     # In float32, with decoders of its own: weights are computed from the images.
     exact = replace(pipeline, dtype=torch.float32, idle={})
-    with closing(exact), closing(exact.clean("train", parts)) as batches:
+    with closing(exact), closing(exact.clean("train", batches_of_samples)) as batches:
         init(batch.images for batch in batches)
 
 
@@ -211,19 +214,19 @@ def with_profiler(
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     first, last = options.profile
-    made = session.state.progress.step
+    done = session.state.progress.step
     end = min(until, session.plan.updates)
     if options.resume == "auto":  # the same command starts the run and every restart
-        first = max(first, made + 1)
+        first = max(first, done + 1)
         if first > last:
             return session, nullcontext()
-    if not made < first <= last <= end:
-        raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
+    if not done < first <= last <= end:
+        raise PlanError(f"--profile {first}:{last}: expected updates from {done + 1} to {end}")
     if session.backend.rank:
         return session, nullcontext()
 
     def action(calls: int) -> ProfilerAction:
-        update = made + 1 + calls  # the profiler counts from its start, users from the run's
+        update = done + 1 + calls  # the profiler counts from its start, users from the run's
         if update == last:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if first <= update < last else ProfilerAction.NONE

@@ -126,14 +126,16 @@ def stop_requests(
             raise KeyboardInterrupt
 
     with answering(add, *STOPS, *([CTRL_C] if launched else [])):
-        longest, last = 0.0, time.monotonic()
+        longest = 0.0
+        last = time.monotonic()
         end = math.inf if limit is None else (last if begun is None else begun) + limit
 
         def wants_stop() -> "StopCause | None":
             """Return the cause; the limit's comes 1.5 of the longest time between calls before."""
             nonlocal longest, last
             now = time.monotonic()
-            longest, last = max(longest, now - last), now
+            longest = max(longest, now - last)
+            last = now
             if requests.any:
                 return CAUSES[requests.number]
             return "time limit" if now + 1.5 * longest > end else None

@@ -66,10 +66,11 @@ class Progress:
         """Number of optimizer updates made."""
         return self.step - self.discarded
 
-    def note(self, found: Metrics) -> None:
+    def note(self, metrics: Metrics) -> None:
         """Record an evaluation of the current state."""
-        if self.best is None or found.top1 > self.best:
-            self.best, self.best_step = found.top1, self.step
+        if self.best is None or metrics.top1 > self.best:
+            self.best = metrics.top1
+            self.best_step = self.step
 
     def discard_until(self, step: int) -> None:
         """Count the updates before `step` as discarded."""
@@ -203,10 +204,10 @@ class TrainState:
         self.snapshot = state["snapshot"]
         if self.snapshot:
             states = {"model": self.model.state_dict(), "ema": self._average_state()}
-            for name, own in states.items():
-                shapes = {key: tensor.shape for key, tensor in own.items()}
-                there = {key: value.shape for key, value in self.snapshot[name].items()}
-                if there != shapes:
+            for name, state_here in states.items():
+                expected = {key: tensor.shape for key, tensor in state_here.items()}
+                saved = {key: tensor.shape for key, tensor in self.snapshot[name].items()}
+                if saved != expected:
                     raise ValueError(f"the snapshot has another {name} than this run")
         self._begun = time.perf_counter()
 
@@ -218,9 +219,10 @@ class TrainState:
         Raises as load_state_dict.
         """
         optimizer = self.updater.optimizer
-        own = optimizer.state_dict()["param_groups"]
+        # The recipe's hyper-parameters, which may have been changed with --allow, and saved counts.
+        groups_here = optimizer.state_dict()["param_groups"]
         groups = []
-        for group, saved in zip(own, param_groups, strict=True):
+        for group, saved in zip(groups_here, param_groups, strict=True):
             counts = {key: saved[key] for key in _COUNTED if key in saved}
             for key, value in counts.items():
                 if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
@@ -238,6 +240,7 @@ class TrainState:
                         f"expected {list(shape)}"
                     )
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # A checkpoint is contiguous; fused kernels need moments in the order of their weight.
         for weight, entry in optimizer.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
