@@ -52,7 +52,7 @@ class GivenOptions(Options):
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 -- of Options
         super().__init__(**given)
-        vars(self)["given"] = given  # the dataclass is frozen
+        self.given = given  # not one of the fields, which are frozen
 
 
 _NOTHING = GivenOptions()
@@ -72,7 +72,7 @@ def resume(
     from largebatch.runs.folder import check_folder, remembered
 
     check_folder(run, resume=True)
-    resumed = remembered(run, vars(options)["given"])
+    resumed = remembered(run, options.given)
     return _train(load_recipe(run / RECIPE, resumed.changes), resumed)
 
 
