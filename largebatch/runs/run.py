@@ -165,13 +165,14 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
+    # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
         if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
-    if options.workers > 1:
+    if options.workers > 1:  # a recipe that they cannot divide is refused before they start
         make_plan(recipe, workers=options.workers, backend=options.backend)
     return options
 
@@ -262,6 +263,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 if until is None:
                     until = session.plan.updates
                 profiled, profiler = with_profiler(session, following, until=until)
+                # Everything that a user can get wrong has been checked: the folder is made now.
                 with recorded(session, following) as recording:
                     _note_choices(session, following, is_new=checkpoint is None)
                     is_out_of_memory = False
@@ -278,7 +280,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             if not error.alone:
                 raise
         # The tensors of this session leave the device before the next one is opened.
-        del session, profiled, profiler, recording
+        del session, profiled, profiler, recording, checkpoint
         gc.collect()
         following = options.continued(seconds=time.monotonic() - started)
 

@@ -196,12 +196,12 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
-    foreign = CheckpointError(
+    unrelated = CheckpointError(
         f"{source}: not a checkpoint of largebatch: it does not hold the state of a run"
     )
     # A file of safetensors is the length of its header, 8 bytes, and the header, a JSON object.
     if content[8:10] != b'{"':
-        raise foreign
+        raise unrelated
     try:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
@@ -209,7 +209,7 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
         expected = metadata[CHECKSUM]
         tensors = safetensors.torch.load(content)
     except KeyError:
-        raise foreign from None
+        raise unrelated from None
     except (SafetensorError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
     if _checksum(text, tensors) != expected:

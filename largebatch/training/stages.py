@@ -49,6 +49,7 @@ def run_updates(
         return
     if begin is not None and state.progress.step == steps.start:  # later, it was restored
         begin(state)
+    # After `begin`, which changes what is trained; before the updates, which may be rolled back.
     judge.begin()
     diverged: str | None = None
     try:
@@ -150,6 +151,7 @@ def run_stages(session: Session, *, until: int) -> bool:
     ended = {result.name for result in state.stages}
     with collected_by_hand(), fastest_convolutions(session.plan):
         for stage in STAGES:
+            # Where a stage ends is in the plan, so a resumed run enters the one that was left.
             end = stage.end(session.plan)
             if stage.name not in ended:
                 stage.run(session, range(begin, end), until)
