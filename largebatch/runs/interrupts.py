@@ -133,6 +133,8 @@ def stop_requests(
         def wants_stop() -> "StopCause | None":
             """Return the cause; the limit's comes 1.5 of the longest time between calls before."""
             nonlocal longest, last
+            # Between two calls is an update, with an evaluation or a checkpoint if one is due. One of
+            # the longest may come before the next call; half of it is left for the last checkpoint.
             now = time.monotonic()
             longest = max(longest, now - last)
             last = now
@@ -153,9 +155,9 @@ def describe_cause(cause: "StopCause", *, limit: float | None, used: float) -> s
     manager = scheduler()
     if cause == "time limit":
         limit = limit or 0.0
-        given = duration(limit) if limit >= 120 else f"{limit:g} s"
+        shown = duration(limit) if limit >= 120 else f"{limit:g} s"
         return (
-            f"--time-limit {given}, of which {duration(used)} were over: the next "
+            f"--time-limit {shown}, of which {duration(used)} were over: the next "
             "update might have ended later"
         )
     if cause == "SIGINT":
@@ -172,8 +174,8 @@ def noting_requests() -> Callable[[], bool]:
 
     A run handles requests until its last update; a series of runs needs the later ones too.
     """
-    begun = time.monotonic()
-    return lambda: Requests.latest > begun
+    start = time.monotonic()
+    return lambda: Requests.latest > start
 
 
 def describe_saved(folder: Path) -> str:

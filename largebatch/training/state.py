@@ -151,12 +151,13 @@ class TrainState:
 
     def take_snapshot(self) -> None:
         """Store the current state, once in a stage that may be rolled back."""
-        if not self.snapshot:
-            model, ema = (
-                {name: value.clone() for name, value in state.items()}
-                for state in (self.model.state_dict(), self._average_state())
-            )
-            self.snapshot = {"model": model, "ema": ema, "scaler": self.scaler.state_dict()}
+        if self.snapshot:  # of the start of this stage, from a checkpoint
+            return
+        self.snapshot = {
+            "model": _copied(self.model.state_dict()),
+            "ema": _copied(self._average_state()),
+            "scaler": self.scaler.state_dict(),
+        }
 
     def roll_back(self) -> None:
         """Return to the snapshot without momentum: the next stage has its own optimizer."""
@@ -245,3 +246,7 @@ class TrainState:
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
