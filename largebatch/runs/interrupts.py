@@ -133,8 +133,8 @@ def stop_requests(
         def wants_stop() -> "StopCause | None":
             """Return the cause; the limit's comes 1.5 of the longest time between calls before."""
             nonlocal longest, last
-            # Between two calls is an update, with an evaluation or a checkpoint if one is due. One of
-            # the longest may come before the next call; half of it is left for the last checkpoint.
+            # Between two calls is an update, with an evaluation or a checkpoint if one is due. The
+            # longest may come before the next call; half of it is left for the last checkpoint.
             now = time.monotonic()
             longest = max(longest, now - last)
             last = now
