@@ -39,7 +39,7 @@ from largebatch.runs.fitting import (
 )
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
-from largebatch.training.loop import Work
+from largebatch.training.loop import EagerStep
 
 RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
 POSSIBLE = [48, 96, 240, 480]
@@ -181,14 +181,14 @@ def test_every_class_of_out_of_memory_halves_the_device_batch(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth class, torch's own, is in test_on_accelerator.py."""
-    real, fails = Work.accumulate, iter([False, True])
+    real, fails = EagerStep.accumulate, iter([False, True])
 
-    def accumulate(work: Work, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- as Work's
+    def accumulate(step: EagerStep, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- its
         if next(fails, False):
             raise error
-        real(work, *args, **settings)
+        real(step, *args, **settings)
 
-    monkeypatch.setattr(Work, "accumulate", accumulate)
+    monkeypatch.setattr(EagerStep, "accumulate", accumulate)
     run(RECIPE, out=tmp_path / "run", max_steps=2, report=False)
     plans = [start["plan"]["device_batch"] for start in log(tmp_path / "run", "start")]
     assert plans == [240, 96]
