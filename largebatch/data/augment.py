@@ -1,13 +1,12 @@
 """Crops, flips and translations: pure functions of the seed and the position in the run.
 
-The decoders apply these numbers and draw none; `translated` moves decoded images, after any of
-them. A box is (top, left, height, width) in source pixels, resized to the model's square input.
+`train_request` draws all numbers of a batch. A decoder crops and flips; `augment` does the rest on
+the device, behind any decoder, cache or prefetcher. A box is (top, left, height, width) in source
+pixels, resized to the model's square input.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import lru_cache, partial
+from contextlib import closing
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,14 @@ from torch import Tensor
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
-from largebatch.data.types import Batches, BoolArray, Decode, IntArray, Request
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    BoolArray,
+    DecodedBatches,
+    IntArray,
+    Request,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -40,14 +46,17 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     Whole images are shown if `area` is None.
     """
     samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
-    heights, widths = index.heights[samples], index.widths[samples]
+    heights = index.heights[samples]
+    widths = index.widths[samples]
     if area is None:
         boxes = whole_boxes(heights, widths)
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     if flip == "alternating":
-        trained = len(index) if index.trained is None else len(index.trained)
-        epochs = np.arange(positions.start, positions.stop) // trained
+        # Every other epoch shows the mirror image (Jordan 2024, arXiv:2404.00498): with random
+        # flips half of the images look the same in two epochs in a row.
+        num_trained = len(index) if index.trained is None else len(index.trained)
+        epochs = np.arange(positions.start, positions.stop) // num_trained
         flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
@@ -61,7 +70,8 @@ def clean_request(
     index: Index, samples: IntArray, *, image_size: int, resize: int | None
 ) -> Request:
     """Return the request for these samples as in validation: the centre, or all if no `resize`."""
-    heights, widths = index.heights[samples], index.widths[samples]
+    heights = index.heights[samples]
+    widths = index.widths[samples]
     if resize is None:
         boxes = whole_boxes(heights, widths)
     else:
@@ -84,6 +94,7 @@ def random_boxes(
     log-uniform in `aspect`, and a position. The first box that fits is used; if none of the ten
     fits, the largest central box of a permitted aspect ratio.
     """
+    # A block of four words for each attempt, used or not: a position finds its own blocks.
     words = random_words(
         seed, Stream.CROP, block=positions.start * ATTEMPTS, num_blocks=len(positions) * ATTEMPTS
     )
@@ -94,16 +105,17 @@ def random_boxes(
     box_widths = np.rint(np.sqrt(pixels * shape)).astype(np.int64)
     box_heights = np.rint(np.sqrt(pixels / shape)).astype(np.int64)
 
-    spare_heights, spare_widths = heights[:, None] - box_heights, widths[:, None] - box_widths
+    spare_heights = heights[:, None] - box_heights
+    spare_widths = widths[:, None] - box_widths
     fits = (box_heights > 0) & (box_widths > 0) & (spare_heights >= 0) & (spare_widths >= 0)
     tops = (u_top * (spare_heights + 1)).astype(np.int64)
     lefts = (u_left * (spare_widths + 1)).astype(np.int64)
     attempts = np.stack([tops, lefts, box_heights, box_widths], axis=-1)
-    chosen = attempts[np.arange(len(attempts)), fits.argmax(axis=1)]
+    first_fit = attempts[np.arange(len(attempts)), fits.argmax(axis=1)]
     high = np.minimum(heights, np.rint(widths / aspect[0])).astype(np.int64)
     wide = np.minimum(widths, np.rint(heights * aspect[1])).astype(np.int64)
     central = _centered(heights, widths, np.maximum(high, 1), np.maximum(wide, 1))
-    return np.where(fits.any(axis=1)[:, None], chosen, central)
+    return np.where(fits.any(axis=1)[:, None], first_fit, central)
 
 
 def random_flips(seed: int, positions: range) -> BoolArray:
@@ -147,7 +159,8 @@ def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
 def _centered(
     heights: IntArray, widths: IntArray, box_heights: IntArray, box_widths: IntArray
 ) -> IntArray:
-    tops, lefts = (heights - box_heights) // 2, (widths - box_widths) // 2
+    tops = (heights - box_heights) // 2
+    lefts = (widths - box_widths) // 2
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
@@ -156,29 +169,23 @@ def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@contextmanager
-def translated(opened: AbstractContextManager[Decode]) -> Iterator[Decode]:
-    """Open a decoder, and move its images by `Request.shifts`."""
-    shifts: deque[IntArray | None] = deque()  # of the requests that the decoder reads ahead
+def augmented(decoded: DecodedBatches) -> Batches:
+    """Yield the batches of a decoder, augmented; close the decoder with them."""
+    with closing(decoded):
+        for request, batch in decoded:
+            yield augment(batch, request)
 
-    def noted(requests: Iterable[Request]) -> Iterator[Request]:
-        for request in requests:
-            shifts.append(request.shifts)
-            yield request
 
-    def moved(decode: Decode, requests: Iterable[Request]) -> Batches:
-        shifts.clear()
-        with closing(decode(noted(requests))) as batches:
-            for batch in batches:
-                shift = shifts.popleft()
-                if shift is None:
-                    yield batch
-                else:
-                    (moves,) = Transfer(batch.images.device).send(torch.from_numpy(shift))
-                    yield batch._replace(images=translate(batch.images, moves))
+def augment(batch: Batch, request: Request) -> Batch:
+    """Apply to a decoded batch, on its device, the numbers of its request that are left to apply.
 
-    with opened as decode:
-        yield partial(moved, decode)
+    Nothing is drawn here and no other place changes decoded images, so the result is the same
+    behind every decoder and on any number of workers. A clean request has no such numbers.
+    """
+    if request.shifts is None:
+        return batch
+    (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
+    return batch._replace(images=translate(batch.images, shifts))
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:
@@ -188,6 +195,7 @@ def translate(images: Tensor, shifts: Tensor) -> Tensor:
     >>> translate(image, torch.tensor([[0, 1]])).flatten().tolist()
     [1.0, 0.0, 1.0, 2.0]
     """
+    # Indexing by tensors returns channels first, and the model expects the order of its weights.
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     order = torch.channels_last if channels_last else torch.contiguous_format
     rows = reflected(shifts[:, 0], num_pixels=images.shape[2])[:, None, :, None]
@@ -198,7 +206,7 @@ def translate(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def reflected(shifts: Tensor, *, num_pixels: int) -> Tensor:
-    """Return N x num_pixels places to read, reflected at the first and the last pixel."""
+    """Return the N x num_pixels pixels to read, reflected at the first and the last one."""
     last = num_pixels - 1
-    places = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
-    return last - (last - places.abs()).abs()
+    pixels = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
+    return last - (last - pixels.abs()).abs()

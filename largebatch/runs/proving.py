@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
-from largebatch.data.pipeline import DTYPES, Pipeline
+from largebatch.data.index.index import Index
+from largebatch.data.pipeline import DTYPES
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import agree, gather_values
 from largebatch.distributed.backend import Backend
@@ -42,7 +43,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion, build_state
-from largebatch.training.graph import UseGraph, refused
+from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
 
 _UPDATES = 7  # of a trial of the graph: two before it is recorded, and five that are measured
@@ -67,22 +68,23 @@ def switch_off(recipe: Recipe, device: torch.device) -> None:
 
 
 def settle(
-    recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, options: Options
+    recipe: Recipe, plan: Plan, index: Index, model: nn.Module, backend: Backend, options: Options
 ) -> str | None:
     """Decide with all workers what this run uses; return a line for the log, None on a CPU.
 
-    Raises RecipeError, on every worker, if a graph is required and refused.
+    `index` is that of the training images. Raises RecipeError, on every worker, if a graph is
+    required and refused.
     """
     device = backend.device
     has_crops = device.type in pixel_cache.DEVICES
-    pixels = pixel_cache.one_size(pipeline.train_index) if has_crops else None
+    pixels = pixel_cache.one_size(index) if has_crops else None
     has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     if not parts:  # on no worker
         return None
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
-    settings, key = _settings(recipe, pipeline.plan, pixels, options.imports)
+    settings, key = _settings(recipe, plan, pixels, options.imports)
 
     def prove() -> dict[str, Finding]:
         if not tried:
@@ -339,23 +341,24 @@ class _Updates:
             spans = Spans(model, group)
             for layer in spans.layers if plan.sync_workers > 1 else ():
                 layer.group = group
-            updates = train(
+            step = step_for(self._graph, device, note=self._note)(
                 model,
                 state.updater.optimizer,
-                repeat(Batch(images, labels)),
-                lambda _: _SHRUNK * recipe.schedule.peak_lr,
                 build_criterion(recipe.loss),
                 state.updater.reducer,
                 spans,
-                state.scaler,
-                steps=range(self._updates),
-                accumulation=accumulation,
+                scaler=state.scaler,
                 global_batch=self._num * accumulation,
-                seed=step_seeds(0, 0),
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
                 follow=state.move_average,
-                graph=self._graph,
-                note=self._note,
+            )
+            updates = train(
+                step,
+                repeat(Batch(images, labels)),
+                lambda _: _SHRUNK * recipe.schedule.peak_lr,
+                steps=range(self._updates),
+                accumulation=accumulation,
+                seed=step_seeds(0, 0),
             )
             losses, seconds = [], []
             with closing(updates):

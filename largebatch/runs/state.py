@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -53,7 +53,8 @@ def build_state(
     """
     group = Serial(backend.device) if alone else backend
     polish = recipe.polish or Polish.model_construct()
-    lr, scaled = recipe.schedule.peak_lr, recipe.precision == "fp16"
+    lr = recipe.schedule.peak_lr
+    scaled = recipe.precision == "fp16"
     optimizer = build_optimizer(recipe, model, group)
     if recipe.model.early is not None:
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
@@ -113,12 +114,16 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     wants_stop: Callable[[], StopCause | None] = lambda: None,
     began: float | None = None,
     proven: str | None = None,
+    remarks: Sequence[str] = (),
+    ignored: Sequence[str] = (),
 ) -> Session:
     """Build what runs the stages; its records go into the run folder. `alone` as in build_state.
 
-    `began` is the start of this worker in seconds since 1970, `proven` as in Session.
+    `began` is the start of this worker in seconds since 1970, `proven`, `remarks` and `ignored` as
+    in Session.
     """
-    plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
+    plan = pipeline.plan
+    checkpoints = recipe.execution.checkpoints
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
@@ -168,6 +173,8 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         polish=polish,
         began=time.time() if began is None else began,
         proven=proven,
+        remarks=tuple(remarks),
+        ignored=tuple(ignored),
     )
 
 
@@ -181,7 +188,8 @@ def build_step_log(
     requests: Requests | None = None,
 ) -> StepLog:
     """Build what emits the records of updates; without `requests` nobody has any."""
-    section, in_fp16 = recipe.nonfinite, state.scaler.is_enabled()
+    section = recipe.nonfinite
+    in_fp16 = state.scaler.is_enabled()
     most = section.most if section.action == "skip" else 0
     return StepLog(
         plan,
