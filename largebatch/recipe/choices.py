@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from largebatch.recipe.registry import OURS, Named
+from largebatch.recipe.section import Named
+from largebatch.registry import OURS
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
 Compile = Literal[False, True, "reduce-overhead", "max-autotune"]

@@ -1,6 +1,7 @@
 """The base of all sections, the types and bounds they share, and how to walk through their keys."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, Signature
 from types import MappingProxyType
@@ -19,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_v
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
+from largebatch import registry
 from largebatch.errors import RecipeError
-from largebatch.recipe import registry
 
 if TYPE_CHECKING:
     from largebatch.recipe.keys import Keys
@@ -129,6 +130,28 @@ class Choice(Section):
         sections = alternatives(cls).items()
         choices = {kind: handler.generate_schema(section) for kind, section in sections}
         return core_schema.tagged_union_schema(choices, "kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Marks the type of a key whose value is the name of a part: `Annotated[str, Named(...)]`."""
+
+    group: registry.Group
+    ours: tuple[str, ...]
+    """The names of this package."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return the schema of the names that are known when the first recipe is read."""
+        names = dict.fromkeys([*self.ours, *registry.installed(self.group)])
+        for name in list(names):
+            try:
+                registry.require_one_owner(self.group, name, ours=self.ours)
+            except RecipeError as error:
+                registry.refuse(self.group, name, str(error))
+                del names[name]
+        return core_schema.literal_schema(list(names))
 
 
 class Duration(Section):

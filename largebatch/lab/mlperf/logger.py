@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.lab.mlperf import rules
@@ -27,6 +27,7 @@ from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
 from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.log import Clock, drop_unfinished_line
 
 MLPERF_LOG = "mlperf.log"
@@ -65,6 +66,11 @@ class MLPerf(Clock):
         """Start of the next block, in milliseconds since 1970."""
 
         self._over = False
+
+    @classmethod
+    def follow(cls, run: FollowedRun) -> Self:
+        """Return the tracker of a run."""
+        return cls(run.folder, run.recipe, began=run.began)
 
     def record(self, event: Event) -> None:
         """Log an event by the rules.

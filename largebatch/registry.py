@@ -13,9 +13,6 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
 from largebatch.errors import LargebatchError, RecipeError, reason_of
 
 Group = Literal[
@@ -38,9 +35,10 @@ OURS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
             "torchvision": "largebatch.data.decoders.torchvision:open_decoder",
         },
         "trackers": {
-            "wandb": "largebatch.tracking.wandb:Wandb",
-            "tensorboard": "largebatch.tracking.tensorboard:TensorBoard",
-            "mlflow": "largebatch.tracking.mlflow:MLflow",
+            "wandb": "largebatch.tracking.wandb:Wandb.follow",
+            "tensorboard": "largebatch.tracking.tensorboard:TensorBoard.follow",
+            "mlflow": "largebatch.tracking.mlflow:MLflow.follow",
+            "mlperf": "largebatch.lab.mlperf.logger:MLPerf.follow",
         },
     }
 )
@@ -69,6 +67,8 @@ def _installed() -> dict[Group, dict[str, list[Entry]]]:
     for group, entries in groups.items():
         for point in sorted(points.select(group=PREFIX + group), key=lambda point: point.name):
             assert point.dist is not None  # entry_points() reads them from packages
+            if point.dist.name == "largebatch":  # of an older version
+                continue
             entry = Entry(point.value, point.dist.name, point.dist.version)
             entries.setdefault(point.name, []).append(entry)
     return groups
@@ -148,25 +148,3 @@ def resolve(target: str) -> Any:  # noqa: ANN401 -- any object
     for name in path.split("."):
         value = getattr(value, name)
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Marks the type of a key whose value is the name of a part: `Annotated[str, Named(...)]`."""
-
-    group: Group
-    ours: tuple[str, ...]
-    """The names of this package."""
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Return the schema of the names that are known when the first recipe is read."""
-        names = dict.fromkeys([*self.ours, *installed(self.group)])
-        for name in list(names):
-            try:
-                require_one_owner(self.group, name, ours=self.ours)
-            except RecipeError as error:
-                refuse(self.group, name, str(error))
-                del names[name]
-        return core_schema.literal_schema(list(names))
