@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, needs_dali, open_cache, photograph, png_folder, run_cached, view
+from decoding import augmented, needs_dali, photograph, png_folder, run_cached, run_on_device
 from decoding import run as decode
 from PIL import Image
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
-from largebatch.data.decoders import dali, pixel_cache, torchvision
+from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
@@ -164,9 +164,7 @@ def test_cached_images_are_resized_on_the_gpu_like_on_the_cpu(
 def kept_on(
     device: torch.device, index: Index, requests: list[Request], **changes: object
 ) -> Batches:
-    return pixel_cache.decode_on_device(
-        pixel_cache.upload(open_cache(index), device), view(**changes), requests
-    )
+    return run_on_device(index, requests, device=device, **changes)
 
 
 def opened(way: str, index: Index, requests: list[Request]) -> Batches:

@@ -32,9 +32,9 @@ from largebatch.data.decoders.torchvision import AT_A_TIME
 from largebatch.data.index.index import FORMAT, Content, Index, index_of
 from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import (
-    Batches,
     Bytes,
     Decode,
+    DecodedBatches,
     Floats,
     IntArray,
     Request,
@@ -91,8 +91,10 @@ def open_idle_decoder(index: Index, view: View, resources: Resources) -> Iterato
         rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
         return index.labels[samples], [Part(each, _leave) for each in rows]
 
-    def decode(requests: Iterable[Request]) -> Batches:
-        return fill_ahead(read_ahead(requests, reader), divide)
+    def decode(requests: Iterable[Request]) -> DecodedBatches:
+        for reading, batch in fill_ahead(read_ahead(requests, reader), divide):
+            reader.release(reading)
+            yield reading.request, batch
 
     with (
         open_reader(index, resources.reads) as reader,

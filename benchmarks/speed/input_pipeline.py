@@ -62,7 +62,8 @@ def requests(index: Index, batch: int, area: tuple[float, float] = AREA) -> Iter
 def batches(opened: AbstractContextManager[Decode], asked: Iterator[Request]) -> Batches:
     """Decode until the batches are closed."""
     with opened as decode:
-        yield from decode(asked)
+        for _, batch in decode(asked):
+            yield batch
 
 
 def ours(open_decoder: OpenDecoder, index: Index, args: argparse.Namespace) -> Rival:

@@ -19,7 +19,7 @@ _BATCHNORM = ("models/batchnorm.py", "models/batchnorm_functional.py")
 _KERNELS = ("models/fusion.py", "models/kernels")
 _LARS = ("optim/kernels", "optim/lars.py")
 _UPDATE = ("distributed/reducer.py", *_BATCHNORM, "training/loop.py")
-_INPUT = ("data/augment.py", "data/decoders", "data/pipeline.py")
+_INPUT = ("data/augment.py", "data/decoders", "data/decoding.py", "data/pipeline.py")
 
 MEASURED = {
     "audit_cost": ("audit",),

@@ -52,7 +52,7 @@ class Asked(Options):
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 -- of Options
         super().__init__(**given)
-        object.__setattr__(self, "given", given)
+        vars(self)["given"] = given  # the dataclass is frozen
 
 
 _NOTHING = Asked()

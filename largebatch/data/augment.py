@@ -1,13 +1,12 @@
 """Crops, flips and translations: pure functions of the seed and the position in the run.
 
-The decoders apply these numbers and draw none; `translated` moves decoded images, after any of
-them. A box is (top, left, height, width) in source pixels, resized to the model's square input.
+`train_request` draws all numbers of a batch. A decoder crops and flips; `augment` does the rest on
+the device, behind any decoder, cache or prefetcher. A box is (top, left, height, width) in source
+pixels, resized to the model's square input.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import lru_cache, partial
+from contextlib import closing
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,14 @@ from torch import Tensor
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
-from largebatch.data.types import Batches, BoolArray, Decode, IntArray, Request
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    BoolArray,
+    DecodedBatches,
+    IntArray,
+    Request,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -156,29 +162,23 @@ def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@contextmanager
-def translated(opened: AbstractContextManager[Decode]) -> Iterator[Decode]:
-    """Open a decoder, and move its images by `Request.shifts`."""
-    shifts: deque[IntArray | None] = deque()  # of the requests that the decoder reads ahead
+def augmented(decoded: DecodedBatches) -> Batches:
+    """Yield the batches of a decoder, augmented; close the decoder with them."""
+    with closing(decoded):
+        for request, batch in decoded:
+            yield augment(batch, request)
 
-    def noted(requests: Iterable[Request]) -> Iterator[Request]:
-        for request in requests:
-            shifts.append(request.shifts)
-            yield request
 
-    def moved(decode: Decode, requests: Iterable[Request]) -> Batches:
-        shifts.clear()
-        with closing(decode(noted(requests))) as batches:
-            for batch in batches:
-                shift = shifts.popleft()
-                if shift is None:
-                    yield batch
-                else:
-                    (moves,) = Transfer(batch.images.device).send(torch.from_numpy(shift))
-                    yield batch._replace(images=translate(batch.images, moves))
+def augment(batch: Batch, request: Request) -> Batch:
+    """Apply to a decoded batch, on its device, the numbers of its request that are left to apply.
 
-    with opened as decode:
-        yield partial(moved, decode)
+    Nothing is drawn here and no other place changes decoded images, so the result is the same
+    behind every decoder and on any number of workers. A clean request has no such numbers.
+    """
+    if request.shifts is None:
+        return batch
+    (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
+    return batch._replace(images=translate(batch.images, shifts))
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:

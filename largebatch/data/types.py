@@ -25,23 +25,23 @@ class Batch(NamedTuple):
 
 
 Batches = Generator[Batch, None, None]
-"""Batches of a decoder; closing the generator releases threads, files and device memory."""
+"""Batches for the model; closing the generator releases threads, files and device memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One device batch for a decoder: the images, and which part of each.
+    """One device batch for a decoder: the images, and the numbers drawn for each of them.
 
-    A decoder applies these numbers and decides nothing itself, so all decoders, on any number of
-    workers, show the model the same pixels.
+    A decoder applies samples, boxes and flips and decides nothing itself, so all decoders, on any
+    number of workers, show the model the same pixels. It yields the request with its batch:
+    `augment.augment` applies the other numbers on the device.
     """
 
     samples: IntArray  # rows of the index, N
     boxes: IntArray  # top, left, height and width of the part to resize, in source pixels, N x 4
     flips: BoolArray  # True if an image is mirrored left to right after resizing, N
     shifts: IntArray | None = None
-    """Pixels by which the decoded images are moved down and right, N x 2. `translated` applies
-    them after any decoder; None: not moved."""
+    """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,5 +67,12 @@ class Resources(NamedTuple):
     reads: int = 8  # maximum number of images read at the same time
 
 
-Decode = Callable[[Iterable[Request]], Batches]
-"""Yields one batch per request, in order. It can be called again once all are consumed."""
+DecodedBatches = Generator[tuple[Request, Batch], None, None]
+"""Batches of a decoder, each with its request, less the numbers that the decoder has applied.
+
+A batch never parts from its request: decoders and prefetchers work several batches ahead, and a
+list beside them would have to count along.
+"""
+
+Decode = Callable[[Iterable[Request]], DecodedBatches]
+"""Decodes the requests in order. It can be called again once all are consumed."""

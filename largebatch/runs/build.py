@@ -12,7 +12,9 @@ from torch import nn
 from torch.profiler import ProfilerAction, profile
 
 from largebatch import accelerator
-from largebatch.data.pipeline import Pipeline, open_images
+from largebatch.data.decoding import choose_decoding
+from largebatch.data.images import read_images
+from largebatch.data.pipeline import Pipeline, open_images, open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -21,7 +23,7 @@ from largebatch.errors import DeviceMemoryError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.fitting import fitted_plan, kept_plan
+from largebatch.runs.fitting import resolve
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
 from largebatch.runs.proving import settle, switch_off, wait_for_proof
@@ -76,23 +78,14 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began, begun = time.time(), time.monotonic()
-        plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
+        # What the recipe alone decides, and what it cannot be divided into, before images are read.
+        draft = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         section, device = recipe.model, backend.device
         wait_for_proof(device)
         model = build_model(recipe, device)
         require_trainable(model, section.name)
         require_storable(model, section.name)
-        chosen: list[str] = []
-        fit = None
-        if protocol is None and recipe.execution.device_batch is None:
-            kept = None
-            if options.resume:
-                kept, chosen = kept_plan(recipe, options.out, backend)
-            if kept is not None:
-                plan, chosen = kept, chosen if kept != plan else []
-            elif accelerator.is_remote(device):
-                fit = partial(fitted_plan, recipe, plan, model, backend)
-        sizes = {piece.image_size for piece in plan.sizes}
+        sizes = {piece.image_size for piece in draft.sizes}
         require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
         require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
         # A server without a learner sees the time only when learners rest, and would mistake the
@@ -101,16 +94,19 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         limit = None if serves else options.time_limit
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
         alone = protocol is not None  # each worker's gradients are its own, for the servers
-        folder, dataset = options.data, options.dataset
+        # Cached images take memory of a GPU, so the device batch is measured after them.
+        images = read_images(recipe, backend, folder=options.data, dataset=options.dataset)
+        passes = draft.epoch(draft.updates)
+        decoding = choose_decoding(recipe, images, backend, passes=passes)
+        resumes = options.out if options.resume else None
+        plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
+        if decoding.remark is not None:
+            remarks.insert(0, decoding.remark)
         with (
-            closing(
-                open_images(recipe, plan, backend, folder=folder, dataset=dataset, fit=fit)
-            ) as pipeline,
+            closing(open_pipeline(recipe, plan, images, decoding, backend)) as pipeline,
             stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
         ):
-            plan = pipeline.plan
-            pipeline.chosen.extend(chosen)
-            proven = settle(recipe, pipeline, model, backend, options)
+            proven = settle(recipe, plan, images.train, model, backend, options)
             if recipe.execution.compile:
                 from largebatch.models.compiled import compile_model
 
@@ -134,6 +130,8 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
                     wants_stop=wants_stop,
                     began=began,
                     proven=proven,
+                    remarks=remarks,
+                    ignored=images.ignored,
                 )
 
 

@@ -22,7 +22,7 @@ from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import open_measuring
-from largebatch.runs.folder import check_folder, record, remember, remembered
+from largebatch.runs.folder import check_folder, recorded, remember, remembered
 from largebatch.runs.options import Options
 from largebatch.runs.weights import WEIGHTS, named_as, read_classes, read_weights, state_for
 from largebatch.storage import remove_content
@@ -128,20 +128,20 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.plan)
 
-        def polish() -> bool:
-            assert session.polish.statistics is not None
-            if session.backend.rank == 0:
-                remember(options.out, options)
-            session.judge.end(stage, num_steps=session.state.progress.updates)
-            polish_statistics(session.judge, session.polish.statistics)
-            return True
-
+        assert session.polish.statistics is not None
         try:
-            return record(session, options, polish)
+            with recorded(session, options) as recording:
+                if session.backend.rank == 0:
+                    remember(options.out, options)
+                session.judge.end(stage, num_steps=session.state.progress.updates)
+                polish_statistics(session.judge, session.polish.statistics)
+                recording.complete = True
         except (CheckpointError, OSError):  # a full disk: files would block the next try
             if session.backend.rank == 0:
                 remove_content(options.out)
             raise
+        assert recording.summary is not None
+        return recording.summary
 
 
 def restore(session: Session, saved: Saved) -> None:

@@ -46,6 +46,27 @@ _PART = 1 / 8
 _COPIES = 4  # copies of the weights besides the gradients: moments, averages and sums
 
 
+def resolve(
+    recipe: Recipe, draft: Plan, model: nn.Module, backend: Backend, *, resumes: Path | None
+) -> tuple[Plan, list[str]]:
+    """Return the plan of a run, the same on all workers, and remarks on its device batch.
+
+    `draft` is any plan of the recipe for these workers. The device batch is that of the recipe, or
+    of the run in the folder `resumes`, or the largest that fits the memory that is free now.
+    """
+    if recipe.protocol is not None or recipe.execution.device_batch is not None:
+        return draft, []
+    remarks: list[str] = []
+    if resumes is not None:
+        plan, remarks = kept_plan(recipe, resumes, backend)
+        if plan is not None:
+            return plan, remarks if plan != draft else []
+    if not accelerator.is_remote(backend.device):
+        return draft, remarks
+    plan, reason = fitted_plan(recipe, draft, model, backend)
+    return plan, [reason, *remarks]
+
+
 def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> tuple[Plan, str]:
     """Return the plan with the largest device batch that fits every worker, and the reason.
 

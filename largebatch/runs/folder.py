@@ -4,9 +4,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -110,10 +110,22 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         yield trackers
 
 
-def record(session: Session, options: Options, work: Callable[[], bool]) -> Summary:
-    """Do the work in the run folder; write its summary in any case, and its report by `options`.
+@dataclass
+class Recording:
+    """What a block of `recorded` sets, and what it then has."""
 
-    `work` returns True if the run is complete. Only worker 0 writes to the folder.
+    complete: bool = False
+    """True if the run is complete; set it at the end of the block."""
+
+    summary: Summary | None = None
+    """Content of summary.json, after a block that no error ended."""
+
+
+@contextmanager
+def recorded(session: Session, options: Options) -> Iterator[Recording]:
+    """Record a block in the run folder: its summary in any case, its report if `options` want it.
+
+    Only worker 0 writes to the folder.
     """
     folder = options.out
     draws = options.report
@@ -123,9 +135,10 @@ def record(session: Session, options: Options, work: Callable[[], bool]) -> Summ
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()
+        recording = Recording()
         try:
             with failures_named():
-                complete = work()
+                yield recording
                 session.saver.finish()
         except SmallerBatchError:
             session.saver.finish()
@@ -142,8 +155,8 @@ def record(session: Session, options: Options, work: Callable[[], bool]) -> Summ
             with suppress(CheckpointError):
                 _finish(session, folder, end, draws=draws)
             raise
-        end = end_of(session, options, complete=complete)
-        return _finish(session, folder, end, draws=draws)
+        end = end_of(session, options, complete=recording.complete)
+        recording.summary = _finish(session, folder, end, draws=draws)
 
 
 class _End(NamedTuple):
@@ -302,8 +315,9 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
-    data = options.data and Path(options.data).absolute()
-    text = _OPTIONS.dump_json(replace(options, data=data), indent=1)
+    if options.data is not None:  # the next command may be given in another folder
+        options = replace(options, data=options.data.absolute())
+    text = _OPTIONS.dump_json(options, indent=1)
     with writing(folder):
         write_whole(folder / OPTIONS, text)
 

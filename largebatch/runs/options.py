@@ -1,27 +1,25 @@
 """The options of a run that are not in its recipe, declared once.
 
-The command line reads their names, help and types here, `run` takes them as keywords, and local
-workers get them as JSON.
+The command line reads their names, help and types here, and local workers get them as JSON. `run`
+writes the same options out as keywords; a test holds the three together.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import wraps
-from inspect import Parameter as Argument
-from inspect import signature
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, Self, TypeVar
-from typing import get_type_hints as hints_of
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from cyclopts import Group, Parameter, Token
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError
 from largebatch.recipe.installed import installed
-from largebatch.recipe.loading import override_words
+
+if TYPE_CHECKING:
+    from cyclopts.completion import CompletionContext
 
 Resume = bool | Literal["auto"]
 """auto: resume if there is a checkpoint, else start."""
@@ -61,8 +59,8 @@ def _positive(_: object, value: float | None) -> None:
         raise ValueError("Expected a number above 0.")
 
 
-def _as_utf8(path: Path, option: str) -> Path:
-    """Return a path, which options.json and the log hold; raise LargebatchError if they cannot."""
+def _require_utf8(path: Path, option: str) -> None:
+    """Raise LargebatchError unless options.json and the log can hold a path."""
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
@@ -70,7 +68,6 @@ def _as_utf8(path: Path, option: str) -> Path:
             f"--{option} {path}: the name of a folder on this path is not UTF-8, so that no record "
             "can hold it; rename it, or pass a link to it: ln -s FOLDER NAME"
         ) from None
-    return path
 
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
@@ -106,7 +103,7 @@ def completing(
 _HELP = "A YAML file, or the name of an installed recipe."
 RecipeFile = Annotated[Path, Parameter(completer=completing(".yaml", installed), help=_HELP)]
 Overrides = Annotated[
-    Sequence[str],
+    tuple[str, ...],
     OF_RECIPE,
     Parameter(
         name="--set",
@@ -114,26 +111,8 @@ Overrides = Annotated[
         help="Override a key of the recipe, such as seed=3; may be repeated.",
     ),
 ]
-Imports = Annotated[Sequence[str], OF_RECIPE, Parameter(name="--import", metavar="MODULE")]
+Imports = Annotated[tuple[str, ...], OF_RECIPE, Parameter(name="--import", metavar="MODULE")]
 AsJson = Annotated[bool, Parameter(name="--json", help="Print the result as JSON, and only that.")]
-
-if TYPE_CHECKING:
-    from cyclopts.completion import CompletionContext
-
-    class _Path:
-        """A Path, for which mypy accepts a str too in the call that creates the options."""
-
-        def __get__(self, options: object, kind: type) -> Path: ...
-        def __set__(self, options: object, value: Path | str) -> None: ...
-
-    class _Overrides:
-        """Words of --set, for which mypy accepts a mapping too."""
-
-        def __get__(self, options: object, kind: type) -> Sequence[str]: ...
-        def __set__(self, options: object, value: Sequence[str] | Mapping[str, object]) -> None: ...
-
-else:
-    _Path, _Overrides = Annotated[Folder, OF_FOLDER], Overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +133,7 @@ class Workers:
 class Changes:
     """What is changed in a recipe, and what it needs to be imported."""
 
-    overrides: _Overrides = ()  # type: ignore[assignment]
+    overrides: Overrides = ()
     """Changes to the recipe, as KEY=VALUE."""
 
     device_batch: Annotated[int | None, OF_RECIPE, Parameter(metavar="N")] = None
@@ -166,45 +145,43 @@ class Changes:
     imports: Imports = ()
     """Module to import first: it may register models with timm; may be repeated."""
 
-    def __post_init__(self) -> None:
-        """Convert paths given as str, lists and mappings, as Python's callers pass them."""
-        object.__setattr__(self, "overrides", override_words(self.overrides))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in {"out", "data"} and value is not None:
-                object.__setattr__(self, field.name, _as_utf8(Path(value), field.name))
-            elif isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
-
     @property
     def changes(self) -> list[str]:
         """All changes to the recipe, as KEY=VALUE."""
-        own = {"device_batch": self.device_batch, "decoder": self.decoder}
-        given = [f"execution.{key}={value}" for key, value in own.items() if value is not None]
-        return [*self.overrides, *given]
+        changes = [*self.overrides]
+        if self.device_batch is not None:
+            changes.append(f"execution.device_batch={self.device_batch}")
+        if self.decoder is not None:
+            changes.append(f"execution.decoder={self.decoder}")
+        return changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | str | None, OF_DATA, Parameter(metavar="DIR")] = None
+    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
     """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
     """Images instead from module:function, which returns data sets (train, val)."""
 
+    def __post_init__(self) -> None:
+        """Raise LargebatchError for images that no record can name."""
+        if self.data is not None:
+            _require_utf8(self.data, "data")
+
     def options(self, *, out: Path) -> "Options":
         """Return the options of a run in `out` on this machine, all changes among its overrides."""
-        own = {"overrides": tuple(self.changes), "device_batch": None, "decoder": None}
-        return Options(**(vars(self) | own), out=out)
+        as_words = {"overrides": tuple(self.changes), "device_batch": None, "decoder": None}
+        return Options(**(vars(self) | as_words), out=out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Machine):
     """All options of a run."""
 
-    out: _Path = NEW_FOLDER  # type: ignore[assignment]
+    out: Annotated[Folder, OF_FOLDER] = NEW_FOLDER
     """Run folder."""
 
     resume: Annotated[Resume, OF_FOLDER, Parameter(metavar="yes|auto", show_choices=False)] = False
@@ -232,11 +209,16 @@ class Options(Machine):
     ] = None
     """Write trace.json, of these updates, counted from 1."""
 
-    allow: Annotated[Sequence[str], OF_FOLDER, Parameter(metavar="KEY")] = ()
+    allow: Annotated[tuple[str, ...], OF_FOLDER, Parameter(metavar="KEY")] = ()
     """Key that may differ from the resumed run, such as schedule.peak_lr; may be repeated."""
 
     report: Annotated[bool, Parameter(parse=False)] = True
     """True to draw the report at the end; `largebatch report` draws it later."""
+
+    def __post_init__(self) -> None:
+        """Raise LargebatchError for folders that no record can name."""
+        super().__post_init__()
+        _require_utf8(self.out, "out")
 
     @property
     def shared(self) -> dict[str, object]:
@@ -256,44 +238,18 @@ class Options(Machine):
         )
         return whole.without_changes()
 
+    def continued(self, *, seconds: float) -> Self:
+        """Return the options with which a run is started again, `seconds` after these.
+
+        The time limit is the command's, not each start's.
+        """
+        limit = self.time_limit
+        if limit is None:
+            return replace(self, resume="auto")
+        left = max(0.0, limit - seconds)
+        whole_limit = self.whole_limit or limit
+        return replace(self, resume="auto", time_limit=left, whole_limit=whole_limit)
+
     def without_changes(self) -> Self:
         """Return the options for a recipe to which the changes have been applied."""
         return replace(self, overrides=(), device_batch=None, decoder=None)
-
-
-_First = TypeVar("_First")
-_Result = TypeVar("_Result")
-_P = ParamSpec("_P")
-
-
-def with_options(
-    make: Callable[_P, Options],
-) -> Callable[[Callable[[_First, Options], _Result]], Callable[Concatenate[_First, _P], _Result]]:
-    """Return a decorator that replaces a parameter Options by its fields as keywords."""
-
-    def decorate(
-        function: Callable[[_First, Options], _Result],
-    ) -> Callable[Concatenate[_First, _P], _Result]:
-        @wraps(function)
-        def call(recipe: _First, /, *args: _P.args, **options: _P.kwargs) -> _Result:
-            if args:
-                raise TypeError(
-                    f"{function.__name__}: {args[0]!r:.60} has no keyword; for changes of the "
-                    "recipe pass overrides="
-                )
-            return function(recipe, make(*args, **options))
-
-        hints = hints_of(Options)  # without what the command line needs
-        hints |= {"out": Path | str, "overrides": Sequence[str] | Mapping[str, object]}
-        keywords = [
-            Argument(field.name, Argument.KEYWORD_ONLY, default=field.default,
-                     annotation=hints[field.name])
-            for field in fields(Options)
-            if field.name != "whole_limit"
-        ]  # fmt: skip
-        own = signature(function)
-        first = next(iter(own.parameters.values()))
-        call.__dict__["__signature__"] = own.replace(parameters=[first, *keywords])
-        return call
-
-    return decorate

@@ -75,7 +75,7 @@ def predict(
     plan = make_plan(recipe.mathematics)
     plan = plan.measuring(workers=1, device_batch=recipe.execution.device_batch)
     scores: list[Tensor] = []
-    with join(Options(backend="serial", imports=imports), {"command": "predict"}) as backend:
+    with join(Options(backend="serial", imports=tuple(imports)), {"command": "predict"}) as backend:
         network = build_model(recipe, backend.device)
         saved.load_into(network)
         if recipe.evaluation.views > 1:
@@ -162,4 +162,5 @@ def _decode(
     starts = range(0, len(files), resources.batch_size)
     parts = (range(start, min(start + resources.batch_size, len(files))) for start in starts)
     with open_prefetcher(view, resources) as fill_ahead:
-        yield from fill_ahead(parts, divide)
+        for _, batch in fill_ahead(parts, divide):
+            yield batch

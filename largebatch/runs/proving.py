@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
-from largebatch.data.pipeline import DTYPES, Pipeline
+from largebatch.data.index.index import Index
+from largebatch.data.pipeline import DTYPES
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import agree, gather_values
 from largebatch.distributed.backend import Backend
@@ -67,22 +68,23 @@ def switch_off(recipe: Recipe, device: torch.device) -> None:
 
 
 def settle(
-    recipe: Recipe, pipeline: Pipeline, model: nn.Module, backend: Backend, options: Options
+    recipe: Recipe, plan: Plan, index: Index, model: nn.Module, backend: Backend, options: Options
 ) -> str | None:
     """Decide with all workers what this run uses; return a line for the log, None on a CPU.
 
-    Raises RecipeError, on every worker, if a graph is required and refused.
+    `index` is that of the training images. Raises RecipeError, on every worker, if a graph is
+    required and refused.
     """
     device = backend.device
     has_crops = device.type in pixel_cache.DEVICES
-    pixels = pixel_cache.one_size(pipeline.train_index) if has_crops else None
+    pixels = pixel_cache.one_size(index) if has_crops else None
     has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     if not parts:  # on no worker
         return None
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
-    settings, key = _settings(recipe, pipeline.plan, pixels, options.imports)
+    settings, key = _settings(recipe, plan, pixels, options.imports)
 
     def prove() -> dict[str, Finding]:
         if not tried:

@@ -7,6 +7,7 @@ charts and checkpoints/. It is made after everything that a user can get wrong h
 import gc
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ import torch
 from pydantic import TypeAdapter
 
 from largebatch import accelerator
-from largebatch.distributed.environment import join_slurm, own_rank, require_alone, worker_rank
+from largebatch.distributed.environment import (
+    TIMEOUT_SECONDS,
+    BackendName,
+    join_slurm,
+    own_rank,
+    require_alone,
+    worker_rank,
+)
 from largebatch.errors import (
     BackendError,
     PlanError,
@@ -26,7 +34,7 @@ from largebatch.errors import (
 from largebatch.formatting import plural
 from largebatch.models import kernels
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.loading import load_recipe, override_words
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session, with_profiler
 from largebatch.runs.fitting import halve, keep
@@ -34,14 +42,16 @@ from largebatch.runs.folder import (
     check_folder,
     finished_summary,
     read_checkpoint,
-    record,
+    recorded,
     remember,
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved
-from largebatch.runs.options import Options, chosen_folder, with_options
+from largebatch.runs.options import NEW_FOLDER, Options, Resume, chosen_folder
 from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
+from largebatch.training.checkpoint import Checkpoint
+from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
 
 _SLOW = (
@@ -54,14 +64,47 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 """The arguments of local workers, as JSON."""
 
 
-@with_options(Options)
-def run(recipe: Recipe | Path | str, options: Options) -> Summary:
+def run(  # noqa: PLR0913 -- the options of a run
+    recipe: Recipe | Path | str,
+    *,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    device_batch: int | None = None,
+    decoder: str | None = None,
+    imports: Sequence[str] = (),
+    data: Path | str | None = None,
+    dataset: str | None = None,
+    out: Path | str = NEW_FOLDER,
+    resume: Resume = False,
+    max_steps: int | None = None,
+    time_limit: float | None = None,
+    profile: tuple[int, int] | None = None,
+    allow: Sequence[str] = (),
+    report: bool = True,
+    workers: int = 1,
+    restarts: int = 0,
+    min_workers: int | None = None,
+    backend: BackendName = "auto",
+    timeout: float = TIMEOUT_SECONDS,
+) -> Summary:
     """Train, polish and evaluate a recipe; return the content of summary.json, and the folder.
 
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
-    then with `overrides` such as ["seed=3"] or {"seed": 3}. All keywords are the fields of
-    `largebatch.runs.options.Options`. Starts `workers` processes on this machine, unless torchrun,
-    horovodrun or srun started this one among several; they import `dataset` and `imports`.
+    then with `overrides` such as ["seed=3"] or {"seed": 3}; `device_batch` and `decoder` override
+    the keys of `execution`. `imports` are modules to import first, which may register models with
+    timm. Images are those of the folder `data`, or of `dataset`, "module:function", which returns a
+    training and a validation data set.
+
+    The run folder is `out`. `resume` continues the run in it; "auto" starts one if there is no
+    checkpoint. The run stops after `max_steps` updates in all or before `time_limit` seconds, and
+    can be resumed. `profile` writes a trace of these updates, first and last. `allow` are keys that
+    may differ from the resumed run, such as "schedule.peak_lr". `report`: draw the report at the
+    end.
+
+    Starts `workers` processes on this machine, unless torchrun, horovodrun or srun started this one
+    among several; they import `dataset` and `imports`. Workers that died are started again, at most
+    `restarts` times, and at least `min_workers` of them. `backend` sums gradients, by default the
+    launcher's; a worker waits `timeout` seconds for another, six times as long until the first
+    update.
 
     An interrupted run returns too: the `status` of its Summary is then "interrupted", and the same
     call with its run folder as `out` and resume=True continues it.
@@ -74,6 +117,26 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
     >>> summary.steps, summary.status
     (1, 'paused')
     """
+    options = Options(
+        overrides=override_words(overrides),
+        device_batch=device_batch,
+        decoder=decoder,
+        imports=tuple(imports),
+        data=None if data is None else Path(data),
+        dataset=dataset,
+        out=Path(out),
+        resume=resume,
+        max_steps=max_steps,
+        time_limit=time_limit,
+        profile=profile,
+        allow=tuple(allow),
+        report=report,
+        workers=workers,
+        restarts=restarts,
+        min_workers=min_workers,
+        backend=backend,
+        timeout=timeout,
+    )
     changes = options.changes
     if isinstance(recipe, (str, Path)):
         recipe = load_recipe(recipe, changes)
@@ -81,15 +144,24 @@ def run(recipe: Recipe | Path | str, options: Options) -> Summary:
         raise TypeError(f"recipe: expected a name, a path or a Recipe, got {type(recipe).__name__}")
     elif changes:
         raise ValueError(f"{', '.join(changes)}: pass this to load_recipe, or a recipe's name here")
-    summary = start(recipe, options.without_changes())
-    assert summary.folder is not None
-    if own_rank() == 0 and (page := summary.folder / REPORT).is_file():
+    options = prepare(recipe, options.without_changes())
+    # The choice of `start`: a call of it here would be one more room on the way to the model.
+    summary = run_worker(recipe, options) if workers == 1 else run_workers(recipe, options)
+    page = options.out / REPORT
+    if own_rank() == 0 and page.is_file():
         write_to(sys.stdout, printable(f"report: {page}\n"))
-    return summary
+    return replace(summary, folder=options.out)
 
 
 def start(recipe: Recipe, options: Options) -> Summary:
     """Do what `run` does, for a loaded recipe."""
+    options = prepare(recipe, options)
+    worker = run_worker if options.workers == 1 else run_workers
+    return replace(worker(recipe, options), folder=options.out)
+
+
+def prepare(recipe: Recipe, options: Options) -> Options:
+    """Check what a user can get wrong before a process is started; choose the run folder."""
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
@@ -98,18 +170,15 @@ def start(recipe: Recipe, options: Options) -> Summary:
         if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
-            require_stored(Path(options.data), purpose="tracking: [mlperf]")
-    if options.workers == 1:
-        summary = run_worker(recipe, options)
-    else:
+            require_stored(options.data, purpose="tracking: [mlperf]")
+    if options.workers > 1:
         make_plan(recipe, workers=options.workers, backend=options.backend)
-        restarting(recipe, options)
-        summary = TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
-    return replace(summary, folder=options.out)
+    return options
 
 
 def _require_options(options: Options) -> None:
-    workers, least = options.workers, options.min_workers
+    workers = options.workers
+    least = options.min_workers
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts --workers again; leave it out, and repeat this with --resume auto"
@@ -126,7 +195,7 @@ def _require_options(options: Options) -> None:
         )
 
 
-def restarting(recipe: Recipe, options: Options) -> None:
+def run_workers(recipe: Recipe, options: Options) -> Summary:
     """Start local workers; if one dies, start all again from the newest checkpoint.
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
@@ -135,103 +204,134 @@ def restarting(recipe: Recipe, options: Options) -> None:
     """
     from largebatch.runs.launch import start_workers
 
-    workers, left = options.workers, options.restarts
+    workers = options.workers
     least = options.min_workers or workers
-    start, limit = time.monotonic(), options.time_limit
+    restarts = options.restarts
+    started = time.monotonic()
+    following = options
     while True:
         saved = describe_saved(options.out)
-        command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
+        command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, following)).decode()]
         try:
-            horovod = options.backend == "horovod"
-            return start_workers(command, workers=workers, horovod=horovod)
+            start_workers(command, workers=workers, horovod=options.backend == "horovod")
+            return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
         except SmallerBatchError as error:
             reason = str(error)
         except WorkerFailedError as error:
-            if not left:
+            if not restarts:
                 raise
-            reason, left = str(error), left - 1
+            reason = str(error)
+            restarts -= 1
             if describe_saved(options.out) == saved:
-                for number in range(workers - 1, least - 1, -1):  # the next one that divides it
-                    with suppress(PlanError):
-                        make_plan(recipe, workers=number, backend=options.backend)
-                        workers = number
-                        break
-        if limit is not None:  # it is the command's, not each start's
-            limit_left = max(0.0, limit - (time.monotonic() - start))
-            options = replace(options, time_limit=limit_left, whole_limit=limit)
-        options = replace(options, resume="auto")
+                workers = _fewer_workers(recipe, options, workers, least=least)
+        following = options.continued(seconds=time.monotonic() - started)
         write_to(
             sys.stderr,
             f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
-            f"starting {plural(workers, 'worker')} again, {plural(left, 'restart')} left\n",
+            f"starting {plural(workers, 'worker')} again, {plural(restarts, 'restart')} left\n",
         )
 
 
+def _fewer_workers(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:
+    """Return the next smaller number of workers that divides the recipe, if it has one."""
+    for number in range(workers - 1, least - 1, -1):
+        with suppress(PlanError):
+            make_plan(recipe, workers=number, backend=options.backend)
+            return number
+    return workers
+
+
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker; if it is alone and ran out of memory, again with a smaller device batch."""
-    begun, limit = time.monotonic(), options.time_limit
+    """Run one worker; if it is alone and ran out of memory, again with a smaller device batch.
+
+    Raises SmallerBatchError if it is one of several: then all of them have to start again.
+    """
+    started = time.monotonic()
+    following = options
     while True:
         try:
-            return _run_worker(recipe, options)
+            with open_session(recipe, following, {"command": "train"}) as session:
+                checkpoint = read_checkpoint(
+                    following.out, session.backend, resume=following.resume
+                )
+                finished = _restore(session, checkpoint, following)
+                if finished is not None:
+                    return finished
+                until = following.max_steps
+                if until is None:
+                    until = session.plan.updates
+                profiled, profiler = with_profiler(session, following, until=until)
+                with recorded(session, following) as recording:
+                    _note_choices(session, following, is_new=checkpoint is None)
+                    is_out_of_memory = False
+                    try:
+                        with accelerator.memory_errors(), profiler:
+                            recording.complete = run_stages(profiled, until=until)
+                    except torch.OutOfMemoryError:
+                        is_out_of_memory = True
+                    if is_out_of_memory:  # here the failed pass is no longer referenced
+                        raise halve(session, following.out)
+                assert recording.summary is not None
+                return recording.summary
         except SmallerBatchError as error:
             if not error.alone:
                 raise
-        gc.collect()  # the tensors of the session before
-        left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
-        whole_limit = options.whole_limit or limit
-        options = replace(options, resume="auto", time_limit=left, whole_limit=whole_limit)
+        # The tensors of this session leave the device before the next one is opened.
+        del session, profiled, profiler, recording
+        gc.collect()
+        following = options.continued(seconds=time.monotonic() - started)
 
 
-def _run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Run one worker; raise SmallerBatchError if the run can continue after memory ran out."""
+def _restore(session: Session, checkpoint: Checkpoint | None, options: Options) -> Summary | None:
+    """Load what the run begins with, if anything; return the summary of a run that has finished."""
+    recipe = session.saver.recipe
     folder = options.out
-    with open_session(recipe, options, {"command": "train"}) as session:
-        saver = session.saver
-        checkpoint = read_checkpoint(folder, session.backend, resume=options.resume)
-        if checkpoint is not None:
-            here, splits = recipe.mathematics.model_dump(mode="json"), session.pipeline.splits
-            again = options.resume == "auto"
-            require_same_run(checkpoint, here, splits, folder, allow=options.allow, again=again)
-            require_resumable(checkpoint, session.plan, folder)
-            saver.restore(checkpoint, source=str(folder))
-            finished = finished_summary(folder, session.backend)
-            if finished is not None and len(finished.stages) == len(checkpoint.stages):
-                if session.backend.rank == 0:
-                    write_to(sys.stdout, printable(f"{folder}: already finished\n"))
-                return finished  # if the numbers differ, its last checkpoint is damaged
-        elif recipe.model.weights is not None:
+    if checkpoint is None:
+        if recipe.model.weights is not None:
             from largebatch.runs.weights import begin_with
 
             drawn = recipe.model.head_std is not None
-            file = Path(recipe.model.weights)
-            begin_with(file, session.state, session.backend, drawn=drawn)
-        until = session.plan.updates if options.max_steps is None else options.max_steps
-        profiled, profiler = with_profiler(session, options, until=until)
+            begin_with(Path(recipe.model.weights), session.state, session.backend, drawn=drawn)
+        return None
+    require_same_run(
+        checkpoint,
+        recipe.mathematics.model_dump(mode="json"),
+        session.pipeline.splits,
+        folder,
+        allow=options.allow,
+        again=options.resume == "auto",
+    )
+    require_resumable(checkpoint, session.plan, folder)
+    session.saver.restore(checkpoint, source=str(folder))
+    summary = finished_summary(folder, session.backend)
+    if summary is None or len(summary.stages) != len(checkpoint.stages):
+        return None  # if the numbers differ, its last checkpoint is damaged
+    if session.backend.rank == 0:
+        write_to(sys.stdout, printable(f"{folder}: already finished\n"))
+    return summary
 
-        def train() -> bool:
-            if session.backend.rank == 0:
-                remember(folder, options)
-                keep(folder, session.backend, session.plan)
-            session.backend.barrier()  # a worker that runs out of memory keeps a smaller one
-            pipeline = session.pipeline
-            remarks: list[str | None] = [
-                *(pipeline.remarks if checkpoint is None else pipeline.chosen)
-            ]
-            if recipe.precision != "fp32" and session.backend.device.type == "cpu":
-                remarks.append(_SLOW.format(recipe.precision))
-            if recipe.execution.compile:
-                remarks.append(_COMPILING)
-            if session.backend.device.type in kernels.DEVICES:
-                from largebatch.models.fusion import describe_pairs
 
-                remarks += describe_pairs(session.state.model)
-            if options.resume == "auto" and checkpoint is None:
-                remarks.append(f"no checkpoint in {folder}; starting a new run")
-            remarks += [session.proven, recipe.tracking.remark]
-            for remark in filter(None, remarks):
-                session.log.note("train", remark)
-            with suppress(torch.OutOfMemoryError), accelerator.memory_errors(), profiler:
-                return run_stages(profiled, until=until)
-            raise halve(session, folder)  # here, where the failed pass is no longer referenced
+def _note_choices(session: Session, options: Options, *, is_new: bool) -> None:
+    """Keep the choices for this machine in the run folder, and note them in the log."""
+    recipe, backend = session.saver.recipe, session.backend
+    if backend.rank == 0:
+        remember(options.out, options)
+        keep(options.out, backend, session.plan)
+    backend.barrier()  # a worker that runs out of memory keeps a smaller one
+    remarks: list[str | None] = [*session.remarks]
+    if is_new:
+        remarks += session.ignored
+    if recipe.precision != "fp32" and backend.device.type == "cpu":
+        remarks.append(_SLOW.format(recipe.precision))
+    if recipe.execution.compile:
+        remarks.append(_COMPILING)
+    if backend.device.type in kernels.DEVICES:
+        from largebatch.models.fusion import describe_pairs
 
-        return record(session, options, train)
+        remarks += describe_pairs(session.state.model)
+    if options.resume == "auto" and is_new:
+        remarks.append(f"no checkpoint in {options.out}; starting a new run")
+    remarks += [session.proven, recipe.tracking.remark]
+    for remark in remarks:
+        if remark:
+            session.log.note("train", remark)

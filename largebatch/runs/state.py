@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -113,10 +113,13 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     wants_stop: Callable[[], StopCause | None] = lambda: None,
     began: float | None = None,
     proven: str | None = None,
+    remarks: Sequence[str] = (),
+    ignored: Sequence[str] = (),
 ) -> Session:
     """Build what runs the stages; its records go into the run folder. `alone` as in build_state.
 
-    `began` is the start of this worker in seconds since 1970, `proven` as in Session.
+    `began` is the start of this worker in seconds since 1970, `proven`, `remarks` and `ignored` as
+    in Session.
     """
     plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
     polish = recipe.polish or Polish.model_construct()
@@ -168,6 +171,8 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         polish=polish,
         began=time.time() if began is None else began,
         proven=proven,
+        remarks=tuple(remarks),
+        ignored=tuple(ignored),
     )
 
 

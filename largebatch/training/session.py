@@ -133,6 +133,12 @@ class Session(Training):
     proven: str | None = None
     """Which kernels and graphs are used, and what their trials showed; None on a CPU."""
 
+    remarks: tuple[str, ...] = ()
+    """What was chosen for this machine, such as the device batch, and why, for the log."""
+
+    ignored: tuple[str, ...] = ()
+    """Descriptions of the files of the data that are not used."""
+
     @property
     def evaluator(self) -> Evaluator:
         """Measures the current model."""
@@ -156,25 +162,19 @@ class Session(Training):
             )
         )
 
-    def make_updates(self, part: Part) -> None:
-        """Make these updates of a stage; evaluate, compare and save between them."""
+    def evaluate_and_save(self, part: Part, *, since: int) -> None:
+        """Evaluate, compare and save as is due after the updates of a stage since step `since`."""
         saver = self.saver
+        done = self.state.progress.step
         points = self.plan.evaluate_after  # in rising order, up to 100,000 of them
-        done = part.steps.start
-        with closing(self.updates(self, part)) as updates:
-            for _ in updates:
-                before, done = done, self.state.progress.step
-                passed = bisect_right(points, before) < bisect_right(points, done)
-                evaluates = passed and done < part.steps.stop  # the stage's end has its own
-                saves = evaluates or saver.is_due(since=before)  # compares weights too
-                if saver.comparison_is_due(since=before) and not saves:
-                    saver.compare()
-                if evaluates:
-                    self.step_log.flush()
-                    self.state.progress.note(self.judge.evaluate(part.stage))
-                if saves:
-                    self.step_log.flush()
-                    saver.save()
-                if self.requests.stopped or done >= part.end:
-                    break
-        self.step_log.flush()
+        passed = bisect_right(points, since) < bisect_right(points, done)
+        evaluates = passed and done < part.steps.stop  # the stage's end has its own
+        saves = evaluates or saver.is_due(since=since)  # compares weights too
+        if saver.comparison_is_due(since=since) and not saves:
+            saver.compare()
+        if evaluates:
+            self.step_log.flush()
+            self.state.progress.note(self.judge.evaluate(part.stage))
+        if saves:
+            self.step_log.flush()
+            saver.save()

@@ -7,7 +7,7 @@ To add one, write a function `(session, steps, until)`, add a row to STAGES and 
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,8 +50,15 @@ def run_updates(
     judge.begin()
     diverged: str | None = None
     try:
-        left = range(state.progress.step, steps.stop)
-        session.make_updates(Part(name, left, end, clean))
+        done = state.progress.step
+        part = Part(name, range(done, steps.stop), end, clean)
+        with closing(session.updates(session, part)) as updates:
+            for _ in updates:
+                session.evaluate_and_save(part, since=done)
+                done = state.progress.step
+                if session.requests.stopped or done >= end:
+                    break
+        session.step_log.flush()
     except DivergedError as error:
         if not state.snapshot:  # nothing to roll back to
             raise

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,20 @@ def test_a_flag_works_with_and_without_a_word_and_leaves_a_path_alone() -> None:
 
 def test_the_command_line_run_and_the_workers_share_one_declaration() -> None:
     # A restart sets whole_limit, and no user does.
-    names = [field.name for field in fields(Options) if field.name != "whole_limit"]
-    assert list(signature(run).parameters) == ["recipe", *names]
+    defaults = {field.name: field.default for field in fields(Options)}
+    del defaults["whole_limit"]
+    keywords = {name: it.default for name, it in signature(run).parameters.items()}
+    assert keywords == {"recipe": Signature.empty, **defaults}
+    arguments = make_app()["train"].assemble_argument_collection()
+    of_command = {it.keys[0] for it in arguments if it.keys and it.parse}
+    assert of_command == {*defaults} - {"report"}  # the command always draws it
+    call, _ = parse(["train", "digits_96"])
+    assert isinstance(call, partial)
+    assert call.keywords == {}  # so its defaults are those of Options
     options = Options(
-        out="runs/x", data=Path("images"), imports=["mine"], allow=["data.index"], resume="auto",
-        max_steps=7, timeout=300.0, time_limit=5400.0, profile=(3, 5), overrides=["seed=2"],
+        out=Path("runs/x"), data=Path("images"), imports=("mine",), allow=("data.index",),
+        resume="auto", max_steps=7, timeout=300.0, time_limit=5400.0, profile=(3, 5),
+        overrides=("seed=2",),
         device_batch=48, workers=4, restarts=2,
     )  # fmt: skip
     assert given(

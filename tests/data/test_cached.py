@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, open_cache, png_folder, run, run_cached, view
+from decoding import augmented, open_cache, png_folder, run, run_cached, run_on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,9 +42,7 @@ def form(request: pytest.FixtureRequest, tmp_path: Path, own_cache: None) -> tup
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: Any) -> Batches:  # noqa: ANN401 -- of any kind, as view's
     if way == "device":
-        return pixel_cache.decode_on_device(
-            pixel_cache.upload(open_cache(index), CPU), view(**changes), requests
-        )
+        return run_on_device(index, requests, **changes)
     return run_cached(index, requests, **changes)
 
 

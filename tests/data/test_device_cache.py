@@ -21,14 +21,16 @@ from decoding import CPU, open_cache, png_folder
 from on_forked_workers import on_forked_workers
 
 from largebatch import load_recipe, proof
-from largebatch.data import pipeline as pipelines
+from largebatch.data import decoding
 from largebatch.data.decoders import pixel_cache
+from largebatch.data.images import read_images
 from largebatch.data.order import _draw
-from largebatch.data.pipeline import open_images
+from largebatch.data.pipeline import DTYPES, Pipeline, open_images, open_pipeline
 from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 
 WHOLE = ("data.crop_area=null", "data.image_size=32")
@@ -47,11 +49,23 @@ def a_recipe(*changes: str) -> Recipe:
     )
 
 
+def opened_images(
+    recipe: Recipe, folder: Path, backend: Backend | None = None
+) -> tuple[str, Pipeline]:
+    """Return the remark on the choice of a decoding, and the pipeline."""
+    plan = make_plan(recipe)
+    backend = backend or Serial(CPU)
+    images = read_images(recipe, backend, folder=folder)
+    passes = plan.epoch(plan.updates)
+    chosen = decoding.choose_decoding(recipe, images, backend, passes=passes)
+    return chosen.remark or "", open_pipeline(recipe, plan, images, chosen, backend)
+
+
 def batches(recipe: Recipe, folder: Path, device: torch.device | None) -> list[Batch]:
     """Return updates of three epochs and an evaluation, from a device or the memory of the CPU."""
     pipeline = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder)
     if device is not None:
-        dtype = pipelines.DTYPES[recipe.precision]
+        dtype = DTYPES[recipe.precision]
         uploaded = pixel_cache.upload(open_cache(pipeline.train_index), device)
         pipeline = replace(
             pipeline,
@@ -135,7 +149,7 @@ def launches(recipe: Recipe, images: Path, with_kernel: bool) -> dict[str, float
     pairs = zip(found, expected, strict=True)
     both = ((a.images.cpu(), b.images) for a, b in pairs)
     apart = max(float((a - b.to(a.dtype)).abs().max()) for a, b in both)
-    assert {batch.images.dtype for batch in found} == {pipelines.DTYPES[recipe.precision]}
+    assert {batch.images.dtype for batch in found} == {DTYPES[recipe.precision]}
     return {**counts, "apart": apart}
 
 
@@ -186,20 +200,15 @@ def test_pixels_are_kept_where_they_fit(
         opened.append(arguments[-1])  # the cache
         return nullcontext
 
-    monkeypatch.setattr(pipelines, "_open_cached", note)
+    monkeypatch.setattr(decoding, "_open_cached", note)
     if memory is not None:
         monkeypatch.setattr(pixel_cache, "AUTOMATIC", 2**31 if memory <= 1e9 else 0)
         monkeypatch.setattr("largebatch.accelerator.is_remote", lambda _: True)
         monkeypatch.setattr("largebatch.accelerator.free_memory_bytes", lambda _: memory)
 
-    def fit() -> tuple[Plan, str]:
-        opened.append("fitted")
-        return make_plan(recipe, fits=2), ""
-
-    found = open_images(recipe, make_plan(recipe), Serial(CPU), folder=folder(32, 32), fit=fit)
-    assert opened == [*filter(None, [expected]), "fitted"]  # memory that cached pixels leave free
-    assert found.plan.device_batch == 2
-    assert any("execution.cache" in remark for remark in found.remarks) == (expected is not None)
+    remark, _ = opened_images(recipe, folder(32, 32))
+    assert opened == ([] if expected is None else [expected])
+    assert ("execution.cache" in remark) == (expected is not None)
 
 
 def test_pixels_that_cannot_be_written_are_decoded_each_time_unless_they_are_asked_for(
@@ -212,11 +221,11 @@ def test_pixels_that_cannot_be_written_are_decoded_each_time_unless_they_are_ask
     images = folder(32, 32)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
-        found = open_images(automatic, make_plan(automatic), Serial(CPU), folder=images)
+        remark, pipeline = opened_images(automatic, images)
         with pytest.raises(DataError, match=r"execution\.cache"):
             open_images(asked, make_plan(asked), Serial(CPU), folder=images)
-    assert any("each time" in remark for remark in found.chosen)
-    for ours, theirs in zip(found.validation(), batches(asked, images, None)[10:], strict=True):
+    assert "each time" in remark
+    for ours, theirs in zip(pipeline.validation(), batches(asked, images, None)[10:], strict=True):
         assert torch.equal(ours.images, theirs.images)
 
 
@@ -262,13 +271,13 @@ def test_where_a_gpu_is_full_all_workers_take_the_next_cache_unless_it_is_asked_
     with monkeypatch.context() as patched:
         patched.setattr("largebatch.accelerator.is_remote", lambda _: True)
         patched.setattr("largebatch.accelerator.free_memory_bytes", lambda _: 1e9)
-        found = open_images(automatic, make_plan(automatic), backend, folder=images)
+        remark, pipeline = opened_images(automatic, images, backend)
         assert OtherWorker.uploaded
         OtherWorker.uploaded = False
         with pytest.raises(pixel_cache.DeviceFullError):
             open_images(asked, make_plan(asked), backend, folder=images)
-    assert any(expected in remark for remark in found.chosen)
-    for ours, theirs in zip(found.validation(), expects, strict=True):
+    assert expected in remark
+    for ours, theirs in zip(pipeline.validation(), expects, strict=True):
         assert torch.equal(ours.images, theirs.images)
 
 

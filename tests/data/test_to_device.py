@@ -8,20 +8,18 @@ import accelerator
 import pytest
 import torch
 from decoding import (
-    CPU,
     Decode,
     augmented,
     both_decoders,
-    open_cache,
     png_folder,
     run,
     run_cached,
-    view,
+    run_on_device,
 )
 from on_forked_workers import on_forked_workers
 from torch import Tensor
 
-from largebatch.data.decoders import pixel_cache, torchvision
+from largebatch.data.decoders import torchvision
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batch, Batches
@@ -97,11 +95,8 @@ def test_decoders_return_the_same_values_in_the_models_memory_format(
 def test_cached_pixels_are_returned_in_the_models_memory_format(tmp_path: Path) -> None:
     folder = png_folder(tmp_path, one_size=True)
     requests = augmented(folder, 5, 4)
-    there = pixel_cache.upload(open_cache(folder), CPU)
     assert_reordered(lambda **changes: run_cached(folder, requests, **changes))
-    assert_reordered(
-        lambda **changes: pixel_cache.decode_on_device(there, view(**changes), requests)
-    )
+    assert_reordered(lambda **changes: run_on_device(folder, requests, **changes))
 
 
 def assert_reordered(batches: Callable[..., Batches]) -> None:

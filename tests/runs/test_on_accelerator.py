@@ -216,7 +216,7 @@ def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
         "training/checkpoint.py",
         "distributed/connection.py",  # before the first update, as the next three
         "data/decoders/pixel_cache.py",
-        "data/pipeline.py",
+        "data/decoding.py",
         "runs/fitting.py",
     }
     often = {line: number for line, number in waits["pageable"].items() if number >= BEFORE}

@@ -81,7 +81,7 @@ def test_predictions_are_those_of_the_evaluation(
     cache: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores: list[Tensor] = []
-    options = Options(data=photos / "data", overrides=[f"execution.cache={cache}"])
+    options = Options(data=photos / "data", overrides=(f"execution.cache={cache}",))
     run, checkpoint = find_checkpoint(photos / "run")
     evaluate_checkpoint(run, options, each=lambda logits, _: scores.append(logits))
     expected = torch.cat(scores).softmax(1)

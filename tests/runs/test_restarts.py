@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mlperf_logs import finish
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log, weights
 
 from largebatch import run
@@ -18,7 +19,8 @@ from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFa
 from largebatch.runs import launch
 from largebatch.runs import run as runs
 from largebatch.runs.options import Options
-from largebatch.runs.run import JOB, restarting, start
+from largebatch.runs.run import JOB, run_workers, start
+from largebatch.tracking.events import SUMMARY, write_json
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(
@@ -54,6 +56,8 @@ class Machine:
         end = self.ends[len(self.started) - 1]
         if end == "saved":
             (self.folder / f"step-{len(self.started):08d}.safetensors").touch()
+        if end == "well":
+            write_json(self.folder.parent / SUMMARY, finish().summary)
         if end == "user":
             raise DataError("image.png: not an image")
         if end != "well":
@@ -82,7 +86,7 @@ def test_workers_that_died_are_started_again(
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(launch, "start_workers", machine.start)
     options = Options(out=tmp_path, workers=4, restarts=3, min_workers=least)
-    restarting(a_recipe(CLEAN), options)
+    run_workers(a_recipe(CLEAN), options)
     assert machine.started == started
     assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
 
@@ -100,7 +104,7 @@ def test_workers_are_not_restarted_indefinitely(
     machine = Machine(tmp_path, ends)
     monkeypatch.setattr(launch, "start_workers", machine.start)
     with pytest.raises(error):
-        restarting(a_recipe(CLEAN), Options(out=tmp_path, workers=2, restarts=2))
+        run_workers(a_recipe(CLEAN), Options(out=tmp_path, workers=2, restarts=2))
     assert len(machine.started) == len(ends)
 
 
@@ -112,7 +116,7 @@ def test_the_time_limit_is_that_of_all_starts_together(
     monkeypatch.setattr(launch, "start_workers", machine.start)
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
     options = Options(out=tmp_path, time_limit=250.0, workers=2, restarts=2)
-    restarting(a_recipe(CLEAN), options)
+    run_workers(a_recipe(CLEAN), options)
     assert machine.limits == [250.0, 150.0, 0.0]
 
 
@@ -123,7 +127,7 @@ def test_after_one_worker_ran_out_of_memory_all_continue_with_half_of_the_device
     changes = ("execution.checkpoints.every_steps=2", "model.arguments.drop_rate=0")
     recipe = a_recipe(CLEAN, changes=changes)
     run(recipe, out=tmp_path / "whole")
-    options = Options(out=tmp_path / "run", workers=2, imports=["short_of_memory"], report=False)
+    options = Options(out=tmp_path / "run", workers=2, imports=("short_of_memory",), report=False)
     assert start(recipe, options).status == "finished"
     starts = log(tmp_path / "run", "start")
     assert [it["resume_step"] for it in starts] == [0, 2]

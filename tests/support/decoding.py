@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.data.types import Batches, Request, Resources, View
+from largebatch.data.types import Batches, DecodedBatches, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -97,12 +97,22 @@ def decode_all(
     opened: AbstractContextManager[types.Decode], requests: Iterable[Request]
 ) -> Batches:
     """Decode with a decoder that is closed with its batches."""
-    with opened as decode:
-        yield from decode(iter(requests))
+    with opened as decode, closing(decode(iter(requests))) as decoded:
+        for _, batch in decoded:
+            yield batch
+
+
+def run_on_device(
+    index: Index, requests: Iterable[Request], *, device: torch.device = CPU, **changes: object
+) -> Batches:
+    """Decode from pixels on a device; `changes` are to the view."""
+    uploaded = pixel_cache.upload(open_cache(index), device)
+    decode = partial(pixel_cache.decode_on_device, uploaded, view(**changes))
+    return decode_all(nullcontext(decode), requests)
 
 
 def with_decoder(
-    pipeline: Pipeline, decode: Callable[[Index, Iterable[Request]], Batches]
+    pipeline: Pipeline, decode: Callable[[Index, Iterable[Request]], DecodedBatches]
 ) -> Pipeline:
     """Return a pipeline in which this takes the place of every decoder."""
     return replace(
@@ -115,7 +125,7 @@ def with_decoder(
 def noting(pipeline: Pipeline, asked: list[Request]) -> Pipeline:
     """Return a pipeline that decodes nothing and adds its requests to a list."""
 
-    def note(_: Index, wanted: Iterable[Request]) -> Batches:
+    def note(_: Index, wanted: Iterable[Request]) -> DecodedBatches:
         asked.extend(wanted)
         yield from ()
 

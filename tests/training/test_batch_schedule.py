@@ -15,7 +15,7 @@ from largebatch import run
 from largebatch.data.index.index import Index
 from largebatch.data.order import sample_ids
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batches, Request
+from largebatch.data.types import DecodedBatches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 
@@ -82,7 +82,7 @@ def test_workers_see_together_the_samples_of_one_in_the_order_of_a_constant_batc
     opened = open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
     shares: list[list[Request]] = []
 
-    def note(_: Index, wanted: Iterable[Request]) -> Batches:
+    def note(_: Index, wanted: Iterable[Request]) -> DecodedBatches:
         shares.append(list(wanted))
         yield from ()
 

@@ -30,10 +30,10 @@ from largebatch.data.index.headers import TRANSPOSED
 from largebatch.data.index.index import Index
 from largebatch.data.types import (
     Batch,
-    Batches,
     BoolArray,
     Bytes,
     Decode,
+    DecodedBatches,
     IntArray,
     Request,
     Resources,
@@ -91,11 +91,11 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
         pipeline.set_outputs(_graph(dali, source, view, hints, on_gpu=on_gpu))
     transfer = Transfer(device)
 
-    def decode(requests: Iterable[Request]) -> Batches:
+    def decode(requests: Iterable[Request]) -> DecodedBatches:
         stream = torch.cuda.current_stream(device) if on_gpu else None
         under_way = deque[_UnderWay]()
-        sizes = deque[list[int]]()  # of the batches in each run
-        readings = read_ahead(_join(requests, most, sizes), reader)
+        joined = deque[list[Request]]()  # of each run that DALI has begun
+        readings = read_ahead(_join(requests, most, joined), reader)
         with closing(_inputs(dali, index, readings, under_way)) as inputs:
             source.inputs = inputs
             try:
@@ -116,10 +116,10 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
                     _turn_resized(pixels, index, reading.request)
                     labels = torch.from_numpy(index.labels[reading.request.samples])
                     (sent,) = transfer.send(labels)
-                    in_this_run = sizes.popleft()
-                    parts = zip(pixels.split(in_this_run), sent.split(in_this_run), strict=True)
-                    for images_of_batch, labels_of_batch in parts:
-                        yield Batch(images_of_batch, labels_of_batch)
+                    in_this_run = joined.popleft()
+                    sizes = [len(request.samples) for request in in_this_run]
+                    batches = map(Batch, pixels.split(sizes), sent.split(sizes))
+                    yield from zip(in_this_run, batches, strict=True)
             finally:
                 source.inputs = iter(())
 
@@ -181,23 +181,27 @@ def _graph(
     )
 
 
-def _join(requests: Iterable[Request], most: int, sizes: deque[list[int]]) -> Iterator[Request]:
-    """Yield requests joined to at most `most` images; append the number of each to `sizes`."""
+def _join(
+    requests: Iterable[Request], most: int, joined: deque[list[Request]]
+) -> Iterator[Request]:
+    """Yield requests joined to at most `most` images; append the parts of each to `joined`."""
     several: list[Request] = []
 
-    def joined() -> Request:
-        sizes.append([len(request.samples) for request in several])
-        parts = ([getattr(it, name) for it in several] for name in ("samples", "boxes", "flips"))
-        samples, boxes, flips = map(np.concatenate, parts)
-        return Request(samples=samples, boxes=boxes, flips=flips)
+    def join() -> Request:
+        joined.append(several)
+        return Request(
+            samples=np.concatenate([request.samples for request in several]),
+            boxes=np.concatenate([request.boxes for request in several]),
+            flips=np.concatenate([request.flips for request in several]),
+        )
 
     for request in requests:
         if several and sum(len(it.samples) for it in (*several, request)) > most:
-            yield joined()
-            several.clear()
+            yield join()
+            several = []
         several.append(request)
     if several:
-        yield joined()
+        yield join()
 
 
 def _inputs(

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +37,10 @@ from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.index import Index
 from largebatch.data.types import (
     Batch,
-    Batches,
     BoolArray,
     Bytes,
     Decode,
+    DecodedBatches,
     Floats,
     IntArray,
     Request,
@@ -283,8 +283,11 @@ def upload(cache: PixelCache, device: torch.device) -> Uploaded:
         ) from None
 
 
-def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
-    """Yield one batch for each request, its numbers computed ahead, its images moved."""
+def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> DecodedBatches:
+    """Yield one batch for each request, its numbers computed ahead.
+
+    Images are moved as they are cut out, in the same kernel, so no shifts are left to apply.
+    """
     pixels, size = uploaded.pixels, view.image_size
     transfer, places = Transfer(pixels.device), _places(size, pixels.device)
     (scale,) = transfer.send(torch.tensor([view.mean, view.std]).mul_(255).view(2, 3, 1, 1))
@@ -321,9 +324,10 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
             (numbers,) = transfer.send(on_host)
             whole = len(request.samples) > 0 and (request.boxes[:, 2:] == size).all()
             if whole and pixels.device.type in DEVICES and proof.uses(proof.CROPS, pixels.device):
-                yield Batch(by_kernel(numbers), numbers[-1])
+                images = by_kernel(numbers)
             else:
-                yield Batch(by_pytorch(request, numbers), numbers[-1])
+                images = by_pytorch(request, numbers)
+            yield replace(request, shifts=None), Batch(images, numbers[-1])
 
 
 @lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
+from largebatch.data.types import Batch, Bytes, Floats, IntArray, Resources, View
 
 Order = TypeVar("Order")  # description of a batch: a request, alone or with the bytes read for it
 
@@ -79,8 +79,8 @@ def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
 Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]
 """Returns the labels of a batch, and its parts."""
 
-FillAhead = Callable[[Iterable[Order], Divide[Order]], Batches]
-"""Yields a batch for each order, with AHEAD more in progress."""
+FillAhead = Callable[[Iterable[Order], Divide[Order]], Generator[tuple[Order, Batch], None, None]]
+"""Yields each order with its batch, with AHEAD more in progress."""
 
 
 class _Pending(NamedTuple):
@@ -118,18 +118,23 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
             images = images if view.channels_last else images.contiguous()
         return Batch(images.to(view.dtype), labels)
 
-    def batches(orders: Iterable[Order], divide: Divide[Order]) -> Batches:
-        started: deque[_Pending] = deque()
+    def batches(
+        orders: Iterable[Order], divide: Divide[Order]
+    ) -> Generator[tuple[Order, Batch], None, None]:
+        started: deque[tuple[Order, _Pending]] = deque()
         try:
             for order in orders:
-                started.append(start(*divide(order)))
+                started.append((order, start(*divide(order))))
                 if len(started) > AHEAD:
-                    yield finish(started.popleft())
+                    oldest, pending = started.popleft()
+                    yield oldest, finish(pending)
             while started:
-                yield finish(started.popleft())
+                oldest, pending = started.popleft()
+                yield oldest, finish(pending)
         finally:
-            for job in (job for pending in started for job in pending.jobs):
-                job.cancel()
+            for _, pending in started:
+                for job in pending.jobs:
+                    job.cancel()
 
     with ThreadPoolExecutor(resources.threads, thread_name_prefix="decode") as pool:
         yield batches

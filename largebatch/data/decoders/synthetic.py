@@ -17,7 +17,15 @@ from torch.nn import functional as F
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import (
+    Batch,
+    Decode,
+    DecodedBatches,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 
 SIDE = 8  # side of the grid of colours that an image is interpolated from
 
@@ -43,7 +51,9 @@ def open_decoder(index: Index, view: View, resources: Resources) -> AbstractCont
     return nullcontext(partial(_decode, index, view, resources.device))
 
 
-def _decode(index: Index, view: View, device: torch.device, requests: Iterable[Request]) -> Batches:
+def _decode(
+    index: Index, view: View, device: torch.device, requests: Iterable[Request]
+) -> DecodedBatches:
     center = torch.tensor(view.mean, device=device).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).view(3, 1, 1)
     order = torch.channels_last if view.channels_last else torch.contiguous_format
@@ -59,7 +69,7 @@ def _decode(index: Index, view: View, device: torch.device, requests: Iterable[R
         grid = F.affine_grid(placement, shape, align_corners=False)
         images = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)
         images = images.sub_(center).div_(spread).contiguous(memory_format=order)
-        yield Batch(images.to(view.dtype), classes)
+        yield request, Batch(images.to(view.dtype), classes)
 
 
 def _colours(stream: Stream, numbers: IntArray) -> np.ndarray:

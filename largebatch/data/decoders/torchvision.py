@@ -5,7 +5,7 @@ Pillow releases the interpreter lock while it decodes and resizes, so threads ar
 
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,16 @@ from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.headers import is_heic
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Request, Resources, View
+from largebatch.data.types import (
+    Bytes,
+    Decode,
+    DecodedBatches,
+    Floats,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 from largebatch.errors import DataError
 from largebatch.optional import require_heif, require_torchvision
 
@@ -47,8 +56,11 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
         parts = [Part(part, partial(_decode_some, reading, part, view)) for part in rows]
         return index.labels[samples], parts
 
-    def decode(requests: Iterable[Request]) -> Batches:
-        return fill_ahead(read_ahead(requests, reader), divide)
+    def decode(requests: Iterable[Request]) -> DecodedBatches:
+        with closing(fill_ahead(read_ahead(requests, reader), divide)) as filled:
+            for reading, batch in filled:
+                reader.release(reading)  # all its images are decoded
+                yield reading.request, batch
 
     with (
         open_reader(index, resources.reads) as reader,

@@ -75,5 +75,5 @@ def _cropped(
     uploaded: Uploaded, view: View, request: Request, device: torch.device, refusal: str | None
 ) -> list[Tensor]:
     with deciding(device, {CROPS: refusal}):
-        (batch,) = decode_on_device(uploaded, view, [request])
+        ((_, batch),) = decode_on_device(uploaded, view, [request])
     return [batch.images]

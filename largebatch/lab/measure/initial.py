@@ -110,8 +110,8 @@ def survey(
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
     begun = time.perf_counter()
     with torchvision.open_decoder(train, view, resources) as decode:
-        for images, _ in decode(requests):
-            colors.add(images)
+        for _, batch in decode(requests):
+            colors.add(batch.images)
     return Survey(
         train=train,
         val=val,

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.optim import SGD
 
+from largebatch.data.images import divide_samples
 from largebatch.data.order import samples_at
-from largebatch.data.pipeline import divide_samples
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import own_part
 from largebatch.distributed.serial import Done, Serial

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from largebatch.data.decoders.synthetic import synthetic_index
 from largebatch.data.pipeline import Pipeline
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, DecodedBatches, Request
 from largebatch.distributed.agreement import share_weights
 from largebatch.errors import DataError
 from largebatch.models.of_recipe import model_without_memory
@@ -173,10 +173,10 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
                 f"data.train_samples is {recipe.data.train_samples:,}"
             )
 
-        def decode(requests: Iterable[Request]) -> Batches:
+        def decode(requests: Iterable[Request]) -> DecodedBatches:
             for request in requests:
                 samples = torch.from_numpy(request.samples).to(backend.device)
-                yield Batch(inputs[samples], targets[samples])
+                yield request, Batch(inputs[samples], targets[samples])
 
         # The index has one pixel for each window: the order of samples needs their number alone.
         content = hashlib.sha256(words.numpy().tobytes())  # all workers must have the same text
