@@ -31,8 +31,8 @@ PREFIX = "largebatch."
 OURS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {
         "decoders": {
-            "dali": "largebatch.data.decoders.dali:open_decoder",
-            "torchvision": "largebatch.data.decoders.torchvision:open_decoder",
+            "dali": "largebatch.data.decoders.dali:require_decoder",
+            "torchvision": "largebatch.data.decoders.torchvision:require_decoder",
         },
         "trackers": {
             "wandb": "largebatch.tracking.wandb:Wandb.follow",
@@ -125,7 +125,10 @@ def require_one_owner(group: Group, name: str, *, ours: Collection[str]) -> None
 
 def missing(group: Group, name: str) -> str:
     """Return what to do about a name that no package has."""
-    return f"no installed package has {name!r} (an entry point of {PREFIX}{group}): install one"
+    return (
+        f"no installed package adds {name!r}: install the one with the entry point {name!r} of "
+        f"{PREFIX}{group}"
+    )
 
 
 _refused: dict[tuple[Group, str], str] = {}

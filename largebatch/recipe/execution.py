@@ -10,6 +10,8 @@ from largebatch.recipe.section import Batch, Positive, Section, Updates
 Cache: TypeAlias = Literal["memory", "device", "none"]
 """Where decoded pixels are kept."""
 
+DEFAULT_DECODER = "torchvision"
+
 
 class CubicGroups(Section):
     """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""

@@ -129,7 +129,9 @@ class Choice(Section):
             return handler(source)
         sections = alternatives(cls).items()
         choices = {kind: handler.generate_schema(section) for kind, section in sections}
-        return core_schema.tagged_union_schema(choices, "kind")
+        # pydantic cannot derive what writes a value where there is no section to choose.
+        writer = None if choices else core_schema.plain_serializer_function_ser_schema(dict)
+        return core_schema.tagged_union_schema(choices, "kind", serialization=writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,18 @@ def sections_of(annotation: object) -> list[type[Section]]:
             return [annotation]
         return list(dict.fromkeys(alternatives(annotation).values()))  # some have several kinds
     return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def group_of(field: FieldInfo) -> registry.Group | None:
+    """Return the group of the parts that a field chooses between; None if it has none."""
+    every = [field.annotation, *field.metadata]
+    for annotation in every:
+        if isinstance(annotation, Named):
+            return annotation.group
+        if isinstance(annotation, type) and issubclass(annotation, Choice):
+            return annotation.group
+        every += get_args(annotation)  # what is inside of a union or a list
+    return None
 
 
 def is_base(section: type[Section]) -> TypeGuard[type[Choice]]:

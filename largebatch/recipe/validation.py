@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.protocols import Protocol
 
@@ -45,7 +46,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         "precision: fp16": recipe.precision == "fp16",
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
         f"monitor: {min(monitored, default='')}": bool(monitored),
-        "execution.decoder: dali": execution.decoder == "dali",
+        f"execution.decoder: {execution.decoder}": execution.decoder not in {None, DEFAULT_DECODER},
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,
     }
