@@ -56,7 +56,7 @@ class Protocol(Choice, _Workers):
         return False
 
     def rate_factor(self, mini_batch: int) -> float:  # noqa: ARG002 -- for subclasses
-        """Return the factor of the learning rate, for mini-batches of so many samples (mu)."""
+        """Return the factor of the learning rate; `mini_batch` is in samples (mu)."""
         return 1.0
 
     def mini_batch(self, global_batch: int) -> int:
