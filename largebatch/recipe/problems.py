@@ -136,9 +136,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
             return "; ".join(filter(None, [f"{where}: {message}, got {given}", meant]))
 
 
-def _of_package(
-    keys: Sequence[str], name: object, root: type[Section], otherwise: str
-) -> str:
+def _of_package(keys: Sequence[str], name: object, root: type[Section], otherwise: str) -> str:
     """Return why the package of a part cannot be used, or that it is missing; else `otherwise`."""
     where = ".".join(key for key in keys if not key.isdigit())
     group = next((group_of(field) for key, _, field in every_field(root) if key == where), None)
