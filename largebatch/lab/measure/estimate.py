@@ -74,7 +74,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     per_sample = seconds / num
     parts = plan.sized(range(plan.train_steps), otherwise=usual)
     parts.append((range(plan.train_steps, plan.updates), usual))
-    passes = sum(
+    num_passes = sum(
         len(steps) * number * (size / side) ** 2
         for part, size in parts
         for steps, _, number in plan.within(part)
@@ -92,7 +92,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         precision=recipe.precision,
         samples=num,
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
-        run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
+        run_seconds=per_sample * plan.device_batch * num_passes + update * plan.updates,
         memory_bytes=copies * weights + kept_by_optimizer + activations * plan.device_batch // num,
         sums=tuple(sum(sent_bytes(weight) for _, weight in group) for group in groups),
     )

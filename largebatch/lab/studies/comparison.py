@@ -19,21 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from largebatch.errors import shorten
 from largebatch.formatting import MISSING
 from largebatch.lab.studies import correlations
-from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.metrics import (
-    ENOUGH_SEEDS,
-    Interval,
-    Measurement,
-    cost,
-    difference,
-    interval,
-    interval_line,
-    ratio,
-    trade_off,
-)
+from largebatch.lab.studies.doubts import Finding, doubts_about, in_no_order
+from largebatch.lab.studies.metrics import Measurement, cost, interval_line, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import RATE, Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
@@ -52,6 +41,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
+from largebatch.report.seeds import ENOUGH_SEEDS, Interval, difference, interval, leads, ratio
 
 __all__ = ["cells_of", "make_page"]
 
@@ -132,10 +122,7 @@ class Ranking:
                 "be beyond"
             )
         level = [one.policy for one in others if one.is_level]
-        if level:
-            names = ", ".join([first.policy, *level])
-            found.append(f"within the noise of each other, so in no order: {names}")
-        return found
+        return [*found, *in_no_order(first.policy, level)]
 
     @property
     def finding(self) -> Finding:
@@ -186,16 +173,13 @@ def rank(
             known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
+    by_policy = {one.policy: one.scores for one in others}
+    over_others = leads(first.scores, by_policy, of_costs=target is not None)
     compared = []
-    for one in others:
-        if target is None:
-            against, equal = difference(first.scores, one.scores, together=len(others)), 0.0
-        else:
-            against, equal = ratio(one.scores, first.scores, together=len(others)), 1.0
-        is_sure = against is not None and against.low > equal
+    for one, lead in zip(others, over_others, strict=True):
         only_it_diverged = one.results.diverged > 0 and not first.results.diverged
-        is_level = bool(one.scores) and not only_it_diverged and not is_sure
-        compared.append(replace(one, against=against, is_level=is_level))
+        is_level = bool(one.scores) and not only_it_diverged and not lead.is_sure
+        compared.append(replace(one, against=lead.gap, is_level=is_level))
     return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
@@ -321,11 +305,7 @@ def gap_between(
     """
     if not best or values.keys() != best.keys():
         return None
-    if higher:
-        return difference(values, best, together=together)
-    if min(*values.values(), *best.values()) <= 0:
-        return None
-    return ratio(values, best, together=together)
+    return (difference if higher else ratio)(values, best, together=together)
 
 
 def level_with(
@@ -336,14 +316,13 @@ def level_with(
     A setting that lacks seeds is one of them unless all its values are missing, as those of runs
     that diverged are.
     """
-    level = []
+    others: dict[str, Mapping[int, float]] = {}
     for name, values in settings.items():
-        if name == best or not values:
-            continue
-        gap = gap_between(values, settings[best], higher=higher, together=len(settings) - 1)
-        if gap is None or (gap.high >= 0 if higher else gap.low <= 1):
-            level.append(name)
-    return level
+        if name != best:
+            is_complete = values.keys() == settings[best].keys()
+            others[name] = values if is_complete else {}
+    compared = leads(settings[best], others, of_costs=not higher)
+    return [lead.over for lead in compared if settings[lead.over] and not lead.is_sure]
 
 
 def transfer_matrix(
@@ -424,10 +403,9 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
             if not others:
                 doubts.append("only one setting was measured")
             level = level_with(best, settings, higher=measure.higher)
-            if level:
-                names = shorten([best, *level])
-                noise[recipe] = f"within the noise of each other, so in no order: {names}"
-                doubts.append(noise[recipe])
+            for doubt in in_no_order(best, level):
+                noise[recipe] = doubt
+                doubts.append(doubt)
             value = interval(settings[best].values())
             yield Finding(
                 about=f"{recipe}, {measure.best}",

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.metrics import CONFIDENCE
 from largebatch.lab.studies.trained import CellResults, Result, value_at
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
 from largebatch.report.pages import Column, Section, Table
+from largebatch.report.seeds import CONFIDENCE
 
 _NOTE = (
     "Spearman's rank correlations of means over seeds, over the settings of a recipe that did not "

@@ -32,7 +32,7 @@ from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
+from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.namespaces import (
     CARD,
     Counters,
@@ -67,6 +67,7 @@ from largebatch.report.pages import (
     columns_over,
     line_chart,
 )
+from largebatch.report.seeds import Interval, interval, ratio
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.launch import reporting_errors

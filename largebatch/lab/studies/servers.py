@@ -45,7 +45,6 @@ from largebatch.lab.studies.hosts import (
     starts_of,
     table_of,
 )
-from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import ALONE, Study
@@ -53,6 +52,7 @@ from largebatch.lab.studies.words import shapes_of
 from largebatch.models import param_groups
 from largebatch.recipe.protocols import Centralised
 from largebatch.report.pages import Page, Section, columns_over, series
+from largebatch.report.seeds import ratio
 
 UPDATES, REPEATS = 20, 5
 """Updates of a simulation, and simulations of each point with other times of gradients."""

@@ -24,20 +24,12 @@ from torch import Tensor
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError, shorten
+from largebatch.errors import DivergedError
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import (
-    CONFIDENCE,
-    Interval,
-    difference,
-    interval,
-    interval_line,
-    point_with_intervals,
-    ratio,
-)
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about, in_no_order
+from largebatch.lab.studies.metrics import interval_line, point_with_intervals
 from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
@@ -69,6 +61,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
+from largebatch.report.seeds import CONFIDENCE, Interval, difference, interval, leads, ratio
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
@@ -440,17 +433,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """
     best = max(rows, key=lambda row: row.top1.mean)
     others = [row for row in rows if row is not best]
-    level = []
-    for row in others:
-        gap = difference(best.by_seed, row.by_seed, together=len(others))
-        if gap is None or gap.low <= 0:
-            level.append(row.words)
+    compared = leads(best.by_seed, {row.words: row.by_seed for row in others})
+    level = [lead.over for lead in compared if not lead.is_sure]
     doubts = doubts_about_rows([best], others)
     if not others:
         doubts.append("only one cell was measured")
-    if level:
-        names = shorten([best.words, *level], between="; ")
-        doubts.append(f"within the noise of each other, so in no order: {names}")
+    doubts += in_no_order(best.words, level, between="; ")
     yield Finding(
         about=f"{name}, the highest top-1",
         text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "

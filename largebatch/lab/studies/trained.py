@@ -28,11 +28,9 @@ from largebatch.errors import (
 )
 from largebatch.lab.studies.doubts import CellRuns
 from largebatch.lab.studies.metrics import (
-    Interval,
     Measurement,
     Robustness,
     has_diverged,
-    interval,
     measurements,
     robustness,
 )
@@ -56,6 +54,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.report.seeds import Interval, interval
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
