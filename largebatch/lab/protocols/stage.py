@@ -143,7 +143,6 @@ class _Segment:
                     step_seconds=seconds,
                     images_per_second=plan.global_batch / seconds,
                 )
-                state.move_average(None)
                 state.count(update, images=plan.batch_at(update), seconds=seconds)
                 self._training.step_log.add_record(step)
         except DivergedError as error:

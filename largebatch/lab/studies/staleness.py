@@ -329,7 +329,6 @@ class _Learners:
                     raise DivergedError(f"update {update}: the loss is not finite")
                 if self.must_stop():
                     raise InterruptedStudyError
-                state.move_average(None)
                 state.count(update, images=size * rule.gradients, seconds=0.0)
         self._average_statistics(state.model)
         self.seconds += time.monotonic() - begun
