@@ -287,7 +287,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
-    runs, left_out = [], []
+    runs = []
+    left_out = []
     for path in folders:
         try:
             runs.append(read_run(path))
@@ -506,9 +507,11 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
 
     every = np.concatenate([at.loss for _, *both in shown for at in both])
     log: Literal["", "y"] = "y" if needs_log_scale(every) else ""
-    accuracy, loss = list[Panel](), list[Panel]()
+    accuracy = list[Panel]()
+    loss = list[Panel]()
     for axis in ("Epoch", "Time, min"):
-        top1s, losses = list[Line](), list[Line]()
+        top1s = list[Line]()
+        losses = list[Line]()
         for look, *both in shown:
             x, x_updates = (at.epoch if axis == "Epoch" else at.seconds / 60 for at in both)
             evaluated, updates = both

@@ -57,6 +57,15 @@ CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
 that the run can resume with a smaller device batch, or Ctrl-C before it could save; besides
 LOST."""
 
+_CODES: dict[type[Exception], int] = {
+    DivergedError: DIVERGED,
+    SmallerBatchError: MEMORY,
+    LargebatchError: USER,  # after its subclasses above: the first that fits counts
+    PeerLostError: LOST,
+    WorkerFailedError: CRASHED,  # of processes that this one started: it has the traceback
+}
+"""Exit codes of errors whose message says all; of others the traceback is reported."""
+
 _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in (*STOPS, CTRL_C)}}
 """Exit codes caused by another process's failure or a request to stop, most informative first; NCCL
 aborts a process that has lost another one."""
@@ -314,23 +323,19 @@ def reporting_errors(name: str | None = None) -> Iterator[None]:
     leave_with(int(os.environ[LAUNCHER]))
     try:
         yield
-    except DivergedError as error:
-        code, message = DIVERGED, str(error)
-    except SmallerBatchError as error:
-        code, message = MEMORY, str(error)
-    except LargebatchError as error:
-        code, message = USER, str(error)
-    except PeerLostError as error:
-        code, message = LOST, str(error)
-    except WorkerFailedError as error:  # of processes that this one started: it has the traceback
-        code, message = CRASHED, str(error)
-    except KeyboardInterrupt:
-        code, message = STOPPED, "stopped"
-    except BaseException:  # the launcher raises it again
-        code, message = CRASHED, f"{name} failed:\n{traceback.format_exc()}"
-    else:
-        return
-    leave_with_error(code, message)
+    except BaseException as error:  # the launcher raises it again
+        code, message = _report(error, name)
+        leave_with_error(code, message)
+
+
+def _report(error: BaseException, name: str) -> tuple[int, str]:
+    """Return the exit code and the message by which a process reports an error."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED, "stopped"
+    return CRASHED, f"{name} failed:\n{''.join(traceback.format_exception(error))}"
 
 
 def leave_with_error(code: int, message: str) -> NoReturn:

@@ -100,7 +100,8 @@ def measure(
     `workers` is the largest number that is to be predicted: for one the link is not measured.
     """
     threads = torch.get_num_threads()
-    backend, work = Serial(), workload(recipe, workers=1)
+    backend = Serial()
+    work = workload(recipe, workers=1)
     plan = work.plan
     device = backend.device
     clock = time.perf_counter if device.type != "cpu" else time.process_time  # of this process
@@ -126,7 +127,8 @@ def measure(
         pipeline = open_images(recipe, plan, shared, folder=data, dataset=dataset)
         read = _images_per_second(pipeline, clock)
         dtype = recipe.reduction.dtype
-        exact, width = kept_exact(dtype, model), 4 if dtype == "fp32" else 2
+        exact = kept_exact(dtype, model)
+        width = 4 if dtype == "fp32" else 2
         grouping = grouping_of(recipe.execution.groups)
         groups = list(divide(model.named_parameters(), grouping=grouping, exact=exact))
     finally:
@@ -161,7 +163,8 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     (0.01, 0.02)
     """
     sizes, seconds = (np.array(list(each), dtype=float) for each in (times, times.values()))
-    table, ones = np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones(len(sizes))
+    table = np.stack([sizes / seconds, 1 / seconds], axis=1)
+    ones = np.ones(len(sizes))
     slope, start = np.linalg.lstsq(table, ones)[0]
     if min(slope, start) < 0:  # then one of the two is 0
         alone = table.sum(axis=0) / np.square(table).sum(axis=0)
@@ -196,7 +199,8 @@ def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:
 
     Raises LargebatchError if the run is too short to be timed.
     """
-    seen, steps = 0, pipeline.plan.train_steps
+    seen = 0
+    steps = pipeline.plan.train_steps
     with closing(pipeline.training(range(steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass

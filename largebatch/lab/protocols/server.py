@@ -55,7 +55,8 @@ class Rule:
     @classmethod
     def of(cls, protocol: Protocol, *, mini_batch: int) -> Self:
         """Return the rule of a protocol; `mini_batch` is in samples (mu)."""
-        learners, gradients = protocol.learners, protocol.gradients
+        learners = protocol.learners
+        gradients = protocol.gradients
         if isinstance(protocol, Hardsync):
             reference = protocol.reference_batch
             rate = math.sqrt(learners * mini_batch / reference) if reference else 1.0
@@ -92,7 +93,8 @@ class MiniBatches:
     """
 
     def __init__(self, rule: Rule, updates: range) -> None:
-        self._rule, self._stop = rule, updates.stop
+        self._rule = rule
+        self._stop = updates.stop
         self._next = updates.start * rule.gradients
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
 
@@ -203,7 +205,8 @@ class ParameterServer:
 
     @torch.no_grad()
     def _apply(self) -> float:
-        taken, self._gradients = self._gradients, []
+        taken = self._gradients
+        self._gradients = []
         if self.rule.waits:  # then the sum does not depend on who was first
             taken.sort(key=lambda one: one[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]

@@ -460,9 +460,12 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     for cell in cells:
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
-    ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
+    ranked = list[Ranked]()
+    found = list[Finding]()
+    sections = list[Section]()
     for recipe, some in recipes.items():
-        title, parts = "Training time, s", list[Part]()
+        title = "Training time, s"
+        parts = list[Part]()
         value: Callable[[CellResults], Interval | None] = partial(
             CellResults.mean, value=TRAINING.of
         )
@@ -486,7 +489,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
             parts.insert(0, trade_off(f"cost-{recipe}", title, points))
         sections.append(Section(title=recipe, parts=parts))
     if is_of_settings:
-        title, note, found = "Settings", _SETTINGS, list(findings(cells))
+        title = "Settings"
+        note = _SETTINGS
+        found = list(findings(cells))
         found += correlations.findings(recipes, CORRELATED, timed=TIMED)
         sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
@@ -496,7 +501,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
             )
     else:
-        title, note, table = "Policies", _POLICIES, _table_of_policies(ranked, targets, looks)
+        title = "Policies"
+        note = _POLICIES
+        table = _table_of_policies(ranked, targets, looks)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
@@ -544,9 +551,11 @@ def _table_of_policies(
     rows: Sequence[Ranked], targets: Sequence[float], looks: Mapping[str, Series]
 ) -> Table:
     cells = [row.results for row in rows]
-    column, details = columns_over(cells), list[Column]()
+    column = columns_over(cells)
+    details = list[Column]()
     for target in targets:
-        of, reach = f"{100 * target:g} %", partial(_spent, target=target)
+        of = f"{100 * target:g} %"
+        reach = partial(_spent, target=target)
         reached = [f"{len(costs(cell, target))} of {len(cell.seeds)}" for cell in cells]
         details += [
             column(f"Updates to {of}", partial(reach, name="step"), ",.0f"),

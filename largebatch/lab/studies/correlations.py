@@ -83,7 +83,8 @@ def numbers_of(cells: Sequence[CellResults]) -> dict[str, list[float]]:
     """
     trees = []
     for cell in cells:
-        recipe, setting = cell.cell.recipe, cell.cell.setting
+        recipe = cell.cell.recipe
+        setting = cell.cell.setting
         plan = make_plan(recipe, workers=setting.workers)
         outside = {
             "workers": setting.workers,

@@ -96,7 +96,8 @@ class PacedCriterion:
     """
 
     def __init__(self, criterion: Criterion, model: nn.Module, seconds: Iterator[float]) -> None:
-        self._criterion, self._seconds = criterion, seconds
+        self._criterion = criterion
+        self._seconds = seconds
         self._begun = 0.0
         self.gradients = 0
         self.late = 0
@@ -287,7 +288,8 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     Raises RecipeError naming the cell if its recipe, relative to `folder`, does not fit, or is
     shorter than what is measured.
     """
-    entry, section = study.recipes[configuration], study.servers or study.scaling
+    entry = study.recipes[configuration]
+    section = study.servers or study.scaling
     on_hosts = entry.on_hosts
     assert on_hosts is not None
     assert section is not None
@@ -298,7 +300,9 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
         base = recipe_of(entry, folder)
         tree = base.model_dump(mode="json")
         tree["batch"]["global_batch"] = workers * computed
-        tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
+        tree["polish"] = None
+        tree["evaluation"] = {}
+        tree["protocol"] = protocol
         recipe = validate_tree(Recipe, tree, source=base.name)
         processes = recipe.protocol.workers if recipe.protocol else workers
         plan = make_plan(recipe, workers=processes)
@@ -358,20 +362,24 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 def measure(cell: HostsCell, options: Options) -> Json:
     """Train, and return the result of this worker."""
-    on_hosts, recipe = cell.on_hosts, cell.recipe
+    on_hosts = cell.on_hosts
+    recipe = cell.recipe
     if recipe.model.name == words.NAME:
         opening = words.open_words(recipe, options)
     else:
         opening = open_session(recipe, options, {"command": "study"})
     with opening as opened:
-        session, paced, rank = opened, None, opened.backend.rank
+        session = opened
+        paced = None
+        rank = opened.backend.rank
         if on_hosts.compute is not None:
             times = on_hosts.compute.times(cell.samples, seed=recipe.seed, worker=rank)
             paced = PacedCriterion(opened.criterion, opened.state.model, times)
             session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
-        optimizer, counters = session.state.updater.optimizer, []
+        optimizer = session.state.updater.optimizer
+        counters = []
         with applied_rates(optimizer) as rates:
             for until in segments_of(on_hosts):
                 STAGES[0].run(session, range(session.plan.train_steps), until)
@@ -405,7 +413,8 @@ def server_bytes(sizes: Sequence[int], protocol: Protocol | None) -> list[int]:
 
 def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
     """Return the variables that torchrun and horovodrun would set, and the network interface."""
-    here, names = hosts[rank], addresses(len(set(hosts)))
+    here = hosts[rank]
+    names = addresses(len(set(hosts)))
     local_rank, local_size = str(hosts[:rank].count(here)), str(hosts.count(here))
     return {
         "RANK": str(rank),

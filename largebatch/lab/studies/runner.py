@@ -138,7 +138,8 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
     """
     runs.store.define(runs.cells)
     pool = _Pool(jobs, in_processes=jobs > 1 or any(cell.own_process for cell in runs.cells))
-    begun, done = time.monotonic(), 0
+    begun = time.monotonic()
+    done = 0
     try:
         with pool.stopping():
             while True:
@@ -429,7 +430,8 @@ def study(  # noqa: PLR0913 -- the options of the command
             "a study starts the workers of its runs itself; start it by itself on every machine, "
             "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
         )
-    given, folder = load_study(file), Path(file).parent
+    given = load_study(file)
+    folder = Path(file).parent
     kind = kind_of(given)
     store = Store(out or Path("runs") / given.name)
     runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)

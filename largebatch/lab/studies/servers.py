@@ -160,7 +160,9 @@ def link_bytes(cell: HostsCell, shares: Sequence[int]) -> list[float]:
 
     `shares` are the bytes on each server; without servers the bytes of all weights.
     """
-    workers, whole, dedicated = cell.workers, sum(shares), servers_of(cell)
+    workers = cell.workers
+    whole = sum(shares)
+    dedicated = servers_of(cell)
     if dedicated is None:
         return [2 * whole * (workers - 1) / workers] * workers
     if dedicated:
@@ -334,8 +336,10 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
     """
     for central, beside in pairs_of(rows):
-        cell, doubts = beside.cell, doubts_about_rows([central, beside], rows)
-        times, text = ratio(beside.throughputs, central.throughputs), ""
+        cell = beside.cell
+        doubts = doubts_about_rows([central, beside], rows)
+        times = ratio(beside.throughputs, central.throughputs)
+        text = ""
         if times is None:
             doubts.append("no two starts of one seed")
         else:

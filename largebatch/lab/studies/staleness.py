@@ -171,7 +171,8 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
             sigma = learners if given == "lambda" else given
             rate = f"-{modulation}" if sigma else ""  # all modulations of hardsync are one
             variant = f"{times}-sigma{sigma}-mu{mu}-lambda{learners}{rate}"
-            base, protocol = bases[name], {"learners": learners, "servers": {"centralised": 1}}
+            base = bases[name]
+            protocol = {"learners": learners, "servers": {"centralised": 1}}
             if sigma:
                 protocol |= {"kind": "softsync", "n": sigma, "modulation": modulation}
             else:
@@ -525,10 +526,12 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
     """
     # One learner alone is never late, so it says nothing about the others.
     free = [row for row in rows if row.cell.sigma and not is_alone(row.cell)]
-    gradients, late = sum(sum(row.counts) for row in free), sum(row.late for row in free)
+    gradients = sum(sum(row.counts) for row in free)
+    late = sum(row.late for row in free)
     if gradients:
         latest = max(free, key=lambda row: row.largest_tau / row.cell.sigma)
-        share, doubts = late / gradients, doubts_about_rows(free)
+        share = late / gradients
+        doubts = doubts_about_rows(free)
         # One-sided tests of the bound, as if gradients were late independently of each other.
         binomial = require_scipy("scipy.stats").binom
         fewer = float(binomial.cdf(late, gradients, LATE_SHARE)) < 1 - CONFIDENCE
@@ -546,7 +549,8 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
             f"updates, {latest.largest_tau / latest.cell.sigma:.2f} sigma, of {latest.words}",
             doubts=doubts,
         )
-    joined, gaps = diagonals(rows), {}
+    joined = diagonals(rows)
+    gaps = {}
     # The lowest and the highest of several cells are chosen among all pairs of them.
     pairs = sum(math.comb(len(inside), 2) for inside in joined.values())
     for point, inside in joined.items():
@@ -557,7 +561,8 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
     if gaps:
         widest = max(gaps, key=lambda point: gaps[point].mean)
         protocol, samples = widest
-        gap, doubts = gaps[widest], doubts_about_rows(joined[widest])
+        gap = gaps[widest]
+        doubts = doubts_about_rows(joined[widest])
         if gap.low <= 0:
             doubts.append("within the noise of seeds")
         yield Finding(
@@ -738,7 +743,8 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     panels: dict[str, list[StalenessRow]] = {}  # only cells of one are compared
     for row in rows:
         panels.setdefault(f"{row.cell.configuration}, {row.cell.times}", []).append(row)
-    trade_offs, histograms = list[Chart](), list[Chart]()
+    trade_offs = list[Chart]()
+    histograms = list[Chart]()
     for place, (panel, inside) in enumerate(panels.items()):
         trade_offs.append(trade_off_chart(f"trade-off-{place}", panel, inside, looks))
         late = [row for row in inside if row.cell.sigma and not is_alone(row.cell)]

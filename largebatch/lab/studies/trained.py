@@ -474,7 +474,8 @@ def usage_of(read: Run) -> dict[str, float]:
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
-    seconds, reads = table("seconds"), table("read_bytes")
+    seconds = table("seconds")
+    reads = table("read_bytes")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
     return {
         **used,
