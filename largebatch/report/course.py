@@ -35,7 +35,8 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     How long a stage without updates took is in the summary; without one its evaluation is counted.
     What is only monitored at its end is not.
     """
-    step, lengths = values_of(run.steps, "step"), _finite(values_of(run.steps, "step_seconds"))
+    step = values_of(run.steps, "step")
+    lengths = _finite(values_of(run.steps, "step_seconds"))
     ends = np.concatenate(([0.0], np.cumsum(lengths)))
     alone = [stage for stage in run.stages if stage.name not in run.by_stage]
     whole = {stage.name: stage.result.seconds for stage in alone if stage.result}
@@ -54,7 +55,8 @@ def _finite(seconds: float | FloatArray) -> FloatArray:
 
 def evaluations_of(run: Run) -> Course:
     """Return every evaluation of what was kept; times are NaN where a checkpoint was polished."""
-    kept, seconds = run.kept_evaluations, _clock(run)[1]
+    kept = run.kept_evaluations
+    seconds = _clock(run)[1]
     if not run.steps:
         seconds[:] = math.nan
     stages = [stage.name for stage in run.stages if stage.kept]

@@ -76,7 +76,8 @@ def measured(run: Run) -> list[Step]:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
-    found, batch = part.found, run.plan.batch_at(part.last)
+    found = part.found
+    batch = run.plan.batch_at(part.last)
     begin = f"Over the last {plural(found.updates, 'update')} the gradient noise scale is "
     if not math.isfinite(found.high):
         return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."

@@ -103,7 +103,8 @@ class Question:
 
     def this_machine(self, step_seconds: float) -> Cluster:
         """Measure this machine; raise LargebatchError where its share of the time is too short."""
-        recipe, own = self.recipe, self.options
+        recipe = self.recipe
+        own = self.options
         update = step_seconds * self.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
@@ -165,7 +166,9 @@ class Question:
         seeds = 0
         found: Edges = ()
         while seeds < SEEDS and needed <= self.share("edges"):
-            begin, seeds, tests = monotonic(), seeds + 1, []
+            begin = monotonic()
+            seeds += 1
+            tests = []
             for size in batches:  # earlier seeds are kept
                 rates = plan_range(at_batch(self.recipe, size), seeds=seeds)
                 options = replace(self.options, out=self.options.out / f"range-{size}")
@@ -173,7 +176,8 @@ class Question:
                 assert test is not None
                 upper = test.bounds["upper"]
                 tests.append((size, upper.value if upper else None))
-            found, needed = tuple(tests), monotonic() - begin
+            found = tuple(tests)
+            needed = monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(
                 f"{plural(seeds, 'seed')} of each range test, at batches of {batches[0]:,} and "
@@ -251,7 +255,8 @@ class Advice:
     @property
     def advised(self) -> Recipe:
         """The recipe in the chosen batch, with its epochs and its learning rate."""
-        chosen, recipe = self.chosen, self.recipe
+        chosen = self.chosen
+        recipe = self.recipe
         if not self.keeps:
             recipe = at_batch(recipe, chosen.batch, epochs=chosen.epochs, rate=self.rate)
         return recipe.model_copy(update={"name": f"{recipe.name[:80]}-{chosen.batch}"})
@@ -279,7 +284,8 @@ def advise(question: Question) -> Advice:
     Raises LargebatchError where the recipe or the images cannot be measured or the minutes are too
     few, InterruptedStudyError if a run is asked to stop.
     """
-    recipe, batch = question.recipe, question.recipe.batch.global_batch
+    recipe = question.recipe
+    batch = recipe.batch.global_batch
     _require_fitting(question)
     plan = make_plan(at_constant_rate(recipe, updates=LEAST), workers=question.here)
     # Twice, because other programs slow one of them.
@@ -332,7 +338,8 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Ro
     The recipe's own epochs are taken to be right for its batch.
     """
     rows: list[Row] = []
-    recipe, batch = question.recipe, question.recipe.batch.global_batch
+    recipe = question.recipe
+    batch = recipe.batch.global_batch
     length = make_plan(recipe, workers=question.options.workers)
     epochs = length.epoch(length.steps)
 
@@ -371,7 +378,8 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
 def describe(advice: Advice) -> Iterator[str]:
     """Yield the recommended batch, the critical one, the table, the rate, and remarks."""
     value, low, high = advice.critical
-    noise, chosen = advice.noise, advice.chosen
+    noise = advice.noise
+    chosen = advice.chosen
     yield (
         f"recommended: {chosen.batch:,}, within {CLOSE - 1:.0%} of the shortest time up to the "
         f"critical batch, for {chosen.epochs:.3g} epochs"
@@ -415,7 +423,8 @@ def _table(advice: Advice) -> str:
 
 
 def _rate_rule(advice: Advice) -> str:
-    recipe, batch = advice.recipe, advice.recipe.batch.global_batch
+    recipe = advice.recipe
+    batch = recipe.batch.global_batch
     if advice.keeps:
         return "the recipe's"
     ratio = f"({advice.chosen.batch} / {batch})"
@@ -424,7 +433,8 @@ def _rate_rule(advice: Advice) -> str:
 
 def draft(advice: Advice) -> str:
     """Return the text of the recommended recipe, with the source next to each changed number."""
-    recipe, before = advice.advised, advice.recipe
+    recipe = advice.advised
+    before = advice.recipe
     value, low, high = advice.critical
     interval = f"{three_digits(low)} to {three_digits(high)}"
     comments = {

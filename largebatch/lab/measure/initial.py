@@ -171,7 +171,8 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
     """Yield what keeps a model from being good, and what to do about it."""
     for split, index in {"training": train, "validation": val}.items():
         numbers = np.bincount(index.labels, minlength=len(index.classes))
-        most, number = int(numbers.argmax()), int(numbers.max())
+        most = int(numbers.argmax())
+        number = int(numbers.max())
         others = (len(index) - number) / (len(numbers) - 1)
         if number >= UNEVEN * others and 2 * number > len(index):
             share = 100 * number / len(index)
@@ -240,7 +241,8 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
 
 def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     """Return the text of a complete recipe, with the rule next to each choice."""
-    classes, number = len(found.train.classes), len(found.train)
+    classes = len(found.train.classes)
+    number = len(found.train)
     header = (
         f"{name}: {classes} classes, {number:,} training and {len(found.val):,} validation images.",
         "Written by `largebatch init`: where to begin, not a result. The rules next to the numbers",
@@ -285,7 +287,8 @@ def _epochs(found: Survey) -> tuple[int, int]:
 
 
 def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
-    number, model = len(found.train), found.start.model
+    number = len(found.train)
+    model = found.start.model
     total = num_bytes(found.train) + num_bytes(found.val)
     kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
     batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))

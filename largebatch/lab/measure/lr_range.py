@@ -112,7 +112,8 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
     fall = start - float(smooth[place])
     # The standard error of the smoothed loss, from the residuals while it falls.
     weights /= weights.sum()
-    squares, own = float((weights**2).sum()), float(weights.max())
+    squares = float((weights**2).sum())
+    own = float(weights.max())
     falling = slice(0, max(place, 2 * edge))
     spread = float(np.sqrt(np.mean((cut - smooth)[falling] ** 2)))
     error = spread * math.sqrt(squares / (1 - 2 * own + squares))
@@ -255,7 +256,8 @@ def plan_range(
             f"the rates rise from --low to --high, got {low:g} and {high:g}: give a higher --high; "
             f"without both they are {LOW * peak:g} and {HIGH * peak:g}"
         )
-    decades, momentum = math.log10(high / low), momentum_of(recipe.optimizer)
+    decades = math.log10(high / low)
+    momentum = momentum_of(recipe.optimizer)
     least = max(LEAST_STEPS, math.ceil(MEMORIES * decades / (1 - momentum) - 1e-6))
     steps = steps or max(STEPS, least)
     if steps < least:
@@ -312,14 +314,16 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
         raise LargebatchError(f"{rates.recipe.name}: has no range test: {error}") from None
     curves = []
     for run in rates.runs:
-        folder, expected = options.out / f"seed-{run.seed}", run.mathematics.model_dump()
+        folder = options.out / f"seed-{run.seed}"
+        expected = run.mathematics.model_dump()
         begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
         found = _read(folder, expected) if begun else None
         if found is None or not (found.diverged or len(found.steps) == len(rates.rates)):
             with suppress(DivergedError):  # which the record has
                 train_in(folder, run, options, workers=workers)
         if own_rank() == 0:
-            record, losses = _read(folder, expected), np.full(len(rates.rates), math.nan)
+            record = _read(folder, expected)
+            losses = np.full(len(rates.rates), math.nan)
             for step in record.steps:
                 losses[step.step] = step.loss
             if not math.isfinite(losses[0]):
@@ -371,7 +375,8 @@ def describe(test: RangeTest) -> Iterator[str]:
         table.append((name, rate(found.value), seeds, meanings[name]))
     if known:
         yield from aligned(table, right=[1]).split("\n")
-    curves, number = test.curves, plural(len(test.curves), "seed")
+    curves = test.curves
+    number = plural(len(test.curves), "seed")
     low, high = (rate(curves[0].rates[end]) for end in (0, -1))
     still = [curve for curve in curves if curve.lower is None]
     flat = sum(not curve.rises for curve in curves)
@@ -418,7 +423,8 @@ def draw(figure: "Figure", test: RangeTest) -> None:
     write_title(figure, test.recipe.name)
     axes = figure.subplots()
     axes.set_xscale("log")
-    colour, shade = COLOURS["train"], COLOURS["statistics"]
+    colour = COLOURS["train"]
+    shade = COLOURS["statistics"]
     start = max(curve.start for curve in test.curves)
     low = min(float(np.nanmin(curve.losses)) for curve in test.curves)
     for curve in test.curves:

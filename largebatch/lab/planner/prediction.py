@@ -332,7 +332,8 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
     """
     if recipe.protocol is not None:
         raise PlanError("protocol: only updates that wait for all are predicted; leave it out")
-    data, cache = recipe.data, recipe.execution.cache
+    data = recipe.data
+    cache = recipe.execution.cache
     cached = 3 * data.train_samples * data.image_size**2
     if cache in {"memory", "device"} and cached > CACHED_BYTES:
         raise PlanError(
@@ -425,7 +426,8 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
 
     Raises ClusterError where the cluster has fewer workers or the times of the model are unknown.
     """
-    plan, workers = work.plan, work.plan.workers
+    plan = work.plan
+    workers = plan.workers
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
     _require_known(work, cluster)
@@ -448,7 +450,8 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     seconds = sum(parts.values())
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
     wanted = samples / (seconds - parts["input"])
-    memory, available = None, None
+    memory = None
+    available = None
     if cluster.measured is not None:
         spread = 1 + cluster.measured.error
     else:
@@ -461,8 +464,10 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     limit = max(parts, key=lambda name: parts[name])
     remedy = f"against {wait}, {parts[wait] / seconds:.0%}: {HELP[wait]}"
     if memory is not None and available is not None and memory > available:
-        limit, remedy = "memory", f"against memory: {HELP['memory']}"
-    price, nodes = cluster.price_per_gpu_hour, math.ceil(workers / cluster.gpus_per_node)
+        limit = "memory"
+        remedy = f"against memory: {HELP['memory']}"
+    price = cluster.price_per_gpu_hour
+    nodes = math.ceil(workers / cluster.gpus_per_node)
     return Prediction(
         recipe=work.name,
         cluster=cluster.name,
@@ -509,7 +514,9 @@ def _pixels(work: Workload, cluster: Cluster, size: int) -> float:
 def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
     if cluster.gpu is None:
         return
-    plan, kind, generation = work.plan, work.settings["optimizer.kind"], cluster.gpu.generation
+    plan = work.plan
+    kind = work.settings["optimizer.kind"]
+    generation = cluster.gpu.generation
     if generation in PUBLISHED:
         most, smallest, largest = PUBLISHED[generation]
         if plan.workers > most:
@@ -530,7 +537,8 @@ def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
 
 def _require_known(work: Workload, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the model on this cluster are unknown."""
-    found, own = cluster.measured, work.settings
+    found = cluster.measured
+    own = work.settings
     if found is not None:
         for key, value in own.items():
             if value != found.settings.get(key):
@@ -539,7 +547,8 @@ def _require_known(work: Workload, cluster: Cluster) -> None:
                     "measure this recipe with `largebatch plan --calibrate`"
                 )
         return
-    name, arguments = own["model.name"], own["model.arguments"]
+    name = own["model.name"]
+    arguments = own["model.arguments"]
     assert isinstance(arguments, dict)
     changed = sorted(arguments.keys() - COSTLESS_ARGUMENTS)
     if name not in RESNET50 or changed:
@@ -577,7 +586,8 @@ def describe(prediction: Prediction) -> dict[str, str]:
         read = three_digits(prediction.read_bytes_per_second / 1e9)
         rows["input"] = f"{read} GB/s of JPEG files in all"
     if prediction.memory_bytes is not None and prediction.memory_available is not None:
-        used, available = prediction.memory_bytes / 1e9, prediction.memory_available / 1e9
+        used = prediction.memory_bytes / 1e9
+        available = prediction.memory_available / 1e9
         rows["memory"] = f"{used:.0f} of {available:.0f} GB a GPU"
     if prediction.cost is not None:
         rows["cost"] = f"{prediction.cost:,.2f}"

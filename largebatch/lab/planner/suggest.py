@@ -169,9 +169,11 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     else:
         upper = points[points.index(lower) + 1]
         source = f"settings between {lower.name} and {upper.name}, as power laws of the batch"
-    momentum, rate = round(1 - values["1 - momentum"], 4), _digits(values["learning rate"], 4)
+    momentum = round(1 - values["1 - momentum"], 4)
+    rate = _digits(values["learning rate"], 4)
     if is_alone:
-        momentum, rate = lower.recipe.optimizer.momentum, lower.recipe.schedule.peak_lr
+        momentum = lower.recipe.optimizer.momentum
+        rate = lower.recipe.schedule.peak_lr
     kept: Recipe = base or lower.recipe
     name = f"{(kept.model.name if base is None else kept.name)[:60]}-{batch}-suggested"
     warmup = _digits(values["warm-up, share of the run"] * epochs, 3)

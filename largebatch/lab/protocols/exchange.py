@@ -50,7 +50,8 @@ class GroupLink:
         self.peer = peer
         """Rank of the other worker."""
 
-        self._group, self._own = group, dist.get_rank()
+        self._group = group
+        self._own = dist.get_rank()
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor; it may be changed after the return. Raises PeerLostError."""
@@ -82,7 +83,8 @@ class QueueLink:
     @classmethod
     def ends(cls, peer: int) -> tuple[Self, Self]:
         """Return both ends of a new connection."""
-        there, back = SimpleQueue[Tensor](), SimpleQueue[Tensor]()
+        there = SimpleQueue[Tensor]()
+        back = SimpleQueue[Tensor]()
         return cls(there, back, peer=peer), cls(back, there, peer=peer)
 
     def send(self, tensor: Tensor) -> None:
@@ -228,7 +230,8 @@ class Shard:
     """
 
     def __init__(self, link: Link, weights: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        self._link, self._numbers = link, numbers
+        self._link = link
+        self._numbers = numbers
         self._weights = [weights[number] for number in numbers]
         self._sizes = [weight.numel() for weight in self._weights]
         self._flat = weights[0].new_empty(sum(self._sizes))
@@ -319,7 +322,9 @@ class Exchange:
     """
 
     def __init__(self, backend: Backend, *, learners: int, servers: Sequence[int]) -> None:
-        self.backend, self.learners, self._servers = backend, learners, servers
+        self.backend = backend
+        self.learners = learners
+        self._servers = servers
         pairs = [(one, server) for one in range(learners) for server in servers if one != server]
         self._links = open_links(backend, pairs)
 
@@ -346,7 +351,8 @@ class Exchange:
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
         rank = self.backend.rank
         parts = divide([weight.nbytes for weight in weights], len(self._servers))
-        own, numbers = None, list[int]()
+        own = None
+        numbers = list[int]()
         if rank in self._servers:
             place = self._servers.index(rank)
             numbers = parts[place]

@@ -87,7 +87,8 @@ class MiniBatches:
     """
 
     def __init__(self, rule: Rule, updates: range) -> None:
-        self._rule, self._stop = rule, updates.stop
+        self._rule = rule
+        self._stop = updates.stop
         self._next = updates.start * rule.gradients
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
 
@@ -198,7 +199,8 @@ class ParameterServer:
 
     @torch.no_grad()
     def _apply(self) -> float:
-        taken, self._gradients = self._gradients, []
+        taken = self._gradients
+        self._gradients = []
         if self.rule.waits:  # then the sum does not depend on who was first
             taken.sort(key=lambda one: one[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]

@@ -240,7 +240,8 @@ class Direction:
 
 class _Host:
     def __init__(self, link: Link) -> None:
-        self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
+        self.inward = Direction(link.bandwidth)
+        self.outward = Direction(link.bandwidth)
         self.latency = link.latency
 
 
@@ -248,7 +249,9 @@ class _Server:
     """The clock of one server, and the record of its gradients."""
 
     def __init__(self, host: _Host, share: float, clock: int) -> None:
-        self.host, self.share, self.clock = host, share, clock
+        self.host = host
+        self.share = share
+        self.clock = clock
         self.work = Direction(1.0)  # in seconds
         self.arrived = 0  # with those that wait for the server
         self.pushed: list[_Connection] = []  # whose gradients the next update has so far
@@ -260,13 +263,16 @@ class _Learner:
     """The state of a learner in its rounds of pull, compute and push."""
 
     def __init__(self, number: int, host: _Host, seconds: Iterator[float]) -> None:
-        self.number, self.host, self.seconds = number, host, seconds
+        self.number = number
+        self.host = host
+        self.seconds = seconds
         self.connections: list[_Connection] = []
         self.mini_batch = -1
         self.expect(0)
 
     def expect(self, answers: int) -> None:
-        self._missing, self.ready_at = answers, 0.0
+        self._missing = answers
+        self.ready_at = 0.0
 
     def waits_after(self, at: float) -> bool:
         """Count an answer at a time; return True if others are missing."""
@@ -290,7 +296,8 @@ class _Engine:
         self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, updates: range
     ) -> None:
         self.env = require_simpy().Environment()
-        self._rule, self._mini_batches = rule, MiniBatches(rule, updates)
+        self._rule = rule
+        self._mini_batches = MiniBatches(rule, updates)
         hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
         link = cluster.server_link or cluster.link
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
@@ -373,7 +380,8 @@ class _Engine:
 
     def _take_gradient(self, connection: _Connection) -> None:
         server, learner = connection.server, connection.learner
-        update, read = server.clock, connection.clock_read
+        update = server.clock
+        read = connection.clock_read
         server.arrivals.append(
             Arrival(update, learner.number, read, update - read, learner.mini_batch)
         )
@@ -392,7 +400,9 @@ class _Engine:
         self, connection: _Connection, source: _Host, target: _Host, arrive: "Arrive"
     ) -> None:
         """Send one server's share of the weights; call `arrive` with the time of arrival."""
-        now, share, latency = self.env.now, connection.server.share, connection.latency
+        now = self.env.now
+        share = connection.server.share
+        latency = connection.latency
         if source is target:
             arrive(now)
             return
@@ -451,7 +461,8 @@ class FairLinks:
         self._plan(0.0)
 
     def _advance(self) -> None:
-        passed, self._at = self._env.now - self._at, self._env.now
+        passed = self._env.now - self._at
+        self._at = self._env.now
         for message in self._under_way:
             message.left -= message.rate * passed
 

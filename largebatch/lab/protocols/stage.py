@@ -58,7 +58,9 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
 
 class _Segment:
     def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
-        self._training, self._part, self._exchange = training, part, exchange
+        self._training = training
+        self._part = part
+        self._exchange = exchange
         section = recipe.protocol
         assert section is not None
         self._every = recipe.execution.checkpoints.every_steps
@@ -80,7 +82,8 @@ class _Segment:
 
     def run(self) -> None:
         """Make the updates to the next rest, or fewer if a worker is asked to stop or to save."""
-        training, rule = self._training, self._rule
+        training = self._training
+        rule = self._rule
         start = training.state.progress.step
         points = [point for point in training.plan.evaluate_after if point > start]
         if self._every is not None:
@@ -129,7 +132,9 @@ class _Segment:
 
     def _add(self, record: Record) -> DivergedError | None:
         """Add each update to the log and the state, as the core does."""
-        state, plan, takes = self._training.state, self._training.plan, self._rule.gradients
+        state = self._training.state
+        plan = self._training.plan
+        takes = self._rule.gradients
         losses = iter([arrival.loss for arrival in record.arrivals[0]])
         try:
             for update, lr, seconds in record.updates:
@@ -142,7 +147,6 @@ class _Segment:
                     step_seconds=seconds,
                     images_per_second=plan.global_batch / seconds,
                 )
-                state.move_average(None)
                 state.count(update, images=plan.batch_at(update), seconds=seconds)
                 self._training.step_log.add_record(step)
         except DivergedError as error:

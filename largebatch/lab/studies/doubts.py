@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from largebatch.errors import shorten
 from largebatch.formatting import plural
-from largebatch.lab.studies.metrics import ENOUGH_SEEDS
 from largebatch.lab.studies.records import Record
 from largebatch.report.run import short_commit
+from largebatch.report.seeds import ENOUGH_SEEDS
 
 LATE = 0.05
 """Largest fraction of late gradients at which times are still judged."""
@@ -122,6 +122,14 @@ def _disturbances(runs: Sequence[Record], study: Iterable[Record]) -> list[str]:
     if late > LATE:
         doubts.append(f"too busy to judge: up to {100 * late:.1f} % of gradients were late")
     return doubts
+
+
+def in_no_order(best: str, level: Sequence[str], *, between: str = ", ") -> list[str]:
+    """Return the doubt about a best variant that others are level with; empty without them."""
+    if not level:
+        return []
+    names = shorten([best, *level], between=between)
+    return [f"within the noise of each other, so in no order: {names}"]
 
 
 def number_overlapping(runs: Sequence[Record], study: Iterable[Record]) -> int:

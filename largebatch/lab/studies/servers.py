@@ -45,7 +45,6 @@ from largebatch.lab.studies.hosts import (
     starts_of,
     table_of,
 )
-from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import ALONE, Study
@@ -53,6 +52,7 @@ from largebatch.lab.studies.words import shapes_of
 from largebatch.models import param_groups
 from largebatch.recipe.protocols import Centralised
 from largebatch.report.pages import Page, Section, columns_over, series
+from largebatch.report.seeds import ratio
 
 UPDATES, REPEATS = 20, 5
 """Updates of a simulation, and simulations of each point with other times of gradients."""
@@ -160,7 +160,9 @@ def link_bytes(cell: HostsCell, shares: Sequence[int]) -> list[float]:
 
     `shares` are the bytes on each server; without servers the bytes of all weights.
     """
-    workers, whole, dedicated = cell.workers, sum(shares), servers_of(cell)
+    workers = cell.workers
+    whole = sum(shares)
+    dedicated = servers_of(cell)
     if dedicated is None:
         return [2 * whole * (workers - 1) / workers] * workers
     if dedicated:
@@ -334,8 +336,10 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
     """
     for central, beside in pairs_of(rows):
-        cell, doubts = beside.cell, doubts_about_rows([central, beside], rows)
-        times, text = ratio(beside.throughputs, central.throughputs), ""
+        cell = beside.cell
+        doubts = doubts_about_rows([central, beside], rows)
+        times = ratio(beside.throughputs, central.throughputs)
+        text = ""
         if times is None:
             doubts.append("no two starts of one seed")
         else:

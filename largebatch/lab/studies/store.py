@@ -85,7 +85,8 @@ class Store:
     def require_same(self, cells: Sequence[Cell]) -> None:
         """Raise StudyError for records of another definition of a cell."""
         for cell in cells:
-            path, content = self.folder / cell.name / CELL, to_jsonable_python(cell.definition)
+            path = self.folder / cell.name / CELL
+            content = to_jsonable_python(cell.definition)
             there = _read(path)
             if there is not None and there != content:
                 other = "its definition", there, content

@@ -28,11 +28,9 @@ from largebatch.errors import (
 )
 from largebatch.lab.studies.doubts import CellRuns
 from largebatch.lab.studies.metrics import (
-    Interval,
     Measurement,
     Robustness,
     has_diverged,
-    interval,
     measurements,
     robustness,
 )
@@ -56,6 +54,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.scaling import scaled, shortened
 from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.report.seeds import Interval, interval
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.runs.run import start
@@ -475,7 +474,8 @@ def usage_of(read: Run) -> dict[str, float]:
     def table(name: str) -> FloatArray:  # a row per record, a column per worker
         return np.array([getattr(record, name) for record in read.system], dtype=np.float64)
 
-    seconds, reads = table("seconds"), table("read_bytes")
+    seconds = table("seconds")
+    reads = table("read_bytes")
     cpu_seconds = float((table("cpu_percent") / 100 * seconds).sum())
     return {
         **used,

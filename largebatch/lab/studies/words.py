@@ -160,12 +160,14 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
 
     Raises DataError for another number of windows than data.train_samples.
     """
-    protocol, given = recipe.protocol, arguments_of(recipe)
+    protocol = recipe.protocol
+    given = arguments_of(recipe)
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         model = build_lstm(recipe).to(backend.device)
-        words, length = read_words(options.data, num_words=recipe.data.classes), given.words
+        words = read_words(options.data, num_words=recipe.data.classes)
+        length = given.words
         inputs, targets = windows_of(words.to(backend.device), length=length)
         if len(inputs) != recipe.data.train_samples:
             raise DataError(
