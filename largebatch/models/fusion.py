@@ -111,7 +111,7 @@ def describe_pairs(model: nn.Module) -> Iterator[str]:
     """Yield sentences for the log about layers whose pairs run in the kernels, or might."""
     layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
     # Results of convolutions have the type and memory format of their weights.
-    if not all(kernels.take(layer.weight) for layer in layers):
+    if not layers or not all(kernels.take(layer.weight) for layer in layers):
         return
     num, total = count_pairs(model)
     if num:

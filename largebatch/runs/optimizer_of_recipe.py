@@ -5,6 +5,7 @@ from typing import Any, assert_never
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from largebatch import proof
 from largebatch.distributed.backend import Group
 from largebatch.errors import RecipeError
 from largebatch.models import classifier_weights, hidden_matrices, param_groups
@@ -26,7 +27,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
     """
     section, lr, kernels = recipe.optimizer, recipe.schedule.peak_lr, recipe.execution.kernels
     device = next(model.parameters()).device
-    if kernels == "apex" and device.type in optimizer_kernels.DEVICES:
+    if kernels == "apex" and proof.has_kernels(proof.OPTIMIZER, device):
         require_apex()
         # They are tried like ours, and the environment variable switches them off too.
         kernels = "apex" if optimizer_kernels.works(device) else "torch"

@@ -24,7 +24,7 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.formatting import plural
-from largebatch.models import kernels
+from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -221,10 +221,7 @@ def _run_worker(recipe: Recipe, options: Options) -> Summary:
                 remarks.append(_SLOW.format(recipe.precision))
             if recipe.execution.compile:
                 remarks.append(_COMPILING)
-            if session.backend.device.type in kernels.DEVICES:
-                from largebatch.models.fusion import describe_pairs
-
-                remarks += describe_pairs(session.state.model)
+            remarks += describe_pairs(session.state.model)
             if options.resume == "auto" and checkpoint is None:
                 remarks.append(f"no checkpoint in {folder}; starting a new run")
             remarks += [session.proven, recipe.tracking.remark]
