@@ -23,10 +23,10 @@ _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
-TRITON = "cuda"
-"""Type of the devices that Triton's kernels here are made for; PyTorch calls AMD's so too."""
+CUDA = "cuda"
+"""Type of NVIDIA's GPUs, and of AMD's: PyTorch calls them so too."""
 
-GRAPHS = {TRITON}
+GRAPHS = {CUDA}
 """Types of devices with graphs: launches that are recorded once and replayed by one launch."""
 
 
@@ -93,7 +93,7 @@ def memory_bytes() -> int:
 @functools.cache
 def multiprocessors(device: torch.device) -> tuple[int, int]:
     """Return the number of multiprocessors of a GPU and the bytes of its L2 cache; 0 if unknown."""
-    if device.type != TRITON:
+    if device.type != CUDA:
         return 0, 0
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, int(getattr(properties, "L2_cache_size", 0))

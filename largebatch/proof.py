@@ -50,6 +50,9 @@ _LOG = logging.getLogger(__name__)
 PARTS = BATCHNORM, OPTIMIZER, CROPS, GRAPH = ("BatchNorm", "optimizer", "crops", "graph")
 """What is proven, in the order of its trials: a graph replays the kernels that are used."""
 
+KERNEL_DEVICES = {part: {accelerator.CUDA} for part in (BATCHNORM, OPTIMIZER, CROPS)}
+"""Types of the devices that the Triton kernels of a part are made for."""
+
 VARIABLE = "LARGEBATCH_KERNELS"
 """Environment variable: `torch` uses PyTorch's operations for every part, `auto` what is proven."""
 
@@ -160,6 +163,11 @@ class Finding:
 
 DECISIONS: dict[tuple[str, torch.device], str | None] = {}
 """Decisions of this process: why a part is not used on a device; None if it is used."""
+
+
+def has_kernels(part: str, device: torch.device) -> bool:
+    """Return True if a part has kernels for this type of device; see `uses`."""
+    return device.type in KERNEL_DEVICES[part]
 
 
 def uses(part: str, device: torch.device) -> bool:

@@ -251,7 +251,7 @@ def test_an_optimizer_of_a_loop_uses_kernels_if_all_its_workers_can(
 ) -> None:
     monkeypatch.setattr(proof, "DECISIONS", {})
     monkeypatch.setattr(proof, "prove", lambda *_, **__: {OPTIMIZER: Finding(refused=reason)})
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setitem(proof.KERNEL_DEVICES, proof.OPTIMIZER, {"cpu"})
     assert agree_on_kernels(Serial(CPU)) == reason
     assert kernels.works(CPU) == (reason is None)
     monkeypatch.setenv(proof.VARIABLE, "torch")

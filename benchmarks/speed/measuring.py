@@ -30,7 +30,6 @@ from largebatch import accelerator, proof
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
-from largebatch.models import kernels
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import source_commit, versions
 
@@ -133,7 +132,7 @@ def in_graph(step: Step, device: torch.device) -> Step:
 def rehearse_kernels() -> None:
     """Use BatchNorm's kernels on the CPU, in Triton's interpreter, if gpu.py rehearses there."""
     if "BENCHMARK_INTERPRETS" in os.environ:
-        kernels.DEVICES.add("cpu")
+        proof.KERNEL_DEVICES[proof.BATCHNORM].add("cpu")
         proof.decide(accelerator.CPU, {proof.BATCHNORM: None})
 
 

@@ -76,7 +76,7 @@ class Layer:
         spans = Spans(norm, Serial(self.device))  # moments are added up, as in training
 
         def forward(images: Tensor, other: Tensor | None, owner: Spans = spans) -> Tensor:  # noqa: ARG001 -- kept alive
-            result: Tensor = norm_relu(norm, None, images, other) if self.relu else norm(images)
+            result: Tensor = norm_relu(norm, images, other) if self.relu else norm(images)
             return result
 
         return self._passes(forward)

@@ -1,227 +1,347 @@
-"""BatchNorm paired with the sum and the ReLU behind it, for the kernels that compute all three.
+"""BatchNorm, the sum and the ReLU behind it in one call, for kernels that compute all three.
 
-`pair` reads the forward pass of each block with torch.fx, and gives the block one in which a pair
-is a single call. The call uses the kernels where they take the batch, in training and without hooks
-on the modules; otherwise it calls the modules, as before. Modules, names and `state_dict` stay.
+`norm_relu` is this call. The networks of this package make it in their own forward passes. `pair`
+brings it into models of other libraries: where BatchNorm and ReLU are neighbours in an
+nn.Sequential, and into the residual blocks of torchvision and timm, whose forward passes are
+written here a second time. Every other module keeps its forward pass. Modules, names and
+`state_dict` stay.
 
-torch.fx records one path through Python's branches. So a block is read only if modules and plain
-attributes of its own decide every call, which its compiled code shows (`_names`), and its own
-forward pass is used again as soon as one of them differs.
+A second forward pass would be wrong without a sign as soon as a library changes the first one. So
+a block is paired only if its class is exactly the known one and its method has exactly the
+statements that were rewritten (`_Rewrite.digest`).
 """
 
-import dis
+import ast
+import hashlib
 import inspect
-import operator
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from largebatch.models import kernels
 from largebatch.models.batchnorm import SpanBatchNorm, has_hooks, relu_is_torchs
-from largebatch.models.wrappers import mode, set_forward
+from largebatch.models.wrappers import set_forward
 
-_RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
-"""Functions, and methods by name."""
-
-_CALLS = {*_RELU, *_ADD, "dropout", "flatten", "is_scripting", "jit", "mean", "pad"}
-"""Functions and methods of torch that a forward pass may call; others are not known here."""
-
-_PLACES = (F, torch, Tensor)
-_FUNCTIONS = (
-    "relu",
-    "relu_",
-    "add",
-    "add_",
-    "dropout",
-    "flatten",
-    "mean",
-    "pad",
-)
-"""Where those that may be called are, and under which names."""
-
-_NUM_PAIRS = "_num_paired_layers"
-"""Attribute of the class of a block with pairs: the number of BatchNorm layers in them."""
-
-_REFUSED = {"FOR_ITER", "MAKE_FUNCTION", "STORE_ATTR"}
-"""Instructions of a forward pass that torch.fx runs only once, or that hide others."""
-
-
-def pair(model: nn.Module) -> tuple[int, int]:
-    """Pair layers in place; return the number of BatchNorm layers in pairs, and of all.
-
-    A layer stays as it is if its input or result is used elsewhere, or if its block takes more than
-    one argument, depends on the mode it is in or on anything but its modules and plain attributes,
-    or changes itself. A pickled copy has no pairs; a deep copy has.
-    """
-    for block in model.modules():
-        if any(isinstance(child, SpanBatchNorm) for child in block.children()):
-            _pair_in(block)
-    return count_pairs(model)
-
-
-def count_pairs(model: nn.Module) -> tuple[int, int]:
-    """Return the number of BatchNorm layers in pairs, and of all that have a span."""
-    layers = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
-    inside = sum(layer.ends_in_relu() for layer in layers)
-    return inside + sum(getattr(block, _NUM_PAIRS, 0) for block in model.modules()), len(layers)
-
-
-def describe_pairs(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence for the log if pairs run in the kernels."""
-    found, num = count_pairs(model)
-    # Results of convolutions have the type and memory format of their weights.
-    weights = [each.weight for each in model.modules() if isinstance(each, (_ConvNd, nn.Linear))]
-    if found and all(map(kernels.take, weights)):
-        yield f"{found} of {num} BatchNorm layers run in one kernel with the ReLU behind them"
+Names = tuple[tuple[str, ...], ...]
+"""Attributes of a block for each call of `norm_relu`: BatchNorm, what is behind it, and the ReLU
+(none if it is a function)."""
 
 
 def norm_relu(
     norm: nn.Module,
-    relu: nn.Module | None,
     images: Tensor,
     other: Tensor | None = None,
-    *between: nn.Module,
+    *,
+    relu: nn.Module | None = None,
+    between: Sequence[nn.Module] = (),
 ) -> Tensor:
-    """Normalise N x C x ... images, add `other` if any, and apply ReLU (the module, if any).
+    """Normalise N x C x ... images, call the layers `between`, add `other`, and apply ReLU.
 
-    `between` are modules behind the BatchNorm that do nothing, unless they have hooks.
+    `relu` is the layer that does so; None: torch's function. A kernel computes the whole in
+    training where it takes the images, if the layers are those that `_fits` and have no hooks;
+    otherwise each layer is called.
     """
-    fits = relu is None or type(relu) is nn.ReLU  # also after `pair`
-    if type(norm) is SpanBatchNorm and norm.training and fits and relu_is_torchs():
-        modules = [norm, *between] if relu is None else [norm, *between, relu]
-        if not any(map(has_hooks, modules)) and kernels.take(images, other, span=norm.span):
-            return norm.normalise(images, other, relu=True)
-    out = norm(images)
-    for module in between:
-        out = module(out)
+    layers = [norm, *between] if relu is None else [norm, *between, relu]
+    if (
+        isinstance(norm, SpanBatchNorm)
+        and norm.training
+        # First of the checks that take time: on a CPU it ends them.
+        and kernels.take(images, other, span=norm.span)
+        and _fits(layers)
+        and relu_is_torchs()
+        and not any(map(has_hooks, layers))
+    ):
+        return norm.normalise(images, other, relu=True)
+    maps = norm(images)
+    for layer in between:
+        maps = layer(maps)
     if other is not None:
-        out = out + other
-    result: Tensor = F.relu(out) if relu is None else relu(out)
+        # In place as in torchvision and timm: the sum has the type of the BatchNorm's result.
+        maps += other
+    result: Tensor = F.relu(maps) if relu is None else relu(maps)
     return result
 
 
-def _pair_in(block: nn.Module) -> None:
-    own: Any = type(block).forward
-    if "forward" in vars(block) or hasattr(block, _NUM_PAIRS):
+def _fits(layers: Sequence[nn.Module]) -> bool:
+    """Return True if layers are a BatchNorm with a span, and behind it at most a ReLU.
+
+    Layers in between may be nn.Identity, which timm has in place of those that are left out.
+    """
+    norm, *behind = layers
+    if behind and type(behind[-1]) is nn.ReLU:
+        behind.pop()
+    # A BatchNorm with modules inside applies an activation, or computes its weights.
+    is_plain = type(norm) is SpanBatchNorm and not norm._modules
+    return is_plain and all(type(layer) is nn.Identity for layer in behind)
+
+
+def pair(model: nn.Module) -> tuple[int, int]:
+    """Bring `norm_relu` into a model, in place; return what `count_pairs` does.
+
+    A block stays as it is if its class is not known, is derived from a known one or has another
+    forward pass than the known one, or if a forward pass was set on the block itself. A pickled
+    copy has the forward passes of before; a deep copy has the new ones.
+    """
+    for block in list(model.modules()):
+        if hasattr(block, "norm_relu_layers"):  # a second call, or a network of this package
+            continue
+        rewrite = _rewrite_of(block)
+        if rewrite is not None and _has_known_method(block, rewrite):
+            _set(block, rewrite.method, rewrite.function, rewrite.layers)
+        elif type(block).forward is nn.Sequential.forward and "forward" not in vars(block):
+            _set(block, "forward", _sequential, ())
+    return count_pairs(model)
+
+
+def count_pairs(model: nn.Module) -> tuple[int, int]:
+    """Return the number of BatchNorm layers in pairs with a ReLU, and of all that have a span."""
+    norms = [layer for layer in model.modules() if isinstance(layer, SpanBatchNorm)]
+    num = sum(norm.ends_in_relu() for norm in norms)
+    for block in model.modules():
+        num += sum(map(_fits, _calls(block)))
+    return num, len(norms)
+
+
+def describe_pairs(model: nn.Module) -> Iterator[str]:
+    """Yield sentences for the log about layers whose pairs run in the kernels, or might."""
+    layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
+    # Results of convolutions have the type and memory format of their weights.
+    if not layers or not all(kernels.take(layer.weight) for layer in layers):
         return
-    graphs, tracer = [], fx.Tracer()
-    tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]  # children stay
+    num, total = count_pairs(model)
+    if num:
+        yield f"{num} of {total} BatchNorm layers run in one kernel with the ReLU behind them"
+    for name in sorted(_unknown_versions(model)):
+        yield (
+            f"{name} has another forward pass here than the one that is known: its BatchNorm and "
+            "ReLU run in kernels of their own"
+        )
+
+
+def _unknown_versions(model: nn.Module) -> set[str]:
+    """Return the names of known classes whose blocks were not paired."""
+    return {
+        _full_name(block)
+        for block in model.modules()
+        if _rewrite_of(block) is not None and not hasattr(block, "norm_relu_layers")
+    }
+
+
+def _calls(block: nn.Module) -> list[list[nn.Module]]:
+    """Return the layers of each call of `norm_relu` that a block makes."""
+    names: Names | None = getattr(block, "norm_relu_layers", None)
+    if names is not None and isinstance(block, nn.Sequential):
+        return [group for group in _neighbours(block) if len(group) > 1]
+    calls = [[getattr(block, name) for name in call] for call in names or ()]
+    return [[layer for layer in call if layer is not None] for call in calls]
+
+
+def _set(block: nn.Module, method: str, function: Callable[..., Any], layers: Names) -> None:
+    base = type(block)
+    known = getattr(base, method)
+
+    def call(self: nn.Module, images: Any) -> Any:  # noqa: ANN401 -- an nn.Sequential takes anything
+        current = getattr(base, method)
+        # A method that was set on the class since is the one that the caller wants.
+        return function(self, images) if current is known else current(self, images)
+
+    kind: Any = set_forward(block, call, method=method)
+    kind.norm_relu_layers = layers
+
+
+def _sequential(block: nn.Sequential, images: Any) -> Any:  # noqa: ANN401 -- as above
+    for layers in _neighbours(block):
+        if len(layers) > 1:
+            images = norm_relu(layers[0], images, relu=layers[-1], between=layers[1:-1])
+        else:
+            images = layers[0](images)
+    return images
+
+
+def _neighbours(block: nn.Sequential) -> list[list[nn.Module]]:
+    """Divide layers into groups from a BatchNorm to a ReLU; every other layer is alone.
+
+    They are divided anew in each pass: layers may have been added or replaced.
+    """
+    layers = list(block)
+    groups = []
+    while layers:
+        end = 1
+        while end < len(layers) and type(layers[end]) is nn.Identity:
+            end += 1
+        is_pair = end < len(layers) and type(layers[end]) is nn.ReLU and _fits(layers[: end + 1])
+        size = end + 1 if is_pair else 1
+        groups.append(layers[:size])
+        layers = layers[size:]
+    return groups
+
+
+# The forward passes of other libraries. Attributes are those of the original; every statement of it
+# is here, in its order, but for one thing: where the last BatchNorm is in a call with the sum, the
+# shortcut is computed before it. Neither draws random numbers.
+
+
+def _shortcut(block: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- attributes of a known class
+    if block.downsample is None:
+        return images
+    shortcut: Tensor = block.downsample(images)
+    return shortcut
+
+
+def _torchvision_basic(block: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    maps = norm_relu(block.bn1, block.conv1(images), relu=block.relu)
+    maps = block.conv2(maps)
+    return norm_relu(block.bn2, maps, _shortcut(block, images), relu=block.relu)
+
+
+def _torchvision_bottleneck(block: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    maps = norm_relu(block.bn1, block.conv1(images), relu=block.relu)
+    maps = norm_relu(block.bn2, block.conv2(maps), relu=block.relu)
+    maps = block.conv3(maps)
+    return norm_relu(block.bn3, maps, _shortcut(block, images), relu=block.relu)
+
+
+def _torchvision_resnet(network: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    maps = norm_relu(network.bn1, network.conv1(images), relu=network.relu)
+    maps = network.maxpool(maps)
+    for stage in (network.layer1, network.layer2, network.layer3, network.layer4):
+        maps = stage(maps)
+    logits: Tensor = network.fc(network.avgpool(maps).flatten(1))
+    return logits
+
+
+def _timm_basic(block: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    maps = block.conv1(images)
+    maps = norm_relu(block.bn1, maps, relu=block.act1, between=[block.drop_block])
+    maps = block.conv2(block.aa(maps))
+    return _timm_sum(block, maps, block.bn2, block.act2, images)
+
+
+def _timm_bottleneck(block: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    maps = norm_relu(block.bn1, block.conv1(images), relu=block.act1)
+    maps = block.conv2(maps)
+    maps = norm_relu(block.bn2, maps, relu=block.act2, between=[block.drop_block])
+    maps = block.conv3(block.aa(maps))
+    return _timm_sum(block, maps, block.bn3, block.act3, images)
+
+
+def _timm_sum(
+    block: Any,  # noqa: ANN401 -- as above
+    maps: Tensor,
+    norm: nn.Module,
+    relu: nn.Module,
+    images: Tensor,
+) -> Tensor:
+    """Return the end of timm's blocks, behind their last convolution."""
+    if block.se is None and block.drop_path is None:
+        return norm_relu(norm, maps, _shortcut(block, images), relu=relu)
+    maps = norm(maps)
+    if block.se is not None:
+        maps = block.se(maps)
+    if block.drop_path is not None:
+        maps = block.drop_path(maps)
+    maps += _shortcut(block, images)
+    result: Tensor = relu(maps)
+    return result
+
+
+def _timm_resnet(network: Any, images: Tensor) -> Tensor:  # noqa: ANN401 -- as above
+    """Return the maps behind the last stage, as timm's `forward_features`."""
+    maps: Tensor = network.maxpool(norm_relu(network.bn1, network.conv1(images), relu=network.act1))
+    stages = [network.layer1, network.layer2, network.layer3, network.layer4]
+    if network.grad_checkpointing:
+        from timm.models import checkpoint_seq
+
+        maps = checkpoint_seq(stages, maps, flatten=True)
+    else:
+        for stage in stages:
+            maps = stage(maps)
+    return maps
+
+
+class _Rewrite(NamedTuple):
+    """A method of another library, and the function that does the same by `norm_relu`."""
+
+    method: str
+    function: Callable[[Any, Tensor], Tensor]
+    digest: str
+    """`_digest` of the method. A new one means that the library has changed it: compare it with the
+    function before the digest is replaced here."""
+
+    layers: Names
+
+
+_REWRITES = {
+    "torchvision.models.resnet.BasicBlock": _Rewrite(
+        "forward", _torchvision_basic, "526c00339e0341fc", (("bn1", "relu"), ("bn2", "relu"))
+    ),
+    "torchvision.models.resnet.Bottleneck": _Rewrite(
+        "forward",
+        _torchvision_bottleneck,
+        "69ff145d4433fa78",
+        (("bn1", "relu"), ("bn2", "relu"), ("bn3", "relu")),
+    ),
+    "torchvision.models.resnet.ResNet": _Rewrite(
+        "_forward_impl", _torchvision_resnet, "cf452043a2333a9b", (("bn1", "relu"),)
+    ),
+    "timm.models.resnet.BasicBlock": _Rewrite(
+        "forward",
+        _timm_basic,
+        "24d1455c841b1658",
+        (("bn1", "drop_block", "act1"), ("bn2", "se", "drop_path", "act2")),
+    ),
+    "timm.models.resnet.Bottleneck": _Rewrite(
+        "forward",
+        _timm_bottleneck,
+        "45e56d6e40f2a252",
+        (("bn1", "act1"), ("bn2", "drop_block", "act2"), ("bn3", "se", "drop_path", "act3")),
+    ),
+    "timm.models.resnet.ResNet": _Rewrite(
+        "forward_features", _timm_resnet, "5221fbb9f9a6f03e", (("bn1", "act1"),)
+    ),
+}
+"""By the full name of a class, so that nothing is imported that the model does not use. The
+statements are the same in timm 1.0.3 to 1.0.31, and in torchvision since 0.9."""
+
+
+def _full_name(block: nn.Module) -> str:
+    return f"{type(block).__module__}.{type(block).__qualname__}"
+
+
+def _rewrite_of(block: nn.Module) -> _Rewrite | None:
+    return _REWRITES.get(_full_name(block))
+
+
+def _has_known_method(block: nn.Module, rewrite: _Rewrite) -> bool:
+    if "forward" in vars(block) or rewrite.method in vars(block):
+        return False
+    return _digest(getattr(type(block), rewrite.method)) == rewrite.digest
+
+
+@cache
+def _digest(method: Callable[..., Any]) -> str | None:
+    """Return a digest of a method's statements; None if they are not known.
+
+    Comments, docstrings and annotations of arguments do not count.
+    """
+    # A decorator would run too, and inspect shows only the method inside.
+    if not inspect.isfunction(method) or hasattr(method, "__wrapped__"):
+        return None
     try:
-        names = sorted(_names(block, own) - {"training"})  # both modes are traced
-        for training in (True, False):
-            with mode(block, training=training):
-                graphs.append(tracer.trace(block))
-    except Exception:  # torch.fx raises all kinds
-        return
-    graph, nodes = graphs[0], list(graphs[0].nodes)
-    inputs = [node.target for node in nodes if node.op == "placeholder" and not node.args]
-    inside = any("." in str(node.target) for node in nodes if node.op == "call_module")
-    if str(graph) != str(graphs[1]) or inside or len(inputs) != 1 or inputs[0][0] == "*":
-        return
-    num = sum(_replace(block, graph, node) for node in nodes if _norm(block, node))
-    if not num:
-        return
-    paired: Any = type(fx.GraphModule(block, graph)).forward
-    kind = type(block)
-    before = _form(block, kind, names)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the block's
-        if _form(self, kind, names) == before:
-            return paired(self, *args, **kwargs)
-        return kind.forward(self, *args, **kwargs)  # its own, or one that was set later
-
-    setattr(set_forward(block, forward), _NUM_PAIRS, num)
-
-
-def _form(block: nn.Module, kind: type[nn.Module], names: list[str]) -> list[object]:
-    """Return what decides the calls of a forward pass that reads these attributes.
-
-    They are the modules, plain attributes and methods of the block, and the functions of torch,
-    each of which may be replaced later.
-    """
-    modules = [(name, type(module)) for name, module in block._modules.items()]
-    methods = [getattr(kind, name, None) for name in ("forward", *names)]
-    functions = [getattr(place, name, None) for place in _PLACES for name in _FUNCTIONS]
-    plain = ((type(it), it) for it in map(block.__dict__.get, names))
-    return [*modules, *methods, *functions, *plain]
-
-
-def _names(block: nn.Module, function: Any) -> set[str]:  # noqa: ANN401 -- a method
-    """Return the attributes, besides modules, that decide the calls of a method.
-
-    Raises ValueError if anything else may: other code, other objects, values that are None.
-    """
-    if function is nn.Sequential.forward:
-        return set()
-    used = inspect.getclosurevars(function)
-    outside = [value for name, value in used.globals.items() if name != "checkpoint_seq"]  # timm's
-    known = all(value in (torch, F, nn) for value in outside)
-    for before, code in pairwise(dis.get_instructions(function)):
-        if code.opname == "IS_OP" or "_NONE" in code.opname:
-            known = known and before.opname == "LOAD_ATTR"  # a traced value is never None
-        known = known and code.opname not in _REFUSED
-    recomputes = vars(block).get("grad_checkpointing")
-    if not known or recomputes or used.nonlocals or used.builtins.keys() - {"float"}:
-        raise ValueError(function.__name__)
-    found = set()
-    for name in used.unbound - block._modules.keys():
-        method = getattr(type(block), name, None)
-        if inspect.isfunction(method):
-            found |= {name, *_names(block, method)}
-        elif isinstance(vars(block).get(name, ...), int | float | str | None):
-            found.add(name)
-        elif name in vars(block) or name not in _CALLS:
-            raise ValueError(name)
-    return found
-
-
-def _replace(block: nn.Module, graph: fx.Graph, norm: fx.Node) -> bool:
-    """Replace a BatchNorm and the ReLU behind it, and a sum between them, by one call."""
-    gone, end, other = [norm], _only_user(norm), None
-    while end is not None and _is(block, end, set(), nn.Identity):  # timm's for what is left out
-        gone, end = [*gone, end], _only_user(end)
-    between = [node.target for node in gone[1:]]
-    if end is not None and _is(block, end, _ADD, None) and not end.kwargs:
-        others = [each for each in end.args if each is not gone[-1] and isinstance(each, fx.Node)]
-        in_place = end.target in {operator.iadd, "add_"}
-        if len(others) != 1 or (in_place and end.args[0] is not gone[-1]):
-            return False
-        other, gone, end = others[0], [*gone, end], _only_user(end)
-    if end is None or not _is(block, end, _RELU, nn.ReLU):
-        return False
-    with graph.inserting_before(gone[-1]):  # where the sum reads `other`, which may change later
-        layer, *nothing = (graph.get_attr(str(target)) for target in [norm.target, *between])
-        relu = graph.get_attr(str(end.target)) if end.op == "call_module" else None
-        call = graph.call_function(norm_relu, (layer, relu, norm.args[0], other, *nothing))
-    end.replace_all_uses_with(call)
-    for node in (end, *reversed(gone)):
-        graph.erase_node(node)
-    return True
-
-
-def _norm(block: nn.Module, node: fx.Node) -> bool:
-    """Return True for a call of a BatchNorm without an activation inside, on a value of its own."""
-    if node.op != "call_module":
-        return False
-    layer = block.get_submodule(str(node.target))
-    alone = isinstance(layer, SpanBatchNorm) and not list(layer.children())
-    inputs = node.all_input_nodes
-    return alone and len(inputs) == len(node.args) == 1 and len(inputs[0].users) == 1
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 else None
-
-
-def _is(block: nn.Module, node: fx.Node, functions: set[object], kind: type | None) -> bool:
-    """Return True for a call of one of the functions or methods, or of a module of this class."""
-    if node.op == "call_module":
-        return type(block.get_submodule(str(node.target))) is kind
-    return node.op in {"call_function", "call_method"} and node.target in functions
+        module = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):  # a library without its sources; a part of a longer line
+        return None
+    definition = module.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    statements = [
+        ast.unparse(statement)
+        for statement in definition.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()[:16]

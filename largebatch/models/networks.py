@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from largebatch.models.fusion import norm_relu
+
 _LENET_PARTS = {4: (20, 50, 4, (500,)), 5: (6, 16, 5, (120, 84))}
 """Maps of both convolutions, side of the pooled maps and hidden units, by layers with weights."""
 
@@ -78,6 +80,8 @@ class CifarResNet(nn.Module):
     `depth` counts layers with weights: 6 n + 2 for n blocks per stage.
     """
 
+    norm_relu_layers = (("bn1",),)
+
     def __init__(self, num_classes: int, *, depth: int) -> None:
         super().__init__()
         channels = _WIDTHS[0]
@@ -96,7 +100,7 @@ class CifarResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
-        maps = self.stages(F.relu(self.bn1(self.conv1(images))))
+        maps = self.stages(norm_relu(self.bn1, self.conv1(images)))
         logits: Tensor = self.head(maps.mean((2, 3)))
         return logits
 
@@ -107,6 +111,8 @@ class _ResidualBlock(nn.Module):
     Between stages the shortcut takes every second pixel and pads with channels of zeros.
     """
 
+    norm_relu_layers = (("bn1",), ("bn2",))
+
     def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
         super().__init__()
         self.conv1 = _he_convolution(inputs, outputs, stride=stride)
@@ -116,11 +122,11 @@ class _ResidualBlock(nn.Module):
         self.stride, self.added = stride, outputs - inputs
 
     def forward(self, maps: Tensor) -> Tensor:
-        residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(maps)))))
         shortcut = maps[:, :, :: self.stride, :: self.stride]
         if self.added:
             shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, self.added))
-        return F.relu(shortcut + residual)
+        maps = norm_relu(self.bn1, self.conv1(maps))
+        return norm_relu(self.bn2, self.conv2(maps), shortcut)
 
 
 def _he_convolution(inputs: int, outputs: int, *, stride: int) -> nn.Conv2d:
@@ -164,6 +170,8 @@ class CifarResNet9(nn.Module):
 class _Unit(nn.Module):
     """A 3 x 3 convolution, max pooling over `pool` x `pool`, BatchNorm and ReLU."""
 
+    norm_relu_layers = (("bn",),)
+
     def __init__(self, inputs: int, outputs: int, *, pool: int = 1) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
@@ -171,8 +179,7 @@ class _Unit(nn.Module):
         self.bn = nn.BatchNorm2d(outputs)
 
     def forward(self, maps: Tensor) -> Tensor:
-        out: Tensor = F.relu(self.bn(self.pool(self.conv(maps))))
-        return out
+        return norm_relu(self.bn, self.pool(self.conv(maps)))
 
 
 class _ResidualUnits(nn.Module):

@@ -5,9 +5,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from largebatch import accelerator
+from largebatch import accelerator, proof
 from largebatch.errors import DeviceMemoryError, RecipeError, clip
-from largebatch.models import affine_parameters, build, kernels
+from largebatch.models import affine_parameters, build
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.models.wrappers import set_forward
 from largebatch.recipe.model import Model
@@ -44,7 +44,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
             ) from None
     if recipe.execution.channels_last(device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    if device.type in kernels.DEVICES and recipe.execution.kernels != "torch":
+    if proof.has_kernels(proof.BATCHNORM, device) and recipe.execution.kernels != "torch":
         from largebatch.models.fusion import pair
 
         pair(model)

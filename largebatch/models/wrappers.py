@@ -172,8 +172,12 @@ def has_own_hooks(module: nn.Module) -> bool:
     return own or torch_module._has_any_global_hook()
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any]) -> type[nn.Module]:
+def set_forward(
+    module: nn.Module, forward: Callable[..., Any], *, method: str = "forward"
+) -> type[nn.Module]:
     """Give a module, in place, a forward pass (a function of it too) and return its new class.
+
+    `method` is the one that computes it, if the class's `forward` calls another.
 
     An attribute `forward` would be bound to this module, so that a copy of it, or DataParallel's
     replica, would compute with the weights of the original. The new class is that of the module
@@ -196,7 +200,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> type[nn.Modul
 
     names = ("__module__", "__qualname__", "__doc__")
     content = {name: getattr(base, name) for name in names}
-    content |= {"forward": forward, "__reduce_ex__": reduced}
+    content |= {method: forward, "__reduce_ex__": reduced}
     content |= {"__copy__": copied, "__deepcopy__": copied}
     made = type(base.__name__, (base,), content)
     module.__class__ = made

@@ -3,6 +3,7 @@
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from largebatch import proof
 from largebatch.distributed.backend import Group
 from largebatch.models import param_groups
 from largebatch.optim import kernels as optimizer_kernels
@@ -22,7 +23,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
     """
     kernels = recipe.execution.kernels
     device = next(model.parameters()).device
-    if kernels == "apex" and device.type in optimizer_kernels.DEVICES:
+    if kernels == "apex" and proof.has_kernels(proof.OPTIMIZER, device):
         require_apex()
         # They are tried like ours, and the environment variable switches them off too.
         kernels = "apex" if optimizer_kernels.works(device) else "torch"

@@ -33,7 +33,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import kernels as batchnorm_kernels
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.of_recipe import build_model
-from largebatch.optim import kernels as optimizer_kernels
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.kernels.trials import Build
 from largebatch.optim.kernels.trials import trials_of as trials_of_optimizer
@@ -76,7 +75,7 @@ def settle(
     required and refused.
     """
     device = backend.device
-    has_crops = device.type in pixel_cache.DEVICES
+    has_crops = proof.has_kernels(CROPS, device)
     pixels = pixel_cache.one_size(index) if has_crops else None
     has_spans = any(isinstance(layer, SpanBatchNorm) for layer in model.modules())
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
@@ -146,9 +145,9 @@ def _parts_on(
     graph = recipe.execution.graph is not False and recipe.protocol is None
     is_cached = has_one_size and recipe.execution.cache in {None, "device"}
     found = {
-        BATCHNORM: has_spans and device.type in batchnorm_kernels.DEVICES,
-        OPTIMIZER: device.type in optimizer_kernels.DEVICES,
-        CROPS: is_cached and device.type in pixel_cache.DEVICES,
+        BATCHNORM: has_spans and proof.has_kernels(BATCHNORM, device),
+        OPTIMIZER: proof.has_kernels(OPTIMIZER, device),
+        CROPS: is_cached and proof.has_kernels(CROPS, device),
         GRAPH: graph and device.type in accelerator.GRAPHS,
     }
     return [part for part in PARTS if found[part]]

@@ -32,7 +32,7 @@ from largebatch.errors import (
     printable,
 )
 from largebatch.formatting import plural
-from largebatch.models import kernels
+from largebatch.models.fusion import describe_pairs
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, override_words
 from largebatch.recipe.recipe import Recipe
@@ -329,10 +329,7 @@ def _note_choices(session: Session, options: Options, *, is_new: bool) -> None:
         remarks.append(_SLOW.format(recipe.precision))
     if recipe.execution.compile:
         remarks.append(_COMPILING)
-    if backend.device.type in kernels.DEVICES:
-        from largebatch.models.fusion import describe_pairs
-
-        remarks += describe_pairs(session.state.model)
+    remarks += describe_pairs(session.state.model)
     if options.resume == "auto" and is_new:
         remarks.append(f"no checkpoint in {options.out}; starting a new run")
     remarks += [session.proven, recipe.tracking.remark]

@@ -115,7 +115,7 @@ def test_batches_from_a_device_are_those_of_the_cpu(
     """Bit for bit where nothing is resized, also as decoded; else a few differ by a rounding."""
     if kernel:
         pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernel")
-        monkeypatch.setattr(pixel_cache, "DEVICES", {"cpu"})
+        monkeypatch.setitem(proof.KERNEL_DEVICES, proof.CROPS, {"cpu"})
         monkeypatch.setitem(proof.DECISIONS, (proof.CROPS, CPU), None)
     recipe, images = a_recipe(f"execution.memory_format={order}", *changes), folder(*size)
     expected = batches(recipe, images, None)

@@ -5,8 +5,6 @@ Triton's interpreter runs them where there is no GPU, and its compiler makes the
 
 import copy
 import os
-import pickle
-import random
 import subprocess
 import sys
 import threading
@@ -22,15 +20,13 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils.parametrize import register_parametrization
 
 from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
-from largebatch.models import build, kernels, with_span
+from largebatch.models import kernels, with_span
 from largebatch.models.batchnorm import SpanBatchNorm, Spans
 from largebatch.models.compiled import compile_model
-from largebatch.models.fusion import count_pairs, describe_pairs, pair
-from largebatch.optional import require_torchvision
+from largebatch.models.fusion import pair
 
 runs = pytest.mark.usefixtures("kernels_run")
 
@@ -264,144 +260,6 @@ def test_spans_that_stay_in_the_cache_of_an_h100_are_read_once(
     assert all(shape.parts == 1 for shape in shapes if shape.whole)
 
 
-NETWORKS = {
-    "cifar_resnet20": (19, 19),
-    "test_resnet": (12, 15),
-    "torchvision/resnet18": (17, 20),
-    "regnetx_002": (27, 44),
-    "airbench": (0, 6),
-}
-"""Layers in pairs, and all: not those of shortcuts, and no other activation than ReLU."""
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_pairs_are_found_and_change_neither_names_nor_results(name: str) -> None:
-    torch.manual_seed(0)
-    plain = with_span(build(name, num_classes=4), 2)
-    paired = copy.deepcopy(plain)
-    assert pair(paired) == NETWORKS[name]
-    assert list(paired.state_dict()) == list(plain.state_dict())
-    images = torch.randn(4, 3, 32, 32)
-    for training in (True, False):
-        results = [
-            model.train(training)(images) for model in (plain, paired, copy.deepcopy(paired))
-        ]
-        assert all(torch.equal(result, results[0]) for result in results[1:])
-
-
-def trained(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Make an update of two micro-batches; return the loss, and gradients and buffers by name."""
-    spans = Spans(model, CPU)
-    total = torch.zeros((), device=DEVICE)
-    for part in images.chunk(2):
-        out = model(part)
-        loss = (out * torch.linspace(-1, 2, out.numel(), device=DEVICE).view_as(out)).sum()
-        loss.backward()
-        total += loss.detach()
-    spans.reduce()
-    spans.update()
-    found = {name: it.grad for name, it in model.named_parameters() if it.grad is not None}
-    return total, {**found, **dict(model.named_buffers())}
-
-
-def test_a_network_with_pairs_trains_as_pytorchs_kernels_do(
-    whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_torchvision()
-    from torchvision.models.resnet import BasicBlock
-
-    torch.manual_seed(0)
-    shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
-    block = BasicBlock(8, 16, 2, shortcut)
-    plain = with_span(nn.Sequential(nn.Conv2d(3, 8, 3), block), 2).to(DEVICE).double()
-    ours = copy.deepcopy(plain).float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    assert pair(ours) == (2, 3)
-    launch = mock.Mock(side_effect=accelerator.launch)
-    monkeypatch.setattr(accelerator, "launch", launch)
-    images = draw(8, 3, 5, 5)
-    loss, found = trained(ours, images)
-    expected, exact = trained(plain, images.double())
-    assert launch.call_count == 2 * 3 * (2 if whole else 4)  # micro-batches and layers
-    assert error(loss, expected) < 1e-6
-    for name, value in exact.items():
-        assert error(found[name], value.double()) < 2e-5, name
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.bn, self.relu = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()
-        self.drop, self.more, self.gain = nn.Identity(), None, 1.0
-        self.count, self.list = nn.Buffer(torch.zeros(1)), nn.ModuleList()
-
-    def out(self, images: Tensor) -> Tensor:
-        out: Tensor = self.relu(self.drop(self.bn(self.fc(images))))
-        return out * self.gain
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.out(images if self.more is None else self.more(images))
-
-
-def _keeps(self: Any, x: Tensor) -> Any:  # noqa: ANN401 -- a block
-    self.training = self.training
-    return self.out(x)
-
-
-def _loops(self: Any, x: Tensor) -> Any:  # noqa: ANN401 -- a block
-    for module in self.list:
-        x = module(x)
-    return self.out(x)
-
-
-@pytest.mark.parametrize(
-    ("forward", "num"),
-    [
-        pytest.param(lambda self, x: self.out(x), 1, id="plain"),
-        pytest.param(lambda self, x, y=None: self.out(x if y is None else y), 0, id="optional"),
-        pytest.param(lambda self, *x: self.out(x[0]), 0, id="arguments"),
-        pytest.param(lambda self, x: self.out(x) if x is not None else x, 0, id="comparison"),
-        pytest.param(lambda self, x: self.out(random.choice([x])), 0, id="draws"),
-        pytest.param(lambda self, x: self.out(x) if DEVICE else x, 0, id="other object"),
-        pytest.param(lambda self, x: self.out(x) if torch.is_grad_enabled() else x, 0, id="mode"),
-        pytest.param(lambda self, x: self.out(x) if isinstance(x, Tensor) else x, 0, id="type"),
-        pytest.param(lambda self, x: self.out(x) if self.count.add_(1) else x, 0, id="buffer"),
-        pytest.param(lambda self, x: [self.out(it) for it in [x]][-1], 0, id="code inside"),
-        pytest.param(_keeps, 0, id="changes itself"),
-        pytest.param(_loops, 0, id="loop"),
-    ],
-)
-def test_only_blocks_that_tracing_knows_wholly_are_paired(forward: Any, num: int) -> None:  # noqa: ANN401 -- a function
-    block = with_span(type("Other", (Block,), {"forward": forward})(), 2)
-    assert pair(block) == (num, 1)
-    assert block.count == 0
-
-
-@runs
-def test_hooks_and_evaluation_use_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-    block = with_span(block, 2).to(DEVICE)
-    assert pair(block) == pair(block) == (1, 1)
-    pickled = pickle.loads(pickle.dumps(block))
-    assert (count_pairs(pickled), pair(pickled)) == ((0, 1), (1, 1))
-    assert "1 of 1" in "".join(describe_pairs(block))
-    assert not [*describe_pairs(copy.deepcopy(block).double())]
-    fused = kernels.batchnorm()
-    normalise = mock.Mock(side_effect=fused.normalise)
-    monkeypatch.setattr(fused, "normalise", normalise)
-    images = draw(4, 3, 2, 2)
-    block(images)
-    assert normalise.call_args.kwargs["relu"]
-    seen: list[Tensor] = []
-    hook = block[2].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    block(images)
-    assert not normalise.call_args.kwargs["relu"]
-    assert bool((seen[0] < 0).any())
-    hook.remove()
-    block.eval()(images)
-    assert normalise.call_count == 2
-    assert block.append(nn.Flatten())(images).ndim == 2
-
-
 @pytest.mark.usefixtures("kernels_in_graphs")
 def test_a_graph_of_torch_compile_calls_the_operator(whole: bool) -> None:
     """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
@@ -466,109 +324,6 @@ def test_fake_tensors_and_tracers_see_the_operator() -> None:
         out = layer(torch.empty(4, 3, device=DEVICE))
         out.sum().backward()
     assert out.shape == images.shape
-
-
-@runs
-@pytest.mark.parametrize(
-    ("layer", "name", "value"),
-    [
-        ("relu", "forward", torch.abs),
-        ("drop", "forward", torch.abs),
-        ("", "relu", nn.GELU()),
-        ("", "bn", nn.LayerNorm(3)),
-        ("", "more", nn.Linear(3, 3)),
-        ("", "gain", 2.0),
-        ("", "gain", 0),
-        ("", "out", torch.square),
-    ],
-)
-def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any) -> None:  # noqa: ANN401 -- any attribute
-    block = with_span(Block().to(DEVICE), 2)
-    assert pair(block) == (1, 1)
-    setattr(block.get_submodule(layer), name, copy.deepcopy(value))
-    images, block = draw(6, 3), block.to(DEVICE)
-    assert torch.equal(block(images), Block.forward(block, images))
-
-
-@runs
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        (Block, "forward", lambda self, x: self.fc(x)),
-        (Block, "out", lambda self, x: self.fc(x)),
-        (nn.ReLU, "forward", lambda _, x: x.abs()),
-        (nn.Identity, "forward", lambda _, x: x.neg()),
-        (SpanBatchNorm, "forward", lambda _, x: x + 1),
-        (F, "relu", lambda x, inplace=False: x.abs()),
-    ],
-)
-def test_what_is_patched_after_pairing_is_called(
-    place: Any,  # noqa: ANN401 -- a class or a module
-    name: str,
-    value: Any,  # noqa: ANN401 -- a function
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    block = with_span(Block().to(DEVICE), 2)
-    plain = copy.deepcopy(block)
-    assert pair(block) == (1, 1)
-    images = draw(6, 3)
-    before = block(images)
-    monkeypatch.setattr(place, name, value)
-    assert torch.equal(block(images), plain(images))
-    assert not torch.equal(block(images), before)
-
-
-class Doubled(nn.Module):
-    """Parametrization of a weight."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-@runs
-@pytest.mark.parametrize("before", [False, True])
-def test_a_parametrized_layer_normalises_with_the_weight_that_is_computed(*, before: bool) -> None:
-    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
-    if before:
-        register_parametrization(block.bn, "weight", Doubled())
-    assert pair(block) == (int(not before), 1)
-    if not before:
-        register_parametrization(block.bn, "weight", Doubled())
-    plain = nn.BatchNorm1d(3).to(DEVICE)
-    plain.weight.data *= 2
-    torch.testing.assert_close(block(images), F.relu(plain(block.fc(images))), rtol=1e-5, atol=1e-5)
-    (grad,) = torch.autograd.grad(block(images).square().sum(), list(block.bn.parameters())[-1:])
-    assert grad.abs().sum() > 0
-    other = Block()
-    register_parametrization(other.bn, "weight", Doubled())
-    with pytest.raises(ValueError, match="layer bn"):
-        with_span(other, 2)
-
-
-def replica(module: nn.Module) -> nn.Module:
-    """Return a replica as torch.nn.parallel.replicate makes it, of the same device."""
-    made: nn.Module = module._replicate_for_data_parallel()
-    for name, weight in module.named_parameters(recurse=False):
-        setattr(made, name, weight)
-    return made
-
-
-@runs
-@pytest.mark.parametrize("way", ["copy", "deepcopy", "replica"])
-def test_a_copy_of_a_block_computes_with_its_own_weights(way: str) -> None:
-    """DataParallel's replicas have the attributes of the original and other weights."""
-    block, images = with_span(Block().to(DEVICE), 6), draw(6, 3)
-    assert pair(block) == (1, 1)
-    twin: Any = replica(block) if way == "replica" else getattr(copy, way)(block)
-    assert type(twin) is type(block)
-    assert count_pairs(twin) == (1, 1)
-    twin._modules = {**twin._modules, "fc": nn.Linear(3, 3).to(DEVICE)}
-    assert torch.equal(twin(images), Block.forward(twin, images))
-    assert not torch.equal(twin(images), block(images))
-    replica(block.bn)(images)  # as torch's
-    Spans(block, CPU)
-    with pytest.raises(ValueError, match="DataParallel"):
-        replica(block.bn)(images)
 
 
 @runs

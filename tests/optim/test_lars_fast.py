@@ -317,7 +317,7 @@ def test_all_sums_of_a_long_tensor_are_added(
 def on_two_devices() -> None:
     sim = device.simulate()
     device.use_kernels()
-    kernels.DEVICES.add("cpu")
+    proof.KERNEL_DEVICES[proof.OPTIMIZER].add("cpu")
     proof.decide(torch.device("cpu"), {proof.OPTIMIZER: None})
     weights = parameters(torch.float32)
     weights[::2] = [nn.Parameter(weight.detach().to(sim)) for weight in weights[::2]]

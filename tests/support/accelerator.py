@@ -40,9 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 import largebatch.accelerator
 from largebatch import proof
-from largebatch.data.decoders import pixel_cache
 from largebatch.models import kernels
-from largebatch.optim import kernels as lars_kernels
 
 aten = torch.ops.aten
 
@@ -762,13 +760,13 @@ def use_kernels(*, computes: bool = True, of_models: bool = True, of_images: boo
 
     parts = (proof.BATCHNORM, proof.OPTIMIZER, proof.CROPS)
     proof.decide(torch.device(NAME, 0), dict.fromkeys(parts))  # as if they were tried
-    for target, name, replacement in (
-        (largebatch.accelerator, "launch", launch_on_raw),
-        (kernels, "DEVICES", {NAME} if of_models else set()),
-        (lars_kernels, "DEVICES", {NAME}),
-        (pixel_cache, "DEVICES", {NAME} if of_images else set()),
-    ):
-        mock.patch.object(target, name, replacement).start()
+    mock.patch.object(largebatch.accelerator, "launch", launch_on_raw).start()
+    devices = {
+        proof.BATCHNORM: {NAME} if of_models else set(),
+        proof.OPTIMIZER: {NAME},
+        proof.CROPS: {NAME} if of_images else set(),
+    }
+    mock.patch.object(proof, "KERNEL_DEVICES", devices).start()
 
 
 _KEPT: list[Any] = []

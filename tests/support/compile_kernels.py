@@ -105,7 +105,7 @@ def main() -> None:
     table = Table([weight], [short], [weight.clone()], [short], [0])
     table.norms(torch.ones(()))
     table.update([rule], torch.ones(()), torch.zeros(()))
-    pixel_cache.DEVICES = {"cpu"}
+    proof.KERNEL_DEVICES[proof.CROPS] = {"cpu"}
     proof.decide(torch.device("cpu"), {proof.CROPS: None})
     uploaded = pixel_cache.Uploaded(np.arange(2), torch.zeros(2, 32, 32, 3).byte())
     view = View(image_size=32, mean=(0.5,) * 3, std=(0.2,) * 3, interpolation="bilinear")

@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels; for tensors of the CPU in small parts, so that there are several."""
     pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
-    monkeypatch.setattr(kernels, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setitem(proof.KERNEL_DEVICES, proof.BATCHNORM, {"cpu", "cuda"})
     monkeypatch.setitem(proof.DECISIONS, (proof.BATCHNORM, DEVICE), None)
     fused = kernels.batchnorm()
     for name, number in (("PARTS", 8), ("TILE", 1024), ("CHUNK", 4)) * (DEVICE.type == "cpu"):

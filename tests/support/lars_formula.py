@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from largebatch import proof
-from largebatch.optim import kernels
 from largebatch.optim.kernels import apex, batched, fused, table
 from largebatch.optim.lars import LARS
 from largebatch.recipe.choices import Convention
@@ -37,11 +36,11 @@ def choose_path(monkeypatch: pytest.MonkeyPatch) -> Path:
             pytest.importorskip("triton", reason="Triton, whose interpreter runs the kernels")
             if torch.cuda.is_available():
                 pytest.skip("Triton's interpreter needs a process without a GPU")
-            monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+            monkeypatch.setitem(proof.KERNEL_DEVICES, proof.OPTIMIZER, {"cpu"})
             monkeypatch.setitem(proof.DECISIONS, (proof.OPTIMIZER, torch.device("cpu")), None)
             monkeypatch.setattr(table, "CHUNK", 1024)  # several programs for some tensors
             return
-        monkeypatch.setattr(kernels, "DEVICES", set())
+        monkeypatch.setitem(proof.KERNEL_DEVICES, proof.OPTIMIZER, set())
         update = {"fused": own, "batched": batched.update, "apex": apex.update}[way]
         monkeypatch.setattr(fused, "update", update)
 

@@ -59,6 +59,30 @@ MUTANTS = (
         "training/test_precision.py::test_a_skipped_step_changes_no_weight_momentum_or_statistic",
     ),
     Mutant(
+        "a block forgets its shortcut",
+        "models/fusion.py",
+        "norm_relu(block.bn2, maps, _shortcut(block, images), relu=block.relu)",
+        "norm_relu(block.bn2, maps, relu=block.relu)",
+        "models/test_fusion.py::"
+        "test_the_second_forward_pass_of_a_block_gives_the_bits_of_the_first",
+    ),
+    Mutant(
+        "a block forgets its drop path",
+        "models/fusion.py",
+        "maps = block.drop_path(maps)",
+        "maps = maps.clone()",
+        "models/test_fusion.py::"
+        "test_the_second_forward_pass_of_a_block_gives_the_bits_of_the_first",
+    ),
+    Mutant(
+        "a block forgets its last ReLU",
+        "models/fusion.py",
+        "norm_relu(block.bn3, maps, _shortcut(block, images), relu=block.relu)",
+        "norm_relu(block.bn3, maps, _shortcut(block, images), relu=nn.Identity())",
+        "models/test_fusion.py::"
+        "test_the_second_forward_pass_of_a_block_gives_the_bits_of_the_first",
+    ),
+    Mutant(
         "the rate does not enter the buffer",
         "optim/lars.py",
         "into=lr if rate_inside else 1.0",

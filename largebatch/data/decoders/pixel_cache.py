@@ -72,10 +72,6 @@ would mostly wait for Python's lock. The weights of all boxes then take 20 MB.""
 AT_ONCE = 2**25
 """Number of pixels resized at once on a device; as floats they take twelve bytes each."""
 
-
-DEVICES = {accelerator.TRITON}
-"""Types of devices with the kernel."""
-
 BLOCK = 1024  # numbers of a batch that a program of the kernel writes
 
 
@@ -323,7 +319,8 @@ def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]
         for request, on_host in numbered:
             (numbers,) = transfer.send(on_host)
             whole = len(request.samples) > 0 and (request.boxes[:, 2:] == size).all()
-            if whole and pixels.device.type in DEVICES and proof.uses(proof.CROPS, pixels.device):
+            has_kernel = proof.has_kernels(proof.CROPS, pixels.device)
+            if whole and has_kernel and proof.uses(proof.CROPS, pixels.device):
                 images = by_kernel(numbers)
             else:
                 images = by_pytorch(request, numbers)

@@ -16,16 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch import accelerator, proof
+from largebatch import proof
 
 _LOG = logging.getLogger(__name__)
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _MOST = 65_535  # spans, and blocks of at least 16 channels, that CUDA launches together
-
-DEVICES = {accelerator.TRITON}
-"""Types of devices with these kernels."""
 
 
 def batchnorm() -> ModuleType:
@@ -40,7 +37,7 @@ def take(images: Tensor, other: Tensor | None = None, *, span: int = 1) -> bool:
 
     A type or a memory format that they do not take is logged once.
     """
-    if images.device.type not in DEVICES or not images.numel():
+    if not proof.has_kernels(proof.BATCHNORM, images.device) or not images.numel():
         return False
     if images.dtype not in _TYPES or not _is_in_rows(images):
         if not torch.compiler.is_compiling():
@@ -66,7 +63,7 @@ def works(device: torch.device) -> bool:
 
     In a graph of torch.compile they are used on devices where that was decided before.
     """
-    return device.type in DEVICES and proof.uses(proof.BATCHNORM, device)
+    return proof.has_kernels(proof.BATCHNORM, device) and proof.uses(proof.BATCHNORM, device)
 
 
 def _is_in_rows(images: Tensor) -> bool:

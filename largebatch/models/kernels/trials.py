@@ -19,7 +19,7 @@ from largebatch.proof import BATCHNORM, Trial, Trials
 
 def trials(device: torch.device, _: Mapping[str, object]) -> Trials:
     """Return trials for any model: each type, with and without a sum, in parts and whole spans."""
-    is_gpu = device.type == accelerator.TRITON
+    is_gpu = device.type == accelerator.CUDA
     # On a GPU the last span is smaller, its parts have several steps, and the second shape's spans
     # stay in the cache of an H100.
     shapes = [(6, 40, 100, 100), (512, 512, 7, 7)] if is_gpu else [(6, 40, 2, 2)]

@@ -25,9 +25,6 @@ from largebatch.distributed.agreement import agree
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import running_backend
 
-DEVICES = {accelerator.TRITON}
-"""Types of devices with the kernels of `table`."""
-
 Tensors = list[Tensor]
 
 
@@ -64,7 +61,7 @@ class Rule:
 
 def works(device: torch.device) -> bool:
     """Return True if `table` is used on a device, as `proof` has decided."""
-    return device.type in DEVICES and proof.uses(proof.OPTIMIZER, device)
+    return proof.has_kernels(proof.OPTIMIZER, device) and proof.uses(proof.OPTIMIZER, device)
 
 
 def agree_on_kernels(backend: Backend | None = None) -> str | None:
@@ -76,7 +73,7 @@ def agree_on_kernels(backend: Backend | None = None) -> str | None:
     workers that torch.distributed or Horovod has connected are used.
     """
     device = accelerator.current()
-    if device.type not in DEVICES:  # of all workers
+    if not proof.has_kernels(proof.OPTIMIZER, device):  # of all workers
         return f"there are no kernels for {device.type}"
     backend = backend or running_backend(device)
     reason = proof.switched_off()
