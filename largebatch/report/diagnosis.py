@@ -283,17 +283,18 @@ def _progress(run: Record) -> causes.Progress:
     if run.run is not None:
         trend = trend[: sum(step.stage == "train" for step in run.run.steps)]
     rows = len(trend)
-    fall = float(trend[-1 - rows // 4] - trend[-1]) if rows >= 4 else math.nan
+    # Plain numbers: NumPy warns of the difference of two infinite losses.
+    fall = float(trend[-1 - rows // 4]) - float(trend[-1]) if rows >= 4 else math.nan
     if not fall > FALLS * run.unit:
         return causes.Progress(fall, improves=False)
     is_early = run.val_epoch <= 0.8 * run.epochs
     before = np.flatnonzero(is_early & (run.val_epoch >= 0.5 * run.epochs))
     if not before.size or is_early[-1]:
         return causes.Progress(fall, improves=True)
-    top1_rise = run.top1[-1] - run.top1[before[-1]]
-    loss_fall = run.val_loss[before[-1]] - run.val_loss[-1]
+    top1_rise = float(run.top1[-1]) - float(run.top1[before[-1]])
+    loss_fall = float(run.val_loss[before[-1]]) - float(run.val_loss[-1])
     improves = top1_rise > run.noise or loss_fall > FALLS * run.unit
-    return causes.Progress(fall, bool(improves))
+    return causes.Progress(fall, improves)
 
 
 def epochs_factor(run: Record, small: Record) -> float | None:
