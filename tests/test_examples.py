@@ -12,7 +12,8 @@ import pytest
 import torch
 from programs import output_of
 
-from largebatch.audit.findings import Check, Level
+from largebatch.audit.findings import Check
+from largebatch.rules import Level
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 SUPPORT = Path(__file__).parent / "support"

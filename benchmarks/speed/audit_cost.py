@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.speed.measuring import on_two_workers, paired_ratio, spread, write
 from largebatch.audit import audit
-from largebatch.audit.norms import WARM, layers_of
+from largebatch.audit.norms import layers_of
+from largebatch.audit.rules.norms import WARM
 from largebatch.models import build
 from largebatch.runs.launch import reporting_errors
 

@@ -4,7 +4,6 @@ Every check runs on all workers. What may fail on one of them, such as the scrip
 between two exchanges, after which all of them continue or all of them stop.
 """
 
-import math
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,21 +18,11 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import (
-    Check,
-    Finding,
-    Findings,
-    Level,
-    fault,
-    fine,
-    not_examined,
-    note,
-    unknown,
-)
+from largebatch.audit.findings import Findings
 from largebatch.audit.gradient import check_gradient
 from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
-from largebatch.audit.ranks import Ranks, StoppedError, in_one_line
+from largebatch.audit.ranks import Ranks, StoppedError, in_one_line, unable
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import Recorder
 from largebatch.audit.reference import reference_of
@@ -45,6 +34,7 @@ from largebatch.audit.replicas import (
     compare_settings,
 )
 from largebatch.audit.restoring import held_by, restored, without_iterator
+from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Forward, Step, Subject
 from largebatch.distributed.connection import running_backend
@@ -53,6 +43,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, PeerLostError, shorten
 from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of, local_model, uncompiled
+from largebatch.rules import Finding, Level, decide, examine
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
@@ -145,14 +136,14 @@ def audit_from(
     ranks = Ranks(_backend(model), progress)
     found: list[Finding] = []
     try:
-        found.append(_check_world(ranks))
+        found += _check_world(ranks)
         _run_checks(replace(_subject(ranks, given), read=read), ranks, found)
     except StoppedError as stopped:
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
         remedy = "find the worker whose step failed; this process group is no longer usable"
-        found.append(unknown("updates", text, remedy))
+        found.append(unable("updates", text, remedy))
         return _printed(Findings(tuple(found)))
     findings = Findings(ranks.share(found))
     return _printed(findings) if ranks.rank == 0 else findings
@@ -170,17 +161,17 @@ def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend
         return Serial(device_of(model))
 
 
-def _check_world(ranks: Ranks) -> Finding:
-    hosts, size = ranks.gather(socket.gethostname()), plural(ranks.size, "worker")
+def _check_world(ranks: Ranks) -> list[Finding]:
+    hosts = ranks.gather(socket.gethostname())
     started = {"launcher": launched_size(), "command srun": slurm_tasks()}
-    what, most = max(started.items(), key=lambda it: it[1])
-    if most > ranks.size:
-        text = f"{size} connected, but the {what} started {most}: each world trains alone"
-        remedy = "initialise the process group from the launcher's variables: hvd.init, or "
-        remedy += "init_process_group with env://, and torchrun with --nnodes and --rdzv-endpoint"
-        return fault("world size", text, remedy, float(most))
-    text = f"{size} on {plural(len(set(hosts)), 'host')}, as launched"
-    return fine("world size", text, figure=float(ranks.size))
+    starter = max(started, key=lambda name: started[name])
+    world = rules.World(
+        workers=ranks.size,
+        hosts=len(set(hosts)),
+        started=started[starter],
+        starter=starter,
+    )
+    return decide(world, rules.WORLD)
 
 
 def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
@@ -188,7 +179,7 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
     given = ranks.gather(sorted(name for name, it in words.items() if it is not None))
     if names := set().union(*given) - set(given[0]).intersection(*given):
         text = f"only some of the workers pass {shorten(sorted(names))}"
-        raise StoppedError(unknown("gradient scale", text, "pass the same arguments on all"))
+        raise StoppedError(unable("gradient scale", text, "pass the same arguments on all"))
 
     def check() -> Subject:
         model, step, steps = words["model"], words["step"], words["steps"]
@@ -239,34 +230,12 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
                     found.append(stopped.finding)
 
 
-_NOT_GIVEN: tuple[tuple[str, tuple[Check, ...], str], ...] = (
-    (
-        "base",
-        ("rate for the batch",),
-        "base= (a global batch and the rate that trained well with it)",
-    ),
-    ("epochs", ("updates",), "epochs= (the length of the run)"),
-    (
-        "val_loader",
-        ("held-out samples", "evaluation samples"),
-        "val_loader= (the validation loader of this worker)",
-    ),
-    ("evaluate", ("evaluation mean",), "evaluate= (a function that returns your metric)"),
-)
-"""Arguments without which checks are not made, with these."""
-
-
 def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
     """Return what is not examined because an argument was left out."""
-    return [
-        not_examined(check, argument)
-        for name, checks, argument in _NOT_GIVEN
-        for check in checks
-        if getattr(subject, name) is None
-    ]
+    return [*examine(subject, rules.GIVEN)]
 
 
-_MOVES_APART: tuple[Check, ...] = ("gradient direction", "clipping")
+_MOVES_APART = ("gradient direction", "clipping")
 """Checks of an update whose faults make the workers' weights unequal, as do their rates."""
 
 
@@ -287,10 +256,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
-    found: list[Finding] = []
-    if isinstance(subject.step, partial) and subject.step.func is _plain_step:
-        text = "the audit's own: zero_grad, forward, loss, backward, step; step= audits yours"
-        found.append(fine("updates", text))
+    is_audit = isinstance(subject.step, partial) and subject.step.func is _plain_step
+    found = decide(rules.StepMaker(is_audit), rules.STEP_MAKER)
     batches: list[Any] = []
     with recorder.recording():
         found += _make_updates(subject, ranks, recorder, batches)
@@ -301,7 +268,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
     after |= unequal
     causes = [it for it in found if it.level == "fault" and it.check in _MOVES_APART]
-    if settings := compare_settings([it.settings for it in recorder.updates], ranks):
+    for settings in compare_settings([it.settings for it in recorder.updates], ranks):
         after["learning rates"] = settings
         causes.insert(0, settings)
     for check in ("weights", "optimizer state", "averaged weights"):
@@ -359,32 +326,28 @@ def _make_updates(
             # A loop that is given more batches than its epoch has may divide all of them by the
             # micro-batches of the last window.
             results += [] if epoch.is_overrun and results else of_call
-            made = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
-            if made >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
+            # Of an optimizer without the model's tensors no update is recorded, only its steps.
+            number = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
+            if number >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
                 break
     except StoppedError as error:
         stopped = [error.finding]
-    if not epoch.end_was_seen and not stopped:
-        found.append(epoch.finding())
+    if not stopped:
+        found += decide(epoch.evidence(), rules.EPOCH_END)
     found += _worst(results)
     if any(it.level == "fault" for it in found):
         return found  # an error is a consequence
-    if stopped or (recorder.updates and not recorder.skipped):
+    if stopped:
         return found + stopped
-    if recorder.skipped:
-        text = f"{len(recorder.updates)} updates were made and {recorder.skipped} skipped"
-        remedy = "a GradScaler skips some at first; if it continues, gradients are infinite or NaN"
-        return [*found, note("precision", text, remedy, float(recorder.skipped))]
-    if recorder.elsewhere:
-        text = f"the optimizer has 0 of {plural(len(weights), 'tensor')} of the model"
-        remedy = "make the optimizer from the parameters of the model that is trained, not a copy"
-        if all(map(torch.equal, weights, recorder.parameters)):
-            text += f", which stays as it is in {plural(recorder.elsewhere, 'step')}"
-            return [fault("updates", text, remedy, 0.0)]
-        return [unknown("updates", f"{text}: what it changes is copied into the model", remedy)]
-    text = f"no update in {steps * _MOST_CALLS:,} calls of step"
-    remedy = "make updates in `step`, with the optimizer passed; or pass more `steps`"
-    return [unknown("updates", text, remedy)]
+    made = rules.Made(
+        calls=steps * _MOST_CALLS,
+        updates=len(recorder.updates),
+        skipped=recorder.skipped,
+        elsewhere=recorder.elsewhere,
+        tensors=len(weights),
+        is_unchanged=all(map(torch.equal, weights, recorder.parameters)),
+    )
+    return found + decide(made, rules.MADE)
 
 
 def _call(
@@ -400,10 +363,9 @@ def _call(
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)
     counts = ranks.gather(len(recorder.updates))
-    if min(counts) < max(counts):
-        text = f"workers made {min(counts)} to {max(counts)} updates"
-        remedy = "make the update in the same call of `step` on every worker"
-        raise StoppedError(fault("updates", text, remedy, float(min(counts))))
+    of_workers = rules.UpdatesOfWorkers(min(counts), max(counts))
+    if unequal := decide(of_workers, rules.UPDATES_OF_WORKERS):
+        raise StoppedError(unequal[0])
     named = {name: it for name, it in subject.inner.named_parameters() if it.requires_grad}
     results = []
     for update in recorder.updates[made:]:
@@ -455,14 +417,14 @@ class _Epoch:
         is_whole = self.length and self.length % self._window == 0
         return bool(is_whole or 0 < self.length <= self.calls + (self.read or 0))
 
-    def finding(self) -> Finding:
-        """Return what an audit that did not reach the end of the epoch cannot know."""
-        text = f"no epoch's end was seen, where an update may have fewer than {self._window} "
-        text += f"micro-batches: {self.length:,} batches, {self.calls} calls of the step"
-        remedy = "give a loader whose length is known"
-        if self.length:
-            remedy = f"pass steps={math.ceil(self.length / self._window)} to reach it"
-        return unknown("updates", text, remedy, float(self.calls))
+    def evidence(self) -> rules.EpochEnd:
+        """Return what is known of the end of the epoch."""
+        return rules.EpochEnd(
+            was_seen=self.end_was_seen,
+            window=self._window,
+            length=self.length,
+            calls=self.calls,
+        )
 
 
 def _length_of(loader: object) -> int:
@@ -508,5 +470,5 @@ def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any li
     if not isinstance(optimizer, Optimizer):
         text = f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         remedy = "pass the torch.optim.Optimizer that makes the update"
-        raise StoppedError(unknown("gradient scale", text, remedy))
+        raise StoppedError(unable("gradient scale", text, remedy))
     return optimizer

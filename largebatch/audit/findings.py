@@ -3,15 +3,12 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 from largebatch.formatting import plural
-
-Level = Literal["fault", "note", "unknown", "fine"]
-"""How a check ended: `fault`, the loop does not compute what one process would; `note`, it does,
-but a number differs from a published rule; `unknown`, the check could not be made; `fine`."""
+from largebatch.rules import Finding, Level
 
 Check = Literal[
     "world size",
@@ -50,52 +47,12 @@ _wrap = partial(textwrap.wrap, width=100, break_long_words=False, break_on_hyphe
 _INDENT = 29  # column at which its texts begin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Result of one check."""
-
-    check: Check
-    level: Level
-    text: str
-    """What was measured, with its numbers: one sentence without a final period."""
-
-    remedy: str = ""
-    """What to change, in one line; empty if nothing is wrong."""
-
-    figure: float | None = None
-    """The number that decides, in the unit that `text` names."""
-
-    argument: str = ""
-    """Argument of `audit` without which the check is not made, and what it is; else empty."""
-
-    def __str__(self) -> str:
-        """Return the lines of the table for this finding."""
-        return _lines_of(self.level, self.check, self.text, self.remedy)
-
-
 def _lines_of(level: str, title: str, text: str, remedy: str) -> str:
     lines = _wrap(f"{level:8} {title:19} {text}", subsequent_indent=" " * _INDENT)
     if remedy:
         text = f"{'':{_INDENT}}-> {remedy}"
         lines += _wrap(text, subsequent_indent=" " * (_INDENT + 3))
     return "\n".join(lines)
-
-
-def _finding(
-    level: Level, check: Check, text: str, remedy: str = "", figure: float | None = None
-) -> Finding:
-    return Finding(check=check, level=level, text=text, remedy=remedy, figure=figure)
-
-
-fault = partial(_finding, "fault")
-note = partial(_finding, "note")
-unknown = partial(_finding, "unknown")
-fine = partial(_finding, "fine")
-
-
-def not_examined(check: Check, argument: str) -> Finding:
-    """Return the finding of a check that is not made without this argument of `audit`."""
-    return replace(unknown(check, "not examined", f"give {argument}"), argument=argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +80,10 @@ class Findings:
     @property
     def is_compared(self) -> bool:
         """True if the gradients of all updates that were made could be compared."""
-        compared = [it for it in self if it.check in {"gradient scale", "gradient direction"}]
-        return bool(compared) and all(it.level != "unknown" for it in compared)
+        levels = [it.level for it in self if it.check in {"gradient scale", "gradient direction"}]
+        return bool(levels) and "unknown" not in levels
 
-    def named(self, check: Check) -> tuple[Finding, ...]:
+    def named(self, check: str) -> tuple[Finding, ...]:
         """Return the findings of one check."""
         return tuple(finding for finding in self if finding.check == check)
 
@@ -135,26 +92,34 @@ class Findings:
 
         Checks that are not made because an argument is missing have one row.
 
-        >>> seen = Finding(check="clipping", level="fine", text="none was seen")
-        >>> print(Findings((seen,)).table())
+        >>> clipping = Finding(check="clipping", level="fine", text="none was seen")
+        >>> print(Findings((clipping,)).table())
         audit: gradients not compared, 1 fine
         fine     clipping            none was seen
         """
-        levels, checks = get_args(Level), get_args(Check)
-        order = sorted(self, key=lambda it: (levels.index(it.level), checks.index(it.check)))
+        checks = get_args(Check)
+        in_order = sorted(self, key=lambda finding: checks.index(finding.check))
+        rows = [self._summary()]
+        for level in get_args(Level):
+            of_level = [it for it in in_order if it.level == level]
+            rows += [
+                _lines_of(level, it.check, it.text, it.remedy) for it in of_level if not it.argument
+            ]
+            # Most calls leave arguments out: a row for each would hide what was found.
+            if missing := [it for it in of_level if it.argument]:
+                text = ", ".join(it.check for it in missing)
+                remedy = ", ".join(dict.fromkeys(it.argument for it in missing))
+                remedy = f"call largebatch.audit with {remedy}"
+                rows.append(_lines_of(level, "not examined", text, remedy))
+        return "\n".join(rows)
+
+    def _summary(self) -> str:
         counts = Counter(finding.level for finding in self)
-        parts = [plural(counts["fault"], "fault") if counts["fault"] else "no fault"]
-        if not counts["fault"] and not self.is_compared:
-            parts = ["gradients not compared"]
-        parts += [plural(counts["note"], "note")] * bool(counts["note"])
+        if counts["fault"]:
+            parts = [plural(counts["fault"], "fault")]
+        else:
+            parts = ["no fault" if self.is_compared else "gradients not compared"]
+        if counts["note"]:
+            parts.append(plural(counts["note"], "note"))
         parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
-        rows = {level: [str(it) for it in order if it.level == level] for level in levels}
-        missing = [it for it in order if it.argument]
-        rows["unknown"] = [str(it) for it in order if it.level == "unknown" and not it.argument]
-        if missing:
-            text = ", ".join(it.check for it in missing)
-            remedy = "call largebatch.audit with "
-            remedy += ", ".join(dict.fromkeys(it.argument for it in missing))
-            rows["unknown"].append(_lines_of("unknown", "not examined", text, remedy))
-        lines = ["audit: " + ", ".join(parts)]
-        return "\n".join([*lines, *(row for level in levels for row in rows[level])])
+        return "audit: " + ", ".join(parts)

@@ -1,13 +1,14 @@
-"""Whether an update's gradient is that of one process with the whole global batch.
+"""Measure whether an update's gradient is that of one process with the whole global batch.
 
 The gradient is compared with the exact one: the sum over all samples on all workers of the
 gradients of their losses, over the number of samples. If the direction is the same, the scale
 names the cause. If not, what people compute instead is tried: each worker's own gradient, the mean
-of unequal means, the last micro-batch, gradients clipped before they are averaged.
+of unequal means, the last micro-batch, gradients clipped before they are averaged. What the numbers
+mean is in `rules/gradient.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -16,41 +17,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.recording import Update
+from largebatch.audit.recording import Clip, Update
 from largebatch.audit.reference import Gradients, Reference, weighted
-from largebatch.audit.replicas import differences
-from largebatch.errors import shorten
-from largebatch.formatting import plural, three_digits
-
-SAME = 0.02
-"""Largest residual of equal directions. Sums in another order leave 1e-6 in float32; bfloat16 has 8
-bits, so rounding gradients or sums once leaves 0.2 %, and several times up to 1 %."""
-
-_SAME_SCALE = 0.02
-"""Largest relative difference of equal scales, for the same reason. People's faults are factors of
-2 or more: workers, micro-batches, samples."""
-
-_NAMED_SCALE = 0.05  # largest relative difference of a scale from the factor that explains it
-
-_LEAST_LOSS_SCALE = 2**4  # power of two from which on a factor of the loss is a loss scale
+from largebatch.audit.replicas import measure_difference
+from largebatch.audit.rules import gradient as rules
+from largebatch.rules import Finding, decide, examine
 
 _EXPLAINED = 0.1
 """An alternative explains a direction if its residual is this part of the exact one's, or less."""
 
-_EQUAL = 1e-3
-"""Largest relative difference of gradients that workers share. All-reduce gives all of them the
-same bits; sums in several orders (a hierarchy, compression) may differ in the last."""
+_UNCLIPPED = (0.0, math.inf, 1.0)
+"""Norm, maximum and factor of a worker that does not make a call that others make."""
 
-_OTHER_LOSS = 0.99
-"""Cosine of the gradients of two losses on the logits, below which they are different losses."""
-
-_LOST = 0.01  # part of a gradient's values that become zero in a type before this is a fault
-
-_FLOAT16 = "send float32 or bfloat16, or divide by the workers before the sum and use a GradScaler"
-
-Numbers = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 Transform = Callable[[Tensor, nn.Parameter], Tensor]
 """Function that does to a reference what the script did to its gradient after the reduction."""
@@ -63,54 +43,47 @@ class Fit:
     A Fit over several workers is their mean, and equal on all of them.
     """
 
-    own: Numbers
+    own: FloatArray
     """Squared lengths of the script's gradients."""
 
-    product: Numbers
+    product: FloatArray
     """Products of the script's gradients with the references."""
 
-    exact: Numbers
+    exact: FloatArray
     """Squared lengths of the references."""
 
-    lost: Numbers
+    lost: FloatArray
     """Numbers of values that are zero, while those of the references are not."""
 
-    nonzero: Numbers
+    nonzero: FloatArray
     """Numbers of values of the references that are not zero."""
 
     @property
-    def scale(self) -> float:
-        """Factor by which the reference is multiplied for the least distance."""
-        square = float(self.exact.sum())
-        return float(self.product.sum()) / square if square else math.nan
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the angle between gradient and reference; 1 if both are zero."""
-        length = math.sqrt(float(self.own.sum()) * float(self.exact.sum()))
-        if not length:
-            return 1.0 if not self.own.sum() and not self.exact.sum() else 0.0
-        return float(self.product.sum()) / length
-
-    @property
-    def residual(self) -> float:
-        """Part of the gradient's length that no factor of the reference explains, 0 .. 1."""
-        own, product, exact = (float(it.sum()) for it in (self.own, self.product, self.exact))
-        if not exact:
-            return float(own > 0)
-        rest, largest = own - product**2 / exact, max(own, product**2 / exact)
-        return math.sqrt(max(rest, 0.0) / largest) if largest else 0.0
+    def likeness(self) -> rules.Likeness:
+        """Scale, cosine and residual over all parameters."""
+        own = float(self.own.sum())
+        product = float(self.product.sum())
+        exact = float(self.exact.sum())
+        if not exact or not own:
+            is_equal = not own and not exact
+            scale = product / exact if exact else math.nan
+            return rules.Likeness(scale, cosine=float(is_equal), residual=float(own > 0))
+        along = product**2 / exact
+        # Rounding can make the rest negative, or the part along the reference the larger one.
+        rest = max(own - along, 0.0) / max(own, along)
+        return rules.Likeness(product / exact, product / math.sqrt(own * exact), math.sqrt(rest))
 
     def names_of_unequal(
         self, names: Sequence[str], tolerance: float, *, scale: float = 1.0
-    ) -> list[str]:
+    ) -> tuple[str, ...]:
         """Return the names of the gradients that differ from `scale` times the references by this
         part or more, those that differ most first.
         """
         rest = self.own - 2 * scale * self.product + scale**2 * self.exact
+        # A gradient of nearly no length, as of a bias before BatchNorm, is all rounding.
         limit = tolerance**2 * np.maximum(self.own, 1e-12 * self.own.sum())
         order = np.argsort(-rest / np.maximum(limit, np.finfo(np.float64).tiny), kind="stable")
-        return [names[place] for place in order if rest[place] > limit[place]]
+        return tuple(names[place] for place in order if rest[place] > limit[place])
 
 
 def check_gradient(
@@ -138,38 +111,29 @@ def check_gradient(
     reference = ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
     counts = ranks.gather([it.samples for it in reference.passes])
     if not all(counts) or not sum(map(sum, counts)):
-        text = "no forward pass of the model in training mode was seen before the update"
-        remedy = "pass the model that the step trains, and call backward outside of a closure"
-        if any(ranks.gather(is_evaluated)):
-            text += ", but in evaluation mode"
-            remedy = "call model.train() before the training, also after each evaluation"
-        return [unknown("gradient scale", text, remedy)]
-    found = _check_places(update, [*parameters], ranks)
+        in_evaluation = any(ranks.gather(is_evaluated))
+        return decide(rules.NoPass(in_evaluation), rules.NO_PASS)
+    findings = decide(_measure_optimized(update, [*parameters], ranks), rules.OPTIMIZED)
     passes = [it.gradients for it in reference.passes]
     for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    return found + _Comparison(update, reference, parameters, ranks, counts, most=most).findings()
+    comparison = _Comparison(update, reference, parameters, ranks, counts, most=most)
+    return findings + comparison.findings()
 
 
-def _check_places(update: Update, names: Sequence[str], ranks: Ranks) -> list[Finding]:
-    """Return a fault if optimizers have other tensors than the model's, or than other workers'.
-
-    From here on only the tensors that all of them have are compared.
-    """
-    everyone = [set(it) for it in ranks.gather(sorted(update.places))]
-    update.places = set.intersection(*everyone)
-    left_out = {place for place, it in enumerate(update.gradients) if it is not None}
-    some, lost = set.union(*everyone) - update.places, left_out - set.union(*everyone)
-    if not some and not (lost and update.strangers):
-        return []
-    wrong = [names[place] for place in sorted(some or lost)]
-    where = f"no optimizer, and {update.strangers} others that get no gradient are"
-    if some:
-        where = "the optimizers of some workers only"
-    text = f"{len(wrong)} of {len(names)} tensors ({shorten(wrong, most=3)}) are in {where}"
-    remedy = "make each worker's optimizer from all parameters of the model as it is trained"
-    return [fault("updates", text, remedy, float(len(wrong)))]
+def _measure_optimized(update: Update, names: Sequence[str], ranks: Ranks) -> rules.Optimized:
+    """Find the tensors that not all optimizers have; only the others are compared from here on."""
+    of_workers = [set(places) for places in ranks.gather(sorted(update.places))]
+    of_any = set.union(*of_workers)
+    update.places = set.intersection(*of_workers)
+    with_gradient = {place for place, it in enumerate(update.gradients) if it is not None}
+    return rules.Optimized(
+        of_some=tuple(names[place] for place in sorted(of_any - update.places)),
+        of_none=tuple(names[place] for place in sorted(with_gradient - of_any)),
+        number=len(names),
+        strangers=update.strangers,
+    )
 
 
 class _Comparison:
@@ -185,17 +149,24 @@ class _Comparison:
         *,
         most: int,
     ) -> None:
-        self.update, self.reference, self.ranks = update, reference, ranks
-        self.names, self.parameters = [*named], [*named.values()]
-        self.counts, self.micros = counts, max(map(len, counts))
-        self.most = max(most, self.micros)
+        self.update = update
+        self.reference = reference
+        self.ranks = ranks
+        self.names = [*named]
+        self.parameters = [*named.values()]
+        self.counts = counts
+        """Numbers of samples, by worker and micro-batch."""
+
+        self.micros = max(map(len, counts))
+        self.most_micros = max(most, self.micros)
         self.samples = math.fsum(map(math.fsum, counts))
         losses = [it.own_loss for it in reference.passes if it.own_loss]
-        seen = sum(scale for scale, _ in losses) / max(1, len(losses))
-        facts = ranks.gather([seen, min((cosine for _, cosine in losses), default=1.0)])
-        self.loss_scales = [it[0] for it in facts]
-        self.loss_cosine = min(it[1] for it in facts)
-        self.loss_scale = sum(self.loss_scales) / len(facts) / update.loss_scale or math.nan
+        mean_scale = sum(scale for scale, _ in losses) / max(1, len(losses))
+        least_cosine = min((cosine for _, cosine in losses), default=1.0)
+        of_workers = ranks.gather([mean_scale, least_cosine])
+        self.loss_scales = tuple(scale for scale, _ in of_workers)
+        self.loss_cosine = min(cosine for _, cosine in of_workers)
+        self.loss_scale = sum(self.loss_scales) / ranks.size / update.loss_scale or math.nan
         """Factor of the script's loss to the mean loss of a micro-batch; NaN if not seen."""
 
         self.passes = [it.gradients for it in reference.passes]
@@ -203,39 +174,52 @@ class _Comparison:
         self.unclipped = self._fit(self.total, self.samples)
 
     def findings(self) -> list[Finding]:
-        """Return the findings on precision, clipping, scale and direction."""
-        if broken := self._not_finite():
-            return broken
-        before = self._clipped_before()
-        if self.loss_cosine < _OTHER_LOSS:
-            text = f"the step's loss is not loss_fn (cosine {self.loss_cosine:.3f} on the logits)"
-            return [*before, unknown("gradient direction", text, "pass the step's own loss")]
+        """Return the findings on precision, clipping, scale and direction.
+
+        What makes later numbers meaningless comes first: values that are not finite, clipping
+        before the average, another loss, gradients that differ between workers.
+        """
+        if not_finite := decide(self._measure_finiteness(), rules.FINITENESS):
+            return not_finite
+        findings = self._examine_workers_clip()
+        if other_loss := decide(rules.OtherLoss(self.loss_cosine), rules.LOSS):
+            return findings + other_loss
         exact = self._fit(self.total, self.samples, transform=self._clip)
-        lost = self._underflow(exact)
-        if before := before or self._unequal():
-            return [*lost, *before]
-        found = [*lost, *self._clipping()]
-        if any(it.level == "fault" for it in found):
-            return found
-        if _is_same(exact):
-            few, number = len(self.update.places), len(self.names)
-            text = f"{exact.scale:.4f} times that of one process with all {self.samples:,.0f} "
-            text += "samples" + f", of {few} of {number} tensors" * (few < number)
-            scale = fine("gradient scale", text, figure=exact.scale)
-            cosine = fine("gradient direction", f"cosine {exact.cosine:.6f}", figure=exact.cosine)
-            return [*found, scale, cosine]
-        other = self._left_or_zeroed(exact) or self._by_hooks(exact)
-        if other is None and exact.residual > SAME:
-            other = self._direction(exact)
-        return [*found, other or self._scale(exact)]
+        lost = decide(self._measure_underflow(exact), rules.UNDERFLOW)
+        if findings := findings or decide(self._measure_unequal(), rules.UNEQUAL):
+            return lost + findings
+        findings = lost + self._examine_clipping()
+        if any(it.level == "fault" for it in findings):
+            return findings
+        return findings + self._examine_gradient(exact)
+
+    def _examine_gradient(self, exact: Fit) -> list[Finding]:
+        likeness = exact.likeness
+        if likeness.is_same:
+            evidence = rules.Exact(
+                likeness=likeness,
+                samples=self.samples,
+                compared=len(self.update.places),
+                number=len(self.names),
+            )
+            return [*examine(evidence, rules.EXACT)]
+        if left := decide(self._measure_left(exact), rules.LEFT):
+            return left
+        if likeness.residual <= rules.SAME:
+            return decide(self._measure_scale(likeness.scale), rules.SCALE)
+        if hooked := decide(self._measure_hooked(exact), rules.HOOKED):
+            return hooked
+        return decide(self._measure_direction(exact), rules.DIRECTION)
 
     def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
         """Compare the workers' gradients with the sum of their parts over `divisor`."""
         rows = []
         triples = zip(self.update.gradients, parts, self.parameters, strict=True)
         for gradient, part, parameter in triples:
-            own, exact = _filled(gradient, parameter), self.ranks.sum(_filled(part, parameter))
-            exact = transform(exact / divisor, parameter) if transform else exact / divisor
+            own = _filled(gradient, parameter)
+            exact = self.ranks.sum(_filled(part, parameter)) / divisor
+            if transform is not None:
+                exact = transform(exact, parameter)
             lost = ((exact != 0) & (own == 0)).sum()
             row = [own @ own, own @ exact, exact @ exact, lost, (exact != 0).sum()]
             rows.append(torch.stack(row).double())
@@ -243,8 +227,12 @@ class _Comparison:
         return Fit(*table.cpu().numpy())  # sync: in an audit only
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
-        for clip in (it for it in self.update.clips if id(parameter) in it.lengths):
-            exact = exact.clamp(-clip.most, clip.most) if clip.norm is None else exact * clip.factor
+        """Do to a reference what the script's calls did, from the norms that they had."""
+        for clip in self.update.clips:
+            if id(parameter) not in clip.lengths:
+                continue
+            is_of_values = clip.norm is None
+            exact = exact.clamp(-clip.most, clip.most) if is_of_values else exact * clip.factor
         return exact
 
     def _changed(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -255,261 +243,181 @@ class _Comparison:
             gradient = shaped if result is None else result
         return self._clip(gradient.flatten().double(), parameter)
 
-    def _not_finite(self) -> list[Finding]:
-        got = [it for it in self.update.gradients if it is not None]
-        bad = sum(int((~it.isfinite()).sum()) for it in got)
-        values = [it for gradients in self.passes for it in gradients if it is not None]
-        is_finite = all(bool(it.isfinite().all()) for it in values)
-        facts = self.ranks.gather([bad, sum(it.numel() for it in got), is_finite])
-        if not any(it[0] for it in facts) and all(it[2] for it in facts):
-            return []
-        number, of, _ = max(facts, key=lambda it: it[0])
-        where = [str(rank) for rank, it in enumerate(facts) if not it[2]]
-        text, remedy = f"{number:,} of {of:,} values of the gradient are infinite or NaN", _FLOAT16
-        if where:
-            text += f", and the exact ones too, on worker {shorten(where)}"
-            remedy = "look for the cause in the data or the rate: it is not in the reduction"
-        return [fault("precision", text, remedy, number)]
+    def _measure_finiteness(self) -> rules.Finiteness:
+        gradients = [it for it in self.update.gradients if it is not None]
+        bad = sum(int((~it.isfinite()).sum()) for it in gradients)
+        values = sum(it.numel() for it in gradients)
+        references = [it for of_pass in self.passes for it in of_pass if it is not None]
+        is_finite = all(bool(it.isfinite().all()) for it in references)
+        of_workers = self.ranks.gather([bad, values, is_finite])
+        bad, values, _ = max(of_workers, key=lambda of_worker: of_worker[0])
+        workers = tuple(str(rank) for rank, (*_, finite) in enumerate(of_workers) if not finite)
+        return rules.Finiteness(bad=bad, values=values, workers=workers)
 
-    def _underflow(self, exact: Fit) -> list[Finding]:
-        """Return a fault if values became zero in float16; other types do not underflow."""
+    def _measure_underflow(self, exact: Fit) -> rules.Underflow:
         share = float(exact.lost.sum()) / max(1.0, float(exact.nonzero.sum()))
         types = {it.dtype for it in self.update.gradients if it is not None}
-        is_float16 = self.update.may_be_float16 or torch.float16 in types
-        if share <= _LOST or not any(self.ranks.gather(is_float16)):
-            return []
-        text = f"{100 * share:.1f} % of the values that are not zero in one process arrived as zero"
-        return [fault("precision", text, _FLOAT16, share)]
+        in_float16 = self.update.may_be_float16 or torch.float16 in types
+        return rules.Underflow(share, any(self.ranks.gather(in_float16)))
 
-    def _unequal(self) -> list[Finding]:
+    def _measure_unequal(self) -> rules.Unequal | None:
         mean = self._fit(self.update.gradients, self.ranks.size)
-        unequal = mean.names_of_unequal(self.names, _EQUAL)
-        if not unequal:
-            return []
+        names = mean.names_of_unequal(self.names, rules.EQUAL)
+        if not names:
+            return None
         weights = dict(zip(self.names, self.parameters, strict=True))
-        if self.update.rate and not differences("weights", weights, self.ranks, when=""):
-            text = "gradients differ between workers, weights do not: they are averaged or sent"
-            remedy = "nothing if weights are averaged on purpose (local SGD)"
-            return [unknown("gradient direction", text, remedy)]
-        exact, what = self.unclipped, "every worker uses its own gradient"
-        remedy = "average the gradients before each update: call the DistributedDataParallel "
-        remedy += "model, not its module, and leave no_sync on the last micro-batch"
-        if len(unequal) < (exact.exact > 0).sum():
-            what = f"{len(unequal)} of {len(self.names)} gradients differ between workers "
-            what += f"({shorten(unequal, most=3)})"
-        text = f"{what}: cosine {exact.cosine:.3f} with that of one process"
-        return [fault("gradient direction", text, remedy, exact.cosine)]
+        # At rate 0, as without an optimizer, weights are equal whatever the gradients are.
+        has_rate = bool(self.update.rate)
+        return rules.Unequal(
+            names=names,
+            number=len(self.names),
+            nonzero=int((self.unclipped.exact > 0).sum()),
+            cosine=self.unclipped.likeness.cosine,
+            has_equal_weights=has_rate and not measure_difference(weights, self.ranks),
+        )
 
-    def _clipped_before(self) -> list[Finding]:
-        """Return a fault if workers clipped gradients with different norms, or in other ways."""
-        own = [[it.norm, it.most, it.factor] for it in self.update.clips if it.norm is not None]
-        for each in zip_longest(*self.ranks.gather(own), fillvalue=[0.0, math.inf, 1.0]):
-            norms, limits, factors = (list(it) for it in zip(*each, strict=True))
-            if min(factors) == 1.0:
-                continue
-            if len(set(limits)) > 1:
-                ratio = min(factors) / max(factors)  # without clipping the limit is infinite
-                text = f"workers clip to norms from {min(limits):g} to {max(limits):g}: lengths of "
-                text += f"gradients differ {three_digits(ratio)} times"
-                remedy = "clip on every worker, with the same maximum"
-                return [fault("clipping", text, remedy, ratio)]
-            if max(norms) - min(norms) <= _EQUAL * max(norms):
-                continue
-            exact = self.unclipped
-            length, most = math.sqrt(exact.exact.sum()), limits[0]
-            ratio = math.sqrt(exact.own.sum()) / (length * min(1.0, most / (length + 1e-6)))
-            text = f"each worker clips its own gradient to {most:g} before the average, which is "
-            text += f"{three_digits(ratio)} times as long as if clipped after"
-            remedy = "call clip_grad_norm_ after the gradients are averaged"
-            return [fault("clipping", text, remedy, ratio)]
+    def _examine_workers_clip(self) -> list[Finding]:
+        """Compare each call that clips a norm over the workers; return the first fault."""
+        calls = [[it.norm, it.most, it.factor] for it in self.update.clips if it.norm is not None]
+        for call in zip_longest(*self.ranks.gather(calls), fillvalue=_UNCLIPPED):
+            norms, limits, factors = zip(*call, strict=True)
+            evidence = rules.WorkersClip(
+                norms=norms,
+                limits=limits,
+                factors=factors,
+                length=math.sqrt(self.unclipped.own.sum()),
+                exact_length=math.sqrt(self.unclipped.exact.sum()),
+            )
+            if findings := decide(evidence, rules.WORKERS_CLIP):
+                return findings
         return []
 
-    def _clipping(self) -> list[Finding]:
+    def _examine_clipping(self) -> list[Finding]:
         """Return how gradients were clipped: with their loss scale, too often, or well."""
-        scaled = self.ranks.gather([self._scale_in(it.lengths) for it in self.update.clips])
-        clips, scale = self.update.clips, self.update.loss_scale
-        for clip, ratio in zip(clips, scaled[0], strict=False):
-            if scale > 2 and clip.factor < 1 and _is(ratio, scale):
-                text = f"gradients are clipped to {clip.most:g} with their loss scale, {scale:g}"
-                remedy = "call scaler.unscale_(optimizer) before clipping"
-                return [fault("clipping", text, remedy, ratio)]
-        times = sum(it.lengths.keys() == clips[0].lengths.keys() for it in clips)
-        if 1 < times == self.micros and any(it.factor < 1 for it in clips):
-            text = f"gradients are clipped {times} times, in each of the micro-batches of an update"
-            remedy = "clip once, when the gradients of all of them are summed"
-            return [fault("clipping", text, remedy, float(times))]
-        norms = [it for it in clips if it.norm is not None]
-        if not norms:
-            return []
-        text = f"norm {three_digits(norms[0].norm or 0)}, maximum {norms[0].most:g}, equal on all "
-        return [fine("clipping", f"{text}workers", figure=norms[0].norm)]
+        clips = self.update.clips
+        # Worker 0's lengths decide on all: rounding must not make two of them disagree.
+        over_exact = self.ranks.gather([self._over_exact(clip) for clip in clips])[0]
+        for clip, ratio in zip(clips, over_exact, strict=False):
+            call = rules.ClipCall(
+                most=clip.most,
+                factor=clip.factor,
+                over_exact=ratio,
+                loss_scale=self.update.loss_scale,
+            )
+            if findings := decide(call, rules.CLIP_CALL):
+                return findings
+        of_norm = next((clip for clip in clips if clip.norm is not None), None)
+        calls = rules.ClipCalls(
+            times=sum(clip.lengths.keys() == clips[0].lengths.keys() for clip in clips),
+            micros=self.micros,
+            is_shorter=any(clip.factor < 1 for clip in clips),
+            norm=math.nan if of_norm is None or of_norm.norm is None else of_norm.norm,
+            most=math.nan if of_norm is None else of_norm.most,
+        )
+        return decide(calls, rules.CLIP_CALLS)
 
-    def _scale_in(self, lengths: dict[int, float]) -> float:
+    def _over_exact(self, clip: Clip) -> float:
         """Return how long gradients were before clipping, over the exact lengths."""
-        places = [at for at, it in enumerate(self.parameters) if id(it) in lengths]
-        before = math.hypot(*(lengths[id(self.parameters[at])] for at in places))
+        places = [place for place, it in enumerate(self.parameters) if id(it) in clip.lengths]
+        before = math.hypot(*(clip.lengths[id(self.parameters[place])] for place in places))
         length = math.sqrt(self.unclipped.exact[places].sum())
         return before / length if length else 1.0
 
-    def _left_or_zeroed(self, exact: Fit) -> Finding | None:
-        """Return a fault if `zero_grad` was called too late, too early or never."""
-        if exact.exact.any() and not exact.own.any():
-            text = "the gradients are zero at the update: no backward comes after zero_grad"
-            return fault("gradient scale", text, "call zero_grad after the update", 0.0)
-        everyone = self.ranks.gather(sorted(self.update.held & self.update.places))
-        held = sorted(set().union(*everyone))
-        if not held:
-            return None
-        names = shorten([self.names[place] for place in held], most=3)
-        text = f"{len(held)} of {len(self.names)} gradients ({names}) were not cleared: "
-        text += _likeness(exact)
-        remedy = "call zero_grad once per update, for all parameters"
-        if exact.residual > SAME:
-            return fault("gradient direction", text, remedy, exact.cosine)
-        return fault("gradient scale", text, remedy, exact.scale)
+    def _measure_left(self, exact: Fit) -> rules.Left:
+        of_workers = self.ranks.gather(sorted(self.update.held & self.update.places))
+        places = sorted(set().union(*of_workers))
+        return rules.Left(
+            likeness=exact.likeness,
+            is_zero=bool(exact.exact.any()) and not exact.own.any(),
+            names=tuple(self.names[place] for place in places),
+            number=len(self.names),
+        )
 
-    def _by_hooks(self, exact: Fit) -> Finding | None:
-        """Return a note if hooks explain the gradient, which may be meant."""
+    def _measure_hooked(self, exact: Fit) -> rules.Hooked | None:
+        """Repeat what hooks did, which may be meant; None if that is not this gradient."""
         has_hooks = bool(self.reference.hooked) or any(it._backward_hooks for it in self.parameters)
-        if exact.residual <= SAME or not any(self.ranks.gather(has_hooks)):
+        if not any(self.ranks.gather(has_hooks)):
             return None
         hooked = weighted(self.reference.hooked or self.passes, self.counts[self.ranks.rank])
-        if not _is_same(self._fit(hooked, self.samples, transform=self._changed)):
+        if not self._fit(hooked, self.samples, transform=self._changed).likeness.is_same:
             return None
-        names = exact.names_of_unequal(self.names, SAME)
-        text = f"hooks change {len(names)} of {len(self.names)} gradients "
-        text += f"({shorten(names, most=3)}): {_likeness(exact)}"
-        remedy = "nothing if that is meant: one process with these hooks computes the same"
-        return note("gradient direction", text, remedy, exact.cosine)
+        names = exact.names_of_unequal(self.names, rules.SAME)
+        return rules.Hooked(likeness=exact.likeness, names=names, number=len(self.names))
 
-    def _direction(self, exact: Fit) -> Finding:
-        """Name what was computed instead of the exact gradient."""
-        size, limit, cosine = self.ranks.size, max(_EXPLAINED * exact.residual, 1e-4), exact.cosine
-        passes, few = self.passes, f"{self.micros} micro-batches"
-        mean = weighted(passes, [1 / len(passes)] * len(passes))
-        own = [
-            None if it is None else self._changed(it, at)
-            for it, at in zip(mean, self.parameters, strict=True)
-        ]
-        has_weights = self.reference.has_weights
-        after, each = self._clip, [count for counts in self.counts for count in counts]
-        tries: list[tuple[Gradients, Transform | None, str, str]] = []
-        if len(set(each)) > 1:
-            text = f"a mean of the means of {min(each):g} to {max(each):g} samples"
-            remedy = "sum the losses, and divide by the samples of all workers and micro-batches"
-            if has_weights:
-                text = "a mean of means of which each has its own sum of class weights"
-                remedy = f"nothing, it is usual with class weights; to be exact, {remedy}"
-            tries += [(mean, after, text, remedy)]
+    def _measure_direction(self, exact: Fit) -> rules.Direction:
+        likeness = exact.likeness
+        sizes = [count for counts in self.counts for count in counts]
+        clips = self.update.clips
+        wrong = exact.names_of_unequal(self.names, rules.SAME)
+        return rules.Direction(
+            likeness=likeness,
+            alternative=self._find_alternative(likeness.residual),
+            sizes=(min(sizes), max(sizes)),
+            has_class_weights=self.reference.has_weights,
+            workers=self.ranks.size,
+            micros=self.micros,
+            clipped_to=clips[0].most if clips else math.nan,
+            wrong=wrong,
+            number=len(self.names),
+            factor=self._factor_of(wrong, exact),
+            loss_scales=self.loss_scales,
+            most_unequal=exact.names_of_unequal(self.names, rules.SAME, scale=likeness.scale),
+        )
+
+    def _find_alternative(self, residual: float) -> rules.Alternative:
+        """Return the first computation that explains a gradient with this residual."""
+        limit = max(_EXPLAINED * residual, 1e-4)
+        for name, parts, transform in self._alternatives():
+            if self._fit(parts, self.ranks.size, transform=transform).likeness.residual <= limit:
+                return name
+        return ""
+
+    def _alternatives(self) -> Iterator[tuple[rules.Alternative, Gradients, Transform | None]]:
+        """Yield what a worker may compute instead, and what it does to the average of that."""
+        number = len(self.passes)
+        mean = weighted(self.passes, [1 / number] * number)
+        if len({count for counts in self.counts for count in counts}) > 1:
+            yield "mean of means", mean, self._clip
         if self.micros > 1:
-            text, remedy = f"only the last of {few} counts", "call zero_grad once per update"
-            tries += [(passes[-1], after, text, remedy)]
-            text = f"gradients are summed over {size} workers after each of {few}"
-            remedy = "sum gradients over workers once per update, after the last micro-batch"
-            reduced = weighted(passes, [size ** -float(it) for it in range(len(passes))])
-            tries += [(reduced, after, text, remedy)]
-        text = "each worker changes its own gradient before the average, by a hook or clipping"
-        remedy = "change gradients after they are averaged, equally on all workers"
-        tries += [(own, None, text, remedy)]
-        for parts, transform, text, remedy in tries:
-            if self._fit(parts, size, transform=transform).residual <= limit:
-                whole = f"{text}: {_likeness(exact)}"
-                if parts is own and self.update.clips:
-                    return fault("clipping", whole, remedy, self.update.clips[0].most)
-                level = note if has_weights and parts is mean else fault
-                return level("gradient direction", whole, remedy, cosine)
-        if some := self._of_some_tensors(exact):
-            return some
-        if max(self.loss_scales) > (1 + _NAMED_SCALE) * min(self.loss_scales):
-            scales = shorten([f"{it:.4g}" for it in self.loss_scales])
-            text = f"the workers' losses are {scales} times loss_fn: {_likeness(exact)}"
-            remedy = "multiply the loss by the same factor on every worker"
-            return fault("gradient direction", text, remedy, cosine)
-        names = exact.names_of_unequal(self.names, SAME, scale=exact.scale)
-        text = f"{_likeness(exact)}, equal on all workers, most in {shorten(names, most=3)}: a "
-        text += "fault, a term of the loss that loss_fn has not, or a step that changes weights"
-        remedy = "for the audit leave such terms out of the step; what then remains is a fault"
-        return unknown("gradient direction", text, remedy, cosine)
+            yield "last micro-batch", self.passes[-1], self._clip
+            # The sum of the first k micro-batches is summed over the workers again k times.
+            powers = [self.ranks.size ** -float(place) for place in range(number)]
+            yield "summed early", weighted(self.passes, powers), self._clip
+        changed = [
+            None if gradient is None else self._changed(gradient, parameter)
+            for gradient, parameter in zip(mean, self.parameters, strict=True)
+        ]
+        yield "changed early", changed, None
 
-    def _of_some_tensors(self, exact: Fit) -> Finding | None:
-        """Return a fault if some tensors are right, and others a factor of the workers off."""
-        wrong = exact.names_of_unequal(self.names, SAME)
+    def _factor_of(self, wrong: Sequence[str], exact: Fit) -> float:
+        """Return the workers or their inverse if all wrong gradients, not all, are off by it."""
+        if len(wrong) >= (exact.exact > 0).sum():
+            return math.nan
         for factor in (self.ranks.size, 1 / self.ranks.size):
-            others = exact.names_of_unequal(self.names, SAME, scale=factor)
-            if len(wrong) < (exact.exact > 0).sum() and not set(wrong) & set(others):
-                text = f"{len(wrong)} of {len(self.names)} gradients are {three_digits(factor)} "
-                text += f"times those of one process ({shorten(wrong, most=3)}), the others right"
-                remedy = "divide every gradient by the workers once"
-                return fault("gradient direction", text, remedy, factor)
-        return None
+            off = exact.names_of_unequal(self.names, rules.SAME, scale=factor)
+            if set(wrong).isdisjoint(off):
+                return factor
+        return math.nan
 
-    def _scale(self, exact: Fit) -> Finding:
-        causes = self._causes(exact.scale)
-        why = " and ".join(text for text, _ in causes)
-        text = f"{three_digits(exact.scale)} times that of one process with all "
-        text += f"{self.samples:,.0f} samples: {why or 'no factor of the script explains it'}"
-        remedy = "; ".join(it for _, it in causes) or "look for a factor in the loss"
-        if any(self.ranks.gather(self.reference.repeats_samples)):
-            text += "; the step passes each sample more than once"
-            remedy = "leave the other passes out of the step for the audit"
-            return unknown("gradient scale", text, remedy, exact.scale)
-        if exact.scale < 1 and why.startswith("a factor"):
-            remedy = "clip with torch.nn.utils.clip_grad_norm_, which is checked; else " + remedy
-            return unknown("gradient scale", text, remedy, exact.scale)
-        return fault("gradient scale", text, remedy, exact.scale)
-
-    def _causes(self, scale: float) -> list[tuple[str, str]]:
-        """Return the causes of a wrong scale, each with its remedy: of the loss, then of the rest.
-
-        If the script's loss was not seen, its factor is taken to be right.
-        """
-        workers, micros = self.ranks.size, self.micros
-        in_loss = 1.0 if math.isnan(self.loss_scale) else self.loss_scale * micros
-        removed = in_loss * self.update.loss_scale
-        if removed >= _LEAST_LOSS_SCALE and _is(scale, 1 / removed):
-            text = f"gradients are divided by the loss scale {removed:g} twice"
-            return [(text, "unscale once: scaler.step does it unless unscale_ was called")]
-        batch, few = self.samples / sum(map(len, self.counts)), f"{micros} micro-batches"
-        factor = (f"the loss is {three_digits(in_loss)} times loss_fn", "remove the factor")
-        power = math.log2(in_loss)
-        if in_loss >= _LEAST_LOSS_SCALE and _is(power, round(power), 1e-6):
-            text = f"the gradient still has the loss scale {in_loss:g}"
-            factor = (text, "call scaler.step(optimizer), or scaler.unscale_ before the update")
-        short = f"the last {micros} micro-batches of an epoch are divided by {self.most}"
-        of_loss = [
-            (1, "", ""),
-            (micros / self.most, short, "divide by the micro-batches that the update has"),
-            (micros, f"the losses of {few} are added, not averaged", "divide each by their number"),
-            (1 / micros, f"the loss is divided by {few} twice", "divide it once"),
-            (batch, f"the loss is a sum over {batch:g} samples, not a mean", "take their mean"),
-            (in_loss, *factor),
-        ]
-        rest, many = scale / in_loss, plural(workers, "worker")
-        averaged = "divide once: DistributedDataParallel and Horovod average already"
-        of_rest = [
-            (1, "", ""),
-            (workers, f"gradients are summed over {many}, not averaged", "divide by them once"),
-            (1 / workers, f"gradients are divided by {many} twice", averaged),
-            (rest, f"a factor {three_digits(rest)} after the loss", "look for it after backward"),
-        ]
-        first = next(it[1:] for it in of_loss if _is(in_loss, it[0]))
-        last = next(it[1:] for it in of_rest if _is(rest, it[0]))
-        return [cause for cause in (first, last) if cause[0]]
-
-
-def _is(value: float, expected: float, tolerance: float = _NAMED_SCALE) -> bool:
-    return abs(value / expected - 1) <= tolerance
-
-
-def _is_same(fit: Fit) -> bool:
-    return fit.residual <= SAME and abs(fit.scale - 1) <= _SAME_SCALE
-
-
-def _likeness(exact: Fit) -> str:
-    text = f"cosine {exact.cosine:.3f} with that of one process"
-    if abs(exact.scale - 1) <= _SAME_SCALE:
-        return text
-    return f"{text}, and {three_digits(exact.scale)} times as long along it"
+    def _measure_scale(self, scale: float) -> rules.Scale:
+        # If the script's loss was not seen, its factor is taken to be right.
+        of_loss = 1.0 if math.isnan(self.loss_scale) else self.loss_scale * self.micros
+        factors = rules.Factors(
+            scale=scale,
+            of_loss=of_loss,
+            loss_scale=self.update.loss_scale,
+            workers=self.ranks.size,
+            micros=self.micros,
+            most_micros=self.most_micros,
+            batch=self.samples / sum(map(len, self.counts)),
+        )
+        named = decide(factors, rules.IN_LOSS) + decide(factors, rules.AFTER_LOSS)
+        return rules.Scale(
+            scale=scale,
+            samples=self.samples,
+            causes=tuple(cause for cause in named if cause.text),
+            repeats_samples=any(self.ranks.gather(self.reference.repeats_samples)),
+        )
 
 
 def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:

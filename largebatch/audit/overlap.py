@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from largebatch.audit.findings import Finding, fault, fine, note, unknown
-from largebatch.audit.ranks import Ranks
+from largebatch.audit.ranks import Ranks, unable
 from largebatch.audit.restoring import generators_of
+from largebatch.audit.rules import data as rules
 from largebatch.audit.samples import (
     NoNumbersError,
     Numbers,
@@ -32,11 +32,9 @@ from largebatch.audit.samples import (
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
 from largebatch.models.inputs import IMAGE_KEYS
+from largebatch.rules import Finding, decide
 
 _SECONDS = 20.0  # longest time for which a worker reads samples of each of the two data sets
-
-_SMALL_PART = 0.01
-"""Part of the validation set below which copies are a note: published data sets have some."""
 
 _FILE_LISTS = ("samples", "imgs", "files", "paths", "image_paths")
 """Attributes of data sets, torchvision's first, that list a file for each sample."""
@@ -66,7 +64,7 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
     problems = [it for it in ranks.gather(found if isinstance(found, str) else "") if it]
     if problems or isinstance(found, str):
         remedy = "give the audit DataLoaders whose data sets have a length"
-        return [unknown("held-out samples", problems[0], remedy)]
+        return [unable("held-out samples", problems[0], remedy)]
     training, trained, validation, validated = found
     if all(ranks.gather(training is validation)):
         size = max(ranks.gather(len(training)))
@@ -75,15 +73,10 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
         counts[1, validated] = 1
         sum_over_workers(counts, ranks.backend)
         common = int(((counts[0] > 0) & (counts[1] > 0)).sum())
-        if common:
-            number = int((counts[1] > 0).sum())
-            text = f"{common:,} of {number:,} validation samples are trained on: "
-            text += "both loaders read these numbers of one data set"
-            return [fault("held-out samples", text, _REMEDY, common / number)]
-    return [_compare_content(training, trained, validation, validated, ranks)]
-
-
-_REMEDY = "divide the data once, before training, and validate on samples that are not trained on"
+        numbers = rules.CommonNumbers(common, int((counts[1] > 0).sum()))
+        if findings := decide(numbers, rules.COMMON_NUMBERS):
+            return findings
+    return _compare_content(training, trained, validation, validated, ranks)
 
 
 def _source_of(loader: object, numbers: Numbers) -> tuple[Any, Numbers]:
@@ -109,7 +102,7 @@ def _compare_content(
     validation: Any,  # noqa: ANN401
     validated: Numbers,
     ranks: Ranks,
-) -> Finding:
+) -> list[Finding]:
     """Compare the bytes of images, or of files if both data sets have lists of them."""
     files = _files_of(training), _files_of(validation)
     has_files = all(ranks.gather(None not in files))
@@ -127,7 +120,7 @@ def _compare_content(
     if not all(ranks.gather(None not in (of_training, of_validation))):
         text = "samples differ at each reading, so copies of them cannot be found"
         remedy = "give the data sets an attribute `transform`, which is taken out to compare them"
-        return unknown("held-out samples", text, remedy)
+        return [unable("held-out samples", text, remedy)]
     assert of_training is not None
     assert of_validation is not None
 
@@ -144,20 +137,17 @@ def _compare_content(
     images = np.unique(np.array(all_validation, dtype=np.int64))
     hits = torch.from_numpy(np.isin(images, own_training).astype(np.int32))
     sum_over_workers(hits, ranks.backend)
-    common = int((hits > 0).sum())
-    everyone = ranks.gather([len(own_training), len(set(own_training) - {0}), is_whole])
-    share = common / max(1, len(images))
-    text = f"{common:,} of {len(images):,} validation images are training images too, byte by byte"
-    if not common and not all(it[2] for it in everyone):
-        text += f", of those that were read in {_SECONDS:g} s; the others were not compared"
-        return unknown("held-out samples", text, "compare the hashes of all images once yourself")
-    if not common:
-        return fine("held-out samples", text, figure=0.0)
-    # Data of few possible values (one-hot vectors, blank images) repeat within the training set.
-    repeated = max(1 - distinct / max(1, number) for number, distinct, _ in everyone)
-    if share < _SMALL_PART or (repeated >= share / 2 and not has_files):
-        return note("held-out samples", text, _REMEDY, share)
-    return fault("held-out samples", text, _REMEDY, share)
+    # Files of a size that no validation file has were not read: their digest is 0.
+    of_workers = ranks.gather([len(own_training), len(set(own_training) - {0}), is_whole])
+    evidence = rules.CommonImages(
+        common=int((hits > 0).sum()),
+        validated=len(images),
+        repeated=max(1 - distinct / max(1, number) for number, distinct, _ in of_workers),
+        are_files=has_files,
+        is_whole=all(whole_set for *_, whole_set in of_workers),
+        seconds=_SECONDS,
+    )
+    return decide(evidence, rules.COMMON_IMAGES)
 
 
 def _read(digest: Digest, numbers: Numbers) -> list[int]:

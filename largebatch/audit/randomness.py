@@ -1,9 +1,4 @@
-"""Random numbers that workers, processes of a loader or epochs have in common.
-
-One process draws new numbers for each sample. Draws that workers share leave the mean gradient as
-it is: only the noise of augmentation and dropout no longer averages out over the workers, so that
-is a note. Draws that each epoch repeats are a fault: a sample then has one augmentation only.
-"""
+"""Measure random numbers that workers, processes of a loader or epochs have in common."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,20 +12,18 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from largebatch import accelerator
-from largebatch.audit.findings import Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.restoring import generators_of
+from largebatch.audit.rules import data as rules
 from largebatch.audit.samples import fingerprint, torch_loader
 from largebatch.audit.subject import Subject
-from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of
+from largebatch.rules import Finding, decide
 
 _DRAWS = 32  # draws of one sample on a worker: of 4e9 pairs of workers, one has 32 equal flips
 
 _WORKERS = 4
 """Largest number of loader processes that draw; each takes a second to start where it spawns."""
-
-_SEED = "seed by worker, after the model is built: torch.manual_seed(seed + rank)"
 
 SetEpoch = Callable[[int], object]
 
@@ -61,50 +54,39 @@ def check_augmentation(subject: Subject, ranks: Ranks) -> list[Finding]:
     if not all(ranks.gather(countable)):
         return []
     assert base is not None
-    advance = subject.set_epoch
-    draw = partial(_draws_of_one_sample, base, advance)
+    set_epoch = subject.set_epoch
+    draw = partial(_draws_of_one_sample, base, set_epoch)
     draws = ranks.attempt("augmentation", "a sample", draw)
-    everyone = [np.array(own) for own in ranks.gather(draws.tolist())]
-    if all(len(np.unique(own)) == 1 for own in everyone):
-        repeats = partial(_repeated_epoch, base, advance, by_script=subject.read is not None)
-        found = ranks.attempt("augmentation", "a sample", repeats)
-        if found is not None:
-            return [found]
-        text = f"{plural(draws.size, 'draw')} of a sample are identical: nothing is random"
-        return [fine("augmentation", text)]
-    if all(len(np.unique(epoch)) == 1 for own in everyone for epoch in own):
-        return [fine("augmentation", "draws follow from the sample's number and the epoch")]
-    return [compare_draws(everyone)]
+    of_workers = [np.array(of_worker) for of_worker in ranks.gather(draws.tolist())]
+    if all(_is_constant(of_worker) for of_worker in of_workers):
+        measure = partial(_measure_epoch, base, set_epoch, by_script=subject.read is not None)
+        evidence = ranks.attempt("augmentation", "a sample", measure)
+        if findings := decide(evidence, rules.EPOCH_OF_DATA):
+            return findings
+    return compare_draws(of_workers)
 
 
-def _repeated_epoch(
-    base: DataLoader[Any], advance: SetEpoch | None, *, by_script: bool
-) -> Finding | None:
-    """Return a finding on a data set that draws by its epoch, which stays the same in the loader.
-
-    It is called where all draws of the loader in two epochs were equal.
-    """
-    set_by_data = _epoch_setter_of(base.dataset)
-    if advance is not None and _changes_by(advance, base.dataset):
-        text = "the data set draws by its epoch, and each epoch of the loader repeats the first one"
-        remedy = "its processes keep their copies: persistent_workers=False, or share the epoch"
-        return fault("augmentation", text, remedy, float(_DRAWS))
-    if set_by_data is None or not _changes_by(set_by_data, base.dataset):
-        return None
-    if advance is None or by_script:
-        text = "the data set draws by its epoch, and what sets that was not given"
-        return unknown("augmentation", text, "give set_epoch= with all that your loop sets")
-    text = "the data set draws by its epoch, which set_epoch leaves as it is: all epochs repeat"
-    remedy = "set the epoch of the data set too, before each epoch"
-    return fault("augmentation", text, remedy, float(_DRAWS))
+def _measure_epoch(
+    base: DataLoader[Any], set_epoch: SetEpoch | None, *, by_script: bool
+) -> rules.EpochOfData:
+    """Set the epoch of a data set outside of its loader, which may keep copies of the set."""
+    by_given = set_epoch is not None and _changes_by(set_epoch, base.dataset)
+    own = _epoch_setter_of(base.dataset)
+    return rules.EpochOfData(
+        draws=_DRAWS,
+        changes_by_given=by_given,
+        changes_by_own=not by_given and own is not None and _changes_by(own, base.dataset),
+        may_be_set=set_epoch is None or by_script,
+    )
 
 
-def _changes_by(advance: SetEpoch, dataset: Any) -> bool:  # noqa: ANN401 -- of any kind
+def _changes_by(set_epoch: SetEpoch, dataset: Any) -> bool:  # noqa: ANN401 -- of any kind
     """Return True if a sample changes with the epoch, with equal states of the generators."""
-    restore, samples = generators_of(), []
+    restore = generators_of()
+    samples = []
     for epoch in range(2):
         restore()
-        advance(epoch)
+        set_epoch(epoch)
         samples.append(fingerprint(dataset[0]))
     restore()
     return samples[0] != samples[1]
@@ -113,20 +95,21 @@ def _changes_by(advance: SetEpoch, dataset: Any) -> bool:  # noqa: ANN401 -- of 
 def _epoch_setter_of(dataset: Any) -> SetEpoch | None:  # noqa: ANN401 -- of any kind
     """Return the `set_epoch` of a data set, or of the one within it."""
     while dataset is not None:
-        found: SetEpoch | None = getattr(dataset, "set_epoch", None)
-        if found is not None:
-            return found
+        set_epoch: SetEpoch | None = getattr(dataset, "set_epoch", None)
+        if set_epoch is not None:
+            return set_epoch
         dataset = getattr(dataset, "dataset", None)
     return None
 
 
-def _draws_of_one_sample(base: DataLoader[Any], advance: SetEpoch | None) -> Draws:
+def _draws_of_one_sample(base: DataLoader[Any], set_epoch: SetEpoch | None) -> Draws:
     """Return the draws of one sample as the loader seeds its workers, in two epochs."""
     workers = min(base.num_workers, _WORKERS)
-    each = _DRAWS // max(1, workers)
+    draws_of_worker = _DRAWS // max(1, workers)
     probe: DataLoader[Any] = DataLoader(
         _OneSample(base.dataset),  # type: ignore[arg-type]  # it has what a data set needs
-        batch_sampler=[list(range(each))] * max(1, workers),  # one batch for each worker, in turn
+        # One batch for each worker: a loader gives them out in turn.
+        batch_sampler=[list(range(draws_of_worker))] * max(1, workers),
         collate_fn=list,
         num_workers=workers,
         worker_init_fn=base.worker_init_fn,
@@ -136,33 +119,32 @@ def _draws_of_one_sample(base: DataLoader[Any], advance: SetEpoch | None) -> Dra
     )
     epochs = []
     for epoch in range(2):
-        if advance is not None:
-            advance(epoch)
+        if set_epoch is not None:
+            set_epoch(epoch)
         epochs.append(list(probe))
     return np.array(epochs, dtype=np.int64)
 
 
-def compare_draws(ranks: Sequence[Draws]) -> Finding:
+def compare_draws(of_workers: Sequence[Draws]) -> list[Finding]:
     """Compare draws of different workers, of processes of a loader, and of two epochs."""
-    number = ranks[0][0].size
-    epochs = [rank for rank in ranks if len(np.unique(rank[0])) > 1 and (rank[0] == rank[1]).all()]
-    remedy = "seed workers from torch.initial_seed(), not with a constant (worker_init_fn)"
-    if epochs:
-        text = (
-            f"{number} draws of a sample are equal in two epochs on {plural(len(epochs), 'worker')}"
-        )
-        return fault("augmentation", text, remedy, float(number))
-    shared = sum((rank == ranks[0]).all() for rank in ranks[1:])
-    if shared:
-        text = f"{number} draws of a sample are equal on {shared + 1} of {len(ranks)} workers"
-        remedy = f"{_SEED}, and random's and NumPy's generators equally"
-        return note("augmentation", text, remedy, float(shared + 1))
-    workers = [rank[0] for rank in ranks if len(rank[0]) > 1 and (rank[0] == rank[0][0]).all()]
-    if workers:
-        text = f"{len(workers[0])} processes of a loader draw the same augmentations"
-        return note("augmentation", text, remedy, float(len(workers[0])))
-    text = f"{number} draws of a sample differ between workers, loader processes and epochs"
-    return fine("augmentation", text)
+    first = of_workers[0]
+    # Of one process there is nothing to compare, and 1 is not a number that a rule names.
+    equal_processes = [len(it[0]) for it in of_workers if (it[0] == it[0][0]).all()]
+    evidence = rules.DrawsOfOneSample(
+        number=first[0].size,
+        in_all=first.size,
+        nothing_random=all(_is_constant(it) for it in of_workers),
+        by_epoch=all(_is_constant(epoch) for it in of_workers for epoch in it),
+        repeating=sum(not _is_constant(it[0]) and (it[0] == it[1]).all() for it in of_workers),
+        sharing=sum((it == first).all() for it in of_workers),
+        workers=len(of_workers),
+        processes=max(equal_processes, default=0),
+    )
+    return decide(evidence, rules.DRAWS)
+
+
+def _is_constant(draws: Draws) -> bool:
+    return len(np.unique(draws)) == 1
 
 
 def states_of(model: nn.Module) -> dict[str, int]:
@@ -185,14 +167,11 @@ def check_draws(before: dict[str, int], after: dict[str, int], ranks: Ranks) -> 
     The states of the generators are those before and after a call of the step. Nothing is returned
     for a step that draws none.
     """
-    own = {name: it for name, it in before.items() if it != after[name]}
-    everyone = ranks.gather(own)
-    drawn = [name for name in own if all(name in it for it in everyone)]
-    if ranks.size == 1 or not drawn:
+    changed = {name: state for name, state in before.items() if state != after[name]}
+    of_workers = ranks.gather(changed)
+    if ranks.size == 1:
         return []
-    equal = [name for name in drawn if all(it[name] == own[name] for it in everyone)]
-    if not equal:
-        return [fine("dropout", f"workers draw different numbers ({', '.join(drawn)}) in a step")]
-    text = f"{ranks.size} of {ranks.size} workers draw the same random numbers in a step "
-    text += f"({', '.join(equal)}): dropout, mixup or noise"
-    return [note("dropout", text, _SEED, float(ranks.size))]
+    drawn = [name for name in changed if all(name in states for states in of_workers)]
+    equal = [name for name in drawn if len({states[name] for states in of_workers}) == 1]
+    evidence = rules.DrawsOfStep(drawn=tuple(drawn), equal=tuple(equal), workers=ranks.size)
+    return decide(evidence, rules.DRAWS_OF_STEP)

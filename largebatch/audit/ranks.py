@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from largebatch.audit.findings import Check, Finding, unknown
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.errors import PeerLostError, clip, printable
+from largebatch.rules import Finding
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Ranks:
         self.rank, self.size = backend.rank, backend.world_size
 
     def attempt(
-        self, check: Check, what: str, function: Callable[[], T], *, remedy: str = _REMEDY
+        self, check: str, what: str, function: Callable[[], T], *, remedy: str = _REMEDY
     ) -> T:
         """Call a function that needs no other worker; raise StoppedError on all if one fails.
 
@@ -60,7 +60,7 @@ class Ranks:
             text = in_one_line(errors[failed[0]])
             more = f" and {len(failed) - 1} more" * (len(failed) > 1)
             text = f"{what} failed on worker {failed[0]}{more}: {text}"
-            raise StoppedError(unknown(check, text, remedy))
+            raise StoppedError(unable(check, text, remedy))
         return result  # type: ignore[return-value]  # it did not fail
 
     def gather(self, own: object) -> list[Any]:
@@ -80,6 +80,11 @@ class Ranks:
         """Return worker 0's findings."""
         first, *_ = self.gather([asdict(finding) for finding in findings])
         return tuple(Finding(**fields) for fields in first)
+
+
+def unable(check: str, text: str, remedy: str) -> Finding:
+    """Return the finding of a check that an error prevents: of the script, or of its arguments."""
+    return Finding(check=check, level="unknown", text=text, remedy=remedy)
 
 
 def in_one_line(error: str) -> str:

@@ -1,10 +1,4 @@
-"""Learning rate, warm-up, number of updates and weight decay against rules for large batches.
-
-Rules: the rate grows with the batch (Goyal et al., arXiv:1706.02677, for SGD) or with its square
-root (Krizhevsky, arXiv:1404.5997; Malladi et al., arXiv:2205.10782, for Adam). Goyal's warm-up
-takes 5 epochs and begins at the rate of the small batch. Normalisation and biases have no decay in
-MLPerf's rules, and BatchNorm has none in Goyal's.
-"""
+"""Measure learning rates, the warm-up, the number of updates and weight decay of a run."""
 
 import math
 from collections import Counter
@@ -16,19 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from largebatch.audit.findings import Finding, fault, fine, not_examined, note, unknown
 from largebatch.audit.ranks import Ranks, StoppedError
 from largebatch.audit.recording import ScheduleStep, Update
+from largebatch.audit.rules import rates as rules
 from largebatch.audit.subject import Subject
-from largebatch.formatting import plural, three_digits
 from largebatch.models import norm_parameters
-from largebatch.recipe.installed import FEWEST_UPDATES
-
-_WARM_UP_EPOCHS = 5  # length of the warm-up of Goyal et al., section 2.2
-
-_MARGIN = 1.5  # factor outside the two rules at which a rate is noted: searches usually step by 2
-
-_SAME = 1e-6  # relative difference of equal rates: they are computed in float64 in another order
+from largebatch.rules import Finding, decide
 
 _FASTEST = 9
 """Moves of a schedule an update below which all are tried, whatever the numbers of the script."""
@@ -69,30 +56,32 @@ def _compare(
     steps: Sequence[ScheduleStep],
 ) -> list[Finding]:
     """Return the findings of one worker, whose script computes the planned rates."""
-    measured, number, findings = [it.rate for it in updates], 0, []
-    if subject.epochs and micros and hasattr(subject.loader, "__len__"):
-        number = round(len(subject.loader) / micros * subject.epochs)
+    findings: list[Finding] = []
+    number = 0  # of the updates of the run, if it is known
+    if subject.epochs and micros:
+        number = round(_batches_of(subject.loader) / micros * subject.epochs)
     rate = subject.rate
     planned = [rate(update) for update in range(min(number, _MOST_UPDATES))] if rate else []
     if subject.base and batch:
-        peak = max(planned) if planned else _peak(subject.optimizer, measured)
-        findings.append(_check_base(peak, batch, subject.base, subject.optimizer))
+        peak = max(planned) if planned else _peak(subject.optimizer, [it.rate for it in updates])
+        findings += decide(_measure_peak(peak, batch, subject.base, subject.optimizer), rules.PEAK)
     if rate:
         factors = {*range(2, _FASTEST), workers, micros, workers * micros} - {1}
-        findings.append(_check_schedule(measured, [it.attempt for it in updates], rate, factors))
+        findings += decide(_measure_schedule(updates, rate, factors), rules.SCHEDULE)
     else:
-        attempts = [it.attempt for it in updates]
-        findings.append(_check_steps(subject, steps, attempts, micros, number, workers))
+        findings += _check_moves(subject, steps, updates, micros, number, workers)
     if number and subject.epochs:
         if planned:
             growth = batch / subject.base[0] if subject.base else 1.0
-            findings.append(_check_warm_up(planned, number / subject.epochs, growth))
-        text = f"{plural(number, 'update')} in {subject.epochs:g} epochs"
-        remedy = "if the training loss ends high, more epochs or a smaller batch: no rate replaces "
-        few = note("updates", text, f"{remedy}updates", float(number))
-        many = fine("updates", text, figure=float(number))
-        findings.append(few if number < FEWEST_UPDATES else many)
-    return [*findings, _check_decay(subject.inner, subject.optimizer)]
+            warm_up = _measure_warm_up(planned, number / subject.epochs, growth)
+            findings += decide(warm_up, rules.WARM_UP)
+        findings += decide(rules.Length(number, subject.epochs), rules.LENGTH)
+    return findings + decide(_measure_decay(subject.inner, subject.optimizer), rules.DECAY)
+
+
+def _batches_of(loader: Any) -> int:  # noqa: ANN401 -- any loader
+    """Return the number of batches of an epoch; 0 if it is not known."""
+    return len(loader) if hasattr(loader, "__len__") else 0
 
 
 def require_base(base: tuple[float, float]) -> None:
@@ -102,142 +91,94 @@ def require_base(base: tuple[float, float]) -> None:
         raise ValueError(f"base is {base}; expected (global batch, rate), such as (256, 0.1)")
 
 
-def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float | None:
-    """Return the largest rate of a run as far as its schedulers know it; None if rates rise.
+def _peak(optimizer: Optimizer, measured: Sequence[float]) -> float:
+    """Return the largest rate of a run as far as its schedulers know it; NaN if rates rise.
 
     A scheduler of torch keeps `initial_lr`, from which OneCycleLR rises to `max_lr`.
     """
-    groups, keys = optimizer.param_groups, ("initial_lr", "max_lr")
-    known = [float(group[key]) for group in groups for key in keys if key in group]
-    if not known and max(measured) > measured[0] * (1 + _SAME):
-        return None
+    keys = ("initial_lr", "max_lr")
+    known = [float(it[key]) for it in optimizer.param_groups for key in keys if key in it]
+    if not known and max(measured) > measured[0] * (1 + rules.SAME):
+        return math.nan
     return max([*known, *measured])
 
 
-def _check_base(
-    peak: float | None, batch: int, base: tuple[int, float], optimizer: Optimizer
-) -> Finding:
-    if peak is None:
-        text = "the rate rises in these updates, so its peak is not known"
-        remedy = "give rate= (the rate by update) and epochs= to compare its peak"
-        return unknown("rate for the batch", text, remedy)
-    factor = batch / base[0]
-    linear, root = base[1] * factor, base[1] * math.sqrt(factor)
-    adaptive = "Adam" in type(optimizer).__name__
-    unscaled = factor > 1 and not adaptive and math.isclose(peak, base[1], rel_tol=_SAME)
-    text = f"the rate is {three_digits(peak)} at a batch of {batch:,}"
-    momentum = optimizer.param_groups[0].get("momentum")
-    text += "" if momentum is None else f", momentum {momentum:g}"
-    text += f"; from {three_digits(base[1])} at {base[0]:,} the linear rule gives "
-    text += f"{three_digits(linear)}, the square root {three_digits(root)}"
-    if min(linear, root) / _MARGIN <= peak <= max(linear, root) * _MARGIN and not unscaled:
-        return fine("rate for the batch", text, figure=peak / linear)
-    rule, value = ("square-root", root) if adaptive else ("linear", linear)
-    remedy = f"try {three_digits(value)} ({rule} rule) with a warm-up"
-    return note("rate for the batch", text, remedy, peak / linear)
+def _measure_peak(
+    peak: float, batch: int, base: tuple[int, float], optimizer: Optimizer
+) -> rules.Peak:
+    return rules.Peak(
+        rate=peak,
+        batch=batch,
+        momentum=optimizer.param_groups[0].get("momentum", math.nan),
+        is_adaptive="Adam" in type(optimizer).__name__,
+        base_batch=base[0],
+        base_rate=base[1],
+    )
 
 
-def _check_schedule(
-    measured: Sequence[float], attempts: Sequence[int], rate: Rate, factors: set[int]
-) -> Finding:
-    """Compare the rates of the first updates with `rate`; find a schedule that moves too fast.
+def _measure_schedule(updates: Sequence[Update], rate: Rate, factors: set[int]) -> rules.Schedule:
+    """Compare the rates of the first updates with `rate`; find how often the schedule moves.
 
     It may move when a GradScaler skips an update, too. If it moves several times an update, the
     first update comes before that, or after all of these moves but one.
     """
+    measured = tuple(update.rate for update in updates)
+    attempts = [update.attempt for update in updates]
 
     def equal(places: Sequence[int]) -> bool:
         pairs = zip(measured, map(rate, places), strict=True)
-        return all(math.isclose(*pair, rel_tol=_SAME, abs_tol=1e-12) for pair in pairs)
+        return all(math.isclose(*pair, rel_tol=rules.SAME, abs_tol=1e-12) for pair in pairs)
 
-    plan = range(len(measured))
-    if equal(plan) or equal(attempts):
-        return fine("warm-up", f"{plural(len(measured), 'update')} had the rates of the schedule")
-    expected = [rate(update) for update in plan]
-    rates = f"{', '.join(map(three_digits, measured))} instead of "
-    rates += ", ".join(map(three_digits, expected))
-    for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
-        if any(equal([times * it + late for it in attempts]) for late in (0, times - 1)):
-            text = f"the schedule moves {times} steps an update: rates {rates}"
-            remedy = "step the scheduler once an update, or count its length in these steps"
-            return fault("warm-up", text, remedy, float(times))
-    remedy = "step the schedule in `step`, as your loop does, and check in which unit it counts: "
-    remedy += "batches, updates or epochs"
-    figure = measured[-1] / expected[-1] if expected[-1] else None
-    return fault("warm-up", f"the first updates had rates {rates}", remedy, figure)
+    def moves() -> int:
+        if equal(range(len(measured))) or equal(attempts):
+            return 1
+        for times in sorted(factors if len(measured) > 1 else ()):  # one rate shows no speed
+            if any(equal([times * it + late for it in attempts]) for late in (0, times - 1)):
+                return times
+        return 0
+
+    planned = tuple(map(rate, range(len(measured))))
+    return rules.Schedule(measured=measured, planned=planned, times=moves())
 
 
-def _check_steps(
+def _check_moves(
     subject: Subject,
     steps: Sequence[ScheduleStep],
-    attempts: Sequence[int],
+    updates: Sequence[Update],
     micros: int,
     number: int,
     workers: int,
-) -> Finding:
+) -> list[Finding]:
     """Count how often torch's schedulers move in an update, without the planned rates.
 
-    A scheduler that moves in each micro-batch is right if its length counts them; the length of
-    torch's schedulers is known. `number` is that of the updates in the run, 0 if it is not known.
+    `number` is that of the updates in the run, 0 if it is not known.
     """
     counted = [it for it in steps if not it.is_placed]
+    first, last = updates[0].attempt, updates[-1].attempt
     # Only between two updates are all moves of an update seen, whether they come after it or before
     # the next one; the audit may begin and end between them.
-    whole = [it for it in counted if attempts[0] < it.updates <= attempts[-1]]
-    if not whole:
-        return _uncounted(steps, len(attempts), is_placed=not counted)
-    moves = Counter((id(it.scheduler), it.updates) for it in whole)
-    in_a_row = Counter((id(it.scheduler), it.updates, it.passes) for it in whole)
-    (mover, _), times = moves.most_common(1)[0]
-    first = next(it for it in whole if id(it.scheduler) == mover)
-    name, length = type(first.scheduler).__name__, _length_of(first.scheduler)
-    text = f"{name} moves {plural(times, 'step')} an update"
-    text += ", as many as there are workers" * (times == workers > 1)
-    if times == 1 and number and subject.epochs and length == subject.epochs < number:
-        text += f"; its length, {length}, is the number of epochs: the run has {number} updates"
-        remedy = "step it once an epoch, or give it a length in updates"
-        return fault("warm-up", text, remedy, number / length)
-    counts_them = bool(number) and length == times * number
-    if times == 1 or counts_them:
-        text += f", and its length, {length:,}, counts them" * (times > 1)
-        return fine("warm-up", text, figure=float(times))
-    if first.is_of_accelerate and times in {workers, workers * micros}:
-        remedy = "nothing if its length counts the batches of all workers, before prepare()"
-        return note("warm-up", f"{text}, as Accelerate does by design", remedy, float(times))
-    remedy = "step the scheduler once an update, or count its length in these steps"
-    if (most := max(in_a_row.values())) > 1:
-        text += f", up to {most} of them in a row" * (most < times)
-        if not number:
-            remedy += "; if it does, epochs= shows that"
-        return fault("warm-up", text, remedy, float(times))
-    batches = len(subject.loader) if hasattr(subject.loader, "__len__") else 0
-    return _check_length(f"{text}, once in each micro-batch", times, length, batches, micros)
-
-
-def _uncounted(steps: Sequence[ScheduleStep], updates: int, *, is_placed: bool) -> Finding:
-    """Return the finding on schedulers without a move between two updates that can be counted."""
-    argument = "rate= (the rate by update, from the present one)"
-    if not steps:
-        return not_examined("warm-up", argument)
-    text = f"the rates of {plural(updates, 'update')} were not compared: "
-    if is_placed:  # such as step(epoch + batch / batches)
-        text += f"{type(steps[0].scheduler).__name__}.step() is given its place in the schedule"
-    else:
-        text += "too few to count the moves of a scheduler"
-    return unknown("warm-up", text, f"give {argument}")
-
-
-def _check_length(text: str, times: int, length: int, batches: int, micros: int) -> Finding:
-    """Return the finding on a scheduler that moves in each micro-batch, from its length."""
-    remedy = "step the scheduler once an update, or count its length in these steps"
-    updates = {batches // micros, math.ceil(batches / micros)} - {0}
-    if length and batches:
-        text += f"; its length is {length:,}, an epoch has {batches:,} batches"
-        if length % batches == 0:
-            return fine("warm-up", text, figure=float(times))
-        if any(length % it == 0 for it in updates) and length >= min(updates):
-            return fault("warm-up", f"{text} in {max(updates):,} updates", remedy, float(times))
-    return note("warm-up", text, f"{remedy}; rate= compares the rates", float(times))
+    between = [it for it in counted if first < it.updates <= last]
+    if not between:
+        placed = "" if counted or not steps else type(steps[0].scheduler).__name__
+        no_moves = rules.NoMoves(updates=len(updates), placed=placed, has_moves=bool(steps))
+        return decide(no_moves, rules.NO_MOVES)
+    of_updates = Counter((id(it.scheduler), it.updates) for it in between)
+    of_passes = Counter((id(it.scheduler), it.updates, it.passes) for it in between)
+    (mover, _), times = of_updates.most_common(1)[0]
+    step = next(it for it in between if id(it.scheduler) == mover)
+    moves = rules.Moves(
+        scheduler=type(step.scheduler).__name__,
+        times=times,
+        in_a_row=max(of_passes.values()),
+        is_of_accelerate=step.is_of_accelerate,
+        length=_length_of(step.scheduler),
+        updates=number,
+        epochs=subject.epochs or math.nan,
+        batches=_batches_of(subject.loader),
+        micros=micros,
+        workers=workers,
+    )
+    return decide(moves, rules.MOVES)
 
 
 def _length_of(scheduler: Any) -> int:  # noqa: ANN401 -- each class has attributes of its own
@@ -255,21 +196,20 @@ def _length_of(scheduler: Any) -> int:  # noqa: ANN401 -- each class has attribu
     return words[0] if words and isinstance(words[0], int) else 0
 
 
-def _check_warm_up(rates: Sequence[float], updates_an_epoch: float, growth: float) -> Finding:
-    """Check the length and the start of the warm-up; `growth` is the batch over the base's."""
+def _measure_warm_up(
+    rates: Sequence[float], updates_an_epoch: float, growth: float
+) -> rules.WarmUp:
     peak = max(rates)
-    length = next(update for update, it in enumerate(rates) if it >= (1 - _SAME) * peak)
-    start, epochs = rates[0] / peak if peak else 1.0, length / updates_an_epoch
-    text = f"the rate starts at {three_digits(100 * start)} % of its peak and reaches it after "
-    text += f"{plural(length, 'update')} ({three_digits(epochs)} epochs)"
-    if growth <= 1 or (epochs >= _WARM_UP_EPOCHS / 2 and start <= 1 / math.sqrt(growth)):
-        return fine("warm-up", text, figure=epochs)
-    remedy = f"Goyal et al. rise over {_WARM_UP_EPOCHS} epochs from the rate of the small batch "
-    remedy += f"({three_digits(100 / growth)} % of the peak)"
-    return note("warm-up", text, remedy, epochs)
+    updates = next(place for place, it in enumerate(rates) if it >= (1 - rules.SAME) * peak)
+    return rules.WarmUp(
+        updates=updates,
+        epochs=updates / updates_an_epoch,
+        start=rates[0] / peak if peak else 1.0,
+        growth=growth,
+    )
 
 
-def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
+def _measure_decay(model: nn.Module, optimizer: Optimizer) -> rules.Decay:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = {p for p in trained if p.ndim <= 1} | norm_parameters(model)
     decayed = {
@@ -278,13 +218,7 @@ def _check_decay(model: nn.Module, optimizer: Optimizer) -> Finding:
         for parameter in group["params"]
         if group.get("weight_decay")
     }
-    wrong = [value for parameter, value in decayed.items() if parameter in plain]
-    if not wrong:
-        text = f"{plural(len(decayed), 'tensor')} with decay, no normalisation or bias among them"
-        return fine("weight decay", text if decayed else "no tensor has weight decay")
-    most = three_digits(max(wrong))
-    text = (
-        f"{len(wrong)} of {len(plain)} normalisation tensors and biases have weight decay, {most}"
+    wrong = [decay for parameter, decay in decayed.items() if parameter in plain]
+    return rules.Decay(
+        decayed=len(decayed), plain=len(plain), wrong=len(wrong), most=max(wrong, default=0.0)
     )
-    remedy = "give them a group without decay: largebatch.models.param_groups(model, ...)"
-    return note("weight decay", text, remedy, float(len(wrong)))

@@ -1,7 +1,7 @@
 """Whether weights, buffers, averages, optimizer state, rates and modes are equal on all workers."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import FunctionType
 
 import torch
@@ -10,21 +10,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from largebatch.audit.findings import Check, Finding, fault, fine
 from largebatch.audit.ranks import Ranks
+from largebatch.audit.rules import updates as rules
 from largebatch.audit.subject import Subject
 from largebatch.distributed.agreement import checksum, gather_unequal, shape
-from largebatch.errors import SHOWN, shorten
-from largebatch.formatting import plural, three_digits
+from largebatch.errors import SHOWN
 from largebatch.models.wrappers import local_model
-
-_REMEDIES: dict[Check, str] = {
-    "weights": "give every worker worker 0's weights before training, and the same updates",
-    "buffers": "broadcast the buffers (broadcast_buffers=True), or make them equal at the start",
-    "optimizer state": "load or broadcast the optimizer's state on every worker",
-    "learning rates": "step the same schedule equally often, in the same update, on every worker",
-    "averaged weights": "average on every worker after each update, from weights that all share",
-}
+from largebatch.rules import Finding, decide
 
 
 def averaged_tensors(averaged: nn.Module, model: nn.Module) -> dict[str, Tensor]:
@@ -41,106 +33,100 @@ def averaged_tensors(averaged: nn.Module, model: nn.Module) -> dict[str, Tensor]
 
 def compare_replicas(
     subject: Subject, optimizer: Optimizer, ranks: Ranks, when: str
-) -> dict[Check, Finding]:
+) -> dict[str, Finding]:
     """Compare what workers have in common, by check; every worker calls this."""
     model, averaged = subject.inner, subject.averaged
+    # BatchNorm's statistics are of each worker's samples; `norms` reports how far they differ.
     layers = [it for it in model.modules() if isinstance(it, _NormBase)]
-    norms = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
+    statistics = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
     is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-    compared: dict[Check, dict[str, Tensor]] = {
+    settings = settings_of([optimizer]).items()
+    compared: dict[str, dict[str, Tensor]] = {
         "weights": dict(model.named_parameters()),
-        "buffers": {name: it for name, it in model.named_buffers() if id(it) not in norms},
+        "buffers": {name: it for name, it in model.named_buffers() if id(it) not in statistics},
         "optimizer state": {} if is_divided else dict(_state_of(model, optimizer)),
-        "learning rates": {
-            name: torch.tensor(values).double() for name, values in settings_of([optimizer]).items()
-        },
+        "learning rates": {name: torch.tensor(values).double() for name, values in settings},
         "averaged weights": averaged_tensors(averaged, model) if averaged else {},
     }
-    found = {}
+    are_sent = bool(getattr(subject.model, "broadcast_buffers", False))
+    findings = {}
     for check, tensors in compared.items():
-        finding = differences(check, tensors, ranks, when=when)
-        if finding is None:
-            if tensors:
-                found[check] = fine(check, f"equal on all workers, before the audit and {when}")
+        difference = measure_difference(tensors, ranks)
+        # Workers without tensors of a kind have nothing to compare, if all of them are.
+        if difference is None and not tensors:
             continue
-        if check == "buffers" and getattr(subject.model, "broadcast_buffers", False):
-            remedy = "nothing if a layer keeps statistics: worker 0's are sent before each pass"
-            finding = replace(finding, level="note", remedy=remedy)
-        found[check] = finding
-    return found
+        replicas = rules.Replicas(
+            difference=difference,
+            when=when,
+            noun="number" if check == "learning rates" else "tensor",
+            are_sent=check == "buffers" and are_sent,
+        )
+        (findings[check],) = decide(replicas, rules.REPLICAS[check])
+    return findings
 
 
-def differences(
-    check: Check, tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
-) -> Finding | None:
-    """Return a fault that names the tensors that differ between workers; None if none does."""
-    own = [[name, shape(it), checksum({name: it.cpu()})] for name, it in tensors.items()]
-    everyone = gather_unequal(own, ranks.backend, ranks.backend.device)
-    if everyone is None:
+def measure_difference(tensors: Mapping[str, Tensor], ranks: Ranks) -> rules.Difference | None:
+    """Find the tensors that differ between workers; None if none does."""
+    rows = [[name, shape(it), checksum({name: it.cpu()})] for name, it in tensors.items()]
+    of_workers = gather_unequal(rows, ranks.backend, ranks.backend.device)
+    if of_workers is None:
         return None
-    if any([it[:2] for it in other] != [it[:2] for it in everyone[0]] for other in everyone):
-        sets = [{name for name, *_ in other} for other in everyone]
-        names = sorted(set.union(*sets) - set.intersection(*sets)) or [name for name, *_ in own]
-        text = f"workers have tensors of other names or shapes {when}: {shorten(names, most=3)}"
-        return fault(check, text, _REMEDIES[check])
-    unequal = [row[0][0] for row in zip(*everyone, strict=True) if len({it[2] for it in row}) > 1]
-    most = max(_relative_difference(tensors[name], ranks) for name in unequal[:SHOWN])
-    what = "number" if check == "learning rates" else "tensor"
-    text = (
-        f"unequal on the workers {when}: {len(unequal)} of {plural(len(own), what)} "
-        f"({shorten(unequal, most=3)}), by up to {three_digits(100 * most)} % of the mean"
+    shapes = [[row[:2] for row in of_worker] for of_worker in of_workers]
+    if any(of_worker != shapes[0] for of_worker in shapes):
+        names = [{name for name, _ in of_worker} for of_worker in shapes]
+        other = sorted(set.union(*names) - set.intersection(*names)) or [*tensors]
+        return rules.Difference(
+            other_sets=tuple(other), unequal=(), number=len(tensors), most=math.nan
+        )
+    unequal = tuple(
+        of_tensor[0][0]
+        for of_tensor in zip(*of_workers, strict=True)
+        if len({digest for *_, digest in of_tensor}) > 1
     )
-    return fault(check, text, _REMEDIES[check], most)
+    most = max(_relative_difference(tensors[name], ranks) for name in unequal[:SHOWN])
+    return rules.Difference(other_sets=(), unequal=unequal, number=len(tensors), most=most)
 
 
-def compare_settings(updates: Sequence[Mapping[str, list[float]]], ranks: Ranks) -> Finding | None:
-    """Return a fault that names the first update in which settings differ; None if none does.
+def compare_settings(updates: Sequence[Mapping[str, list[float]]], ranks: Ranks) -> list[Finding]:
+    """Compare the settings of the optimizers in each update, the results of `settings_of`.
 
-    `updates` are the results of `settings_of` at each update. Rates that are equal before and after
-    the audit may differ between: a schedule that moves an update late on one worker.
+    Rates that are equal before and after the audit may differ between: a schedule that moves an
+    update late on one worker.
     """
-    everyone = gather_unequal([dict(it) for it in updates], ranks.backend, ranks.backend.device)
-    if everyone is None:
-        return None
-    for number, of_update in enumerate(zip(*everyone, strict=True), 1):
+    of_workers = gather_unequal([dict(it) for it in updates], ranks.backend, ranks.backend.device)
+    return [] if of_workers is None else decide(_first_unequal(of_workers), rules.SETTINGS)
+
+
+def _first_unequal(
+    of_workers: Sequence[Sequence[Mapping[str, list[float]]]],
+) -> rules.Settings | None:
+    for update, of_update in enumerate(zip(*of_workers, strict=True), 1):
         for name in of_update[0]:
-            values = [settings.get(name) for settings in of_update]
-            if None in values or all(it == values[0] for it in values):
-                continue
-            place = next(at for at, it in enumerate(zip(*values, strict=True)) if len(set(it)) > 1)
-            each = [it[place] for it in values]
-            mean = sum(each) / len(each)
-            most = max(abs(it - mean) for it in each) / max(abs(mean), 1e-30)
-            what = "learning rates differ" if name.endswith(" lr") else f"{name} differs"
-            text = f"{what} in update {number} ({shorten([f'{it:.6g}' for it in each])})"
-            return fault("learning rates", text, _REMEDIES["learning rates"], most)
+            lists = [settings.get(name, []) for settings in of_update]
+            for values in zip(*lists, strict=False):  # a worker may not have the group
+                if len(set(values)) > 1:
+                    return rules.Settings(name=name, update=update, values=values)
     return None
 
 
 def check_moves(moves: Mapping[int, int], ranks: Ranks) -> list[Finding]:
-    """Return a fault if the averaged copy moved several times in an update on some worker."""
+    """Check that the averaged copy moves once an update at most on all workers."""
     most = max(ranks.gather(max(moves.values(), default=0)))
-    if most <= 1:
-        return []
-    text = f"the averaged copy moves {most} times in an update, between its micro-batches"
-    return [fault("averaged weights", text, "move it once an update", most)]
+    return decide(rules.AverageMoves(most), rules.AVERAGE_MOVES)
 
 
 def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Finding]:
     """Compare the layers that were in evaluation mode in some forward pass of the updates."""
     named = model.named_modules()
     layers = {name for name, it in named if depends_on_mode(it) or _reads_mode(it)}
-    everyone = ranks.gather(sorted(evaluated & layers))
-    unequal = sorted(set().union(*everyone) - set(everyone[0]).intersection(*everyone))
-    if not unequal:
-        return []
-    number = sum(unequal[0] in it for it in everyone)
-    text = (
-        f"{number} of {ranks.size} workers train with {plural(len(unequal), 'layer')} in "
-        f"evaluation mode ({shorten(unequal, most=3)}), the others do not"
+    of_workers = [set(names) for names in ranks.gather(sorted(evaluated & layers))]
+    unequal = sorted(set.union(*of_workers) - set.intersection(*of_workers))
+    modes = rules.Modes(
+        layers=tuple(unequal),
+        evaluating=sum(unequal[0] in names for names in of_workers) if unequal else 0,
+        workers=ranks.size,
     )
-    remedy = "call model.train() before the training on all workers, and freeze the same layers"
-    return [fault("training mode", text, remedy, float(len(unequal)))]
+    return decide(modes, rules.MODES)
 
 
 def depends_on_mode(layer: nn.Module) -> bool:

@@ -1,6 +1,6 @@
-"""Samples that are read twice, never, by every worker, or in one order in all epochs.
+"""Measure samples that are read twice, never, by every worker, or in one order in all epochs.
 
-An epoch of one process reads each sample once, in a new order. The numbers come from the loader
+The numbers come from the loader
 itself, with a data set in it that returns them, so a wrapper that sets the epoch or synchronises
 generators (Accelerate's, Lightning Fabric's) does so as in training. Numbers of readings are summed
 over the workers, 4 bytes a sample, so that a world of any size has them.
@@ -27,21 +27,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from largebatch.audit.findings import Check, Finding, fault, fine, note, unknown
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.restoring import INNER_LOADERS, generators_of, without_iterator
+from largebatch.audit.rules import data as rules
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
-from largebatch.formatting import percent, plural
+from largebatch.rules import Finding, decide
 
 _REPEATING = ("RASampler", "RepeatAugSampler")
 """Samplers that repeat samples by design: torchvision's and timm's repeated augmentation."""
-
-_SMALL_PART = 0.01
-"""Part of an epoch that `drop_last` may leave out without a note: an epoch's order changes, so each
-sample misses one epoch in 100 at most."""
-
-_MOST_BATCHES = 64  # batches of a worker that are read where samples have no numbers
 
 _SETS_EPOCH = re.compile(r"\bset_(\w+_)?epoch\b")  # names of functions in a script's source
 
@@ -105,20 +99,21 @@ def check_samples(subject: Subject, ranks: Ranks) -> list[Finding]:
             subject.loader, 2, ranks, "samples", subject.set_epoch, other=subject.val_loader
         )
     except NoNumbersError as error:
-        return [_compare_batches(subject, ranks, str(error))]
+        return _compare_batches(subject, ranks, str(error))
     sampler = getattr(base.batch_sampler, "sampler", base.sampler)
-    findings = [_coverage(readings, ranks.size, sampler)]
-    few, most = min(readings.batches), max(readings.batches)
-    if few < most:
-        findings.append(_unequal_batches(few, most))
-    return [*findings, _order(epochs, subject, ranks)]
+    batches = rules.NumbersOfBatches(min(readings.batches), max(readings.batches))
+    return [
+        *decide(_coverage(readings, ranks.size, sampler), rules.COVERAGE),
+        *decide(batches, rules.NUMBERS_OF_BATCHES),
+        *decide(_orders(epochs, subject, ranks), rules.ORDERS),
+    ]
 
 
 def read_epochs(
     loader: object,
     number: int,
     ranks: Ranks,
-    check: Check,
+    check: str,
     set_epoch: Callable[[int], object] | None = None,
     *,
     other: object = None,
@@ -257,56 +252,40 @@ def fingerprint(sample: object) -> int:
     return int.from_bytes(digest.digest())
 
 
-def _coverage(readings: Readings, world_size: int, sampler: object) -> Finding:
-    size, never, twice = readings.size, readings.never, readings.twice
-    part = f" ({percent(never / max(1, size))} %)" * bool(never)
-    text = f"{plural(size, 'sample')}: {never:,} never read in an epoch{part}, {twice:,} read again"
-    text += ", of data sets that differ between workers" * (readings.held is None)
+def _coverage(readings: Readings, workers: int, sampler: object) -> rules.Coverage:
     kind = type(sampler).__name__
-    is_draw = kind in _REPEATING or getattr(sampler, "replacement", False) or readings.by_draw
-    if is_draw and not readings.equal:  # a fault in the division repeats samples on other workers
-        remedy = "nothing if this is wanted; then an epoch is not one pass over the data"
-        return note("samples", f"{text}, as {kind} draws them", remedy)
-    if readings.everything or readings.equal:
-        what = "all" if readings.everything else f"the same draws of {kind} from"
-        text = f"every worker reads {what} {plural(size, 'sample')} in an epoch"
-        remedy = "divide the data: DataLoader(..., sampler=DistributedSampler(data))"
-        if not readings.everything:
-            remedy = "divide the draws: give worker r of W those with the numbers r, r + W, ..."
-        return fault("samples", text, remedy, float(world_size))
-    most = readings.global_batch + world_size - 2  # of drop_last everywhere, and of the sampler
-    read, share = size - never, never / max(1, size)
-    is_once_divided = world_size == 1 or read > size / world_size + most
-    if never > most and not twice and readings.held is not None and is_once_divided:
-        remedy = "nothing if the sampler leaves them out on purpose; else read the rest too"
-        return note("samples", text, remedy, share)
-    if never > most or twice > (world_size - 1 if never else most):
-        remedy = "divide one permutation once, with one seed, epoch and order of files on all"
-        return fault("samples", text, remedy, share if never else float(twice))
-    if never <= _SMALL_PART * size and twice < world_size:
-        return fine("samples", text)
-    return note("samples", text, "choose a batch that divides the data, or pad, not drop_last")
+    is_replaced = bool(getattr(sampler, "replacement", False))
+    return rules.Coverage(
+        size=readings.size,
+        twice=readings.twice,
+        never=readings.never,
+        is_one_set=readings.held is not None,
+        equal=readings.equal,
+        everything=readings.everything,
+        global_batch=readings.global_batch,
+        workers=workers,
+        sampler=kind,
+        draws_again=kind in _REPEATING or is_replaced or readings.by_draw > 0,
+    )
 
 
-def _order(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> Finding:
+def _orders(epochs: list[Epoch], subject: Subject, ranks: Ranks) -> rules.Orders:
     """Compare the orders of two epochs; the order of the data set itself is not shuffled."""
     first, second = (epoch.samples for epoch in epochs)
     half = first[: max(2, len(first) // 2)]  # the end may be padded with the first samples
-    own = [np.array_equal(first, second), bool((np.diff(half) > 0).all()), len(first)]
-    same = [rank for rank in ranks.gather(own) if rank[0] and rank[2] > 1]
-    if not same:
-        return fine("epoch order", "the second epoch has another order than the first")
-    if all(rank[1] for rank in same):
-        text = "both epochs have the order of the data set: nothing is shuffled"
-        return note("epoch order", text, "shuffle the training data: shuffle=True")
-    text = f"{len(same)} of {ranks.size} workers read both epochs in one shuffled order"
-    is_script = isinstance(subject.read, int)
-    if subject.set_epoch is None and (sets_epoch_later() if is_script else may_set_epoch()):
-        text += ", without set_epoch"
-        remedy = "to check what your loop does: audit(..., set_epoch=sampler.set_epoch)"
-        return unknown("epoch order", text, remedy)
-    remedy = "call sampler.set_epoch(epoch) before each epoch"
-    return fault("epoch order", text, remedy, float(len(same)))
+    is_equal = np.array_equal(first, second) and len(first) > 1
+    of_workers = ranks.gather([is_equal, bool((np.diff(half) > 0).all())])
+    are_sorted = [is_sorted for is_equal, is_sorted in of_workers if is_equal]
+    may_be_set = False
+    if subject.set_epoch is None and are_sorted and not all(are_sorted):
+        is_script = isinstance(subject.read, int)
+        may_be_set = sets_epoch_later() if is_script else may_set_epoch()
+    return rules.Orders(
+        equal=len(are_sorted),
+        workers=ranks.size,
+        is_shuffled=not all(are_sorted),
+        may_be_set=may_be_set,
+    )
 
 
 def may_set_epoch() -> bool:
@@ -345,44 +324,27 @@ def sets_epoch_later() -> bool:
     return False
 
 
-def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> Finding:
+def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> list[Finding]:
     """Compare the batches of the workers and their number, where samples have no numbers."""
 
     def read() -> list[int]:
-        batches = islice(without_iterator(subject.loader), _MOST_BATCHES + 1)
+        batches = islice(without_iterator(subject.loader), rules.MOST_BATCHES + 1)
         return [fingerprint(batch) for batch in batches]
 
-    everyone = ranks.gather(ranks.attempt("samples", "the loader", read))
-    number = min(*map(len, everyone), _MOST_BATCHES) if everyone else 0
-    if number == 0 or ranks.size == 1:
-        remedy = "give the audit a DataLoader whose data set has a length"
-        return unknown("samples", problem, remedy)
-    most = max(Counter(tuple(own[:number]) for own in everyone).values())
-    words, base = plural(number, "batch", "batches"), torch_loader(subject.loader)
-    again = max(len(own) - len(set(own)) for own in everyone)
-    if again and base is not None and base.num_workers > 1:
-        text = f"{again} of {number} batches are read by several processes of a worker's loader"
-        remedy = "divide an iterable data set by loader process too: get_worker_info()"
-        return fault("samples", text, remedy, float(again))
-    if most > 1:
-        text = f"{most} of {ranks.size} workers read the same {words}: the data are not divided"
-        remedy = "divide an iterable data set by rank: split_dataset_by_node, or its own shards"
-        return fault("samples", text, remedy, float(most))
-    counts = [len(own) for own in everyone]
-    if min(counts) <= _MOST_BATCHES and min(counts) < max(counts):
-        more = "more than " * (max(counts) > _MOST_BATCHES)
-        largest = min(max(counts), _MOST_BATCHES)
-        return _unequal_batches(min(counts), largest, more=more)
-    if min(counts) > _MOST_BATCHES:
-        text = f"the first {words} differ between workers; the end was not seen: {problem}"
-        return unknown("samples", text, "give the data set a length, or count its batches yourself")
-    return fine("samples", f"{words} on each worker, which differ; more cannot be seen: {problem}")
-
-
-def _unequal_batches(few: int, most: int, *, more: str = "") -> Finding:
-    text = f"workers have {few:,} to {more}{most:,} batches in an epoch: the last updates wait"
-    remedy = "give all workers as many batches: DistributedSampler, drop_last, or DDP's join()"
-    return fault("samples", text, remedy, float(most - few))
+    of_workers = ranks.gather(ranks.attempt("samples", "the loader", read))
+    counts = tuple(map(len, of_workers))
+    compared = min(*counts, rules.MOST_BATCHES)
+    alike = Counter(tuple(batches[:compared]) for batches in of_workers)
+    base = torch_loader(subject.loader)
+    evidence = rules.Batches(
+        problem=problem,
+        counts=counts,
+        workers=ranks.size,
+        equal=max(alike.values()),
+        again=max(len(batches) - len(set(batches)) for batches in of_workers),
+        processes=0 if base is None else base.num_workers,
+    )
+    return decide(evidence, rules.BATCHES)
 
 
 def _inner_name(loader: object) -> str | None:

@@ -43,7 +43,7 @@ from largebatch.schedules.build import build_schedule, follow
 from largebatch.storage import write_whole, writing
 
 if TYPE_CHECKING:
-    from largebatch.lab.mlperf.rules import BrokenRule
+    from largebatch.rules import Finding
 
 BREAKS_RULES = 1  # exit code of `check --mlperf-closed` for a recipe of the open division
 
@@ -87,7 +87,8 @@ def check(
 
             rules = broken_rules(loaded)
             verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
-            result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
+            listed = [{"setting": it.check, "found": it.text, "rule": it.remedy} for it in rules]
+            result |= {"ok": not rules, "mlperf_closed": listed}
         else:
             verdict, result["ok"] = "ok", True
             if loaded.tracking.remark:
@@ -113,14 +114,14 @@ def _require_device_batch(recipe: Recipe) -> None:
             )
 
 
-def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
+def _describe(rules: "Sequence[Finding]", optimizer: Optimizer) -> str:
     from largebatch.lab.mlperf.rules import LARS_REMARK, ROUND
 
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(optimizer, LARS) else ""
         return f"keeps the rules of {division}{remark}"
-    table = textwrap.indent(aligned([(it.setting, it.found, it.rule) for it in rules]), "  ")
+    table = textwrap.indent(aligned([(it.check, it.text, it.remedy) for it in rules]), "  ")
     return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}"
 
 

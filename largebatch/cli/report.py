@@ -66,7 +66,7 @@ def diagnose(
     """
     from largebatch.report.diagnosis import find_causes, require_comparable
     from largebatch.report.logs import read_record
-    from largebatch.report.page import verdict
+    from largebatch.report.verdict import verdict
 
     judged, small = read_record(run, classes=classes, columns=columns), None
     if other is not None:
@@ -78,7 +78,7 @@ def diagnose(
     values = [_values(record) for record in records]
     if json:
         runs = [{"name": it.name} | of_run for it, of_run in zip(records, values, strict=True)]
-        found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
+        found = [{"kind": it.check, "figure": it.text, "remedy": it.remedy} for it in causes]
         named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
         notes = {"read": list(judged.notes), "not_checked": list(judged.unchecked)}
         print_json(named | notes)
@@ -99,7 +99,7 @@ def diagnose(
     else:
         print(wrapped(f"{judged.name}: no cause found"))
     for place, cause in enumerate(causes, start=1):
-        print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
+        print(wrapped(f"{place}. {cause.check}: {cause.text}"))
         print(wrapped(f"  to change it: {cause.remedy}"))
     if judged.unchecked:
         print(wrapped(f"not checked, for lack of a record: {', '.join(judged.unchecked)}"))

@@ -1,9 +1,8 @@
-"""The report of one run: its verdict, what its page shows, and its overview as a PNG file."""
+"""The report of one run: what its page shows, and its overview as a PNG file."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -45,96 +44,17 @@ from largebatch.report.run import (
     Run,
     change_from,
     images_per_second,
-    median,
     shares,
     short_commit,
-    values_of,
 )
 from largebatch.report.style import MARGIN, MUTED, looks_of, save_png, write_title
+from largebatch.report.verdict import Verdict, verdict
 from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
-    from largebatch.report.diagnosis import Cause
     from largebatch.report.style import Figure
 
 _NOTES, _LAYERS, _PAIRS = 50, 10, 10  # the newest notes, most changed layers, frequent mistakes
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a run went."""
-
-    words: str
-    good: bool
-    causes: "tuple[Cause, ...]" = ()
-    """Causes of a worse model, if the run finished; costs and corrections are not among them."""
-
-
-def verdict(run: Run) -> Verdict:
-    """Describe how a run ended, and for one that finished its likely causes of a worse model.
-
-    What accuracy is good for a data set is not known here. So the end is compared with always
-    predicting one class, and with the best of the run.
-    """
-    if not run.finished:
-        return Verdict(_unfinished(run), good=False)
-    last = run.last_stage
-    if last is None:
-        return Verdict("The run finished; its accuracy was not measured.", good=False)
-    # Only runs that finished are diagnosed, so that a run that pauses does not load the rules.
-    from largebatch.report.diagnosis import find_causes
-    from largebatch.report.record import record_of
-
-    record = record_of(run)
-    causes = tuple(cause for cause in find_causes(record) if cause.harms)
-    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
-    one = max(sizes, default=0) / end.samples
-    best = max(run.kept_evaluations, key=lambda found: found.top1)
-    unknown_mistakes = replace(last, after=best, mistakes=None)
-    best_stage = next((stage for stage in run.stages if stage.after == best), unknown_mistakes)
-    bad = ""
-    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
-        bad = f"; always predicting the most frequent class gives {percent(one)} %"
-    elif change_from(best_stage, last).beyond_noise:
-        bad = f", below the {percent(best.top1)} % after {plural(best.step, 'step')} ({best.stage})"
-    if bad:
-        likely = f" Likely cause: {causes[0].figure}." if causes else ""
-        words = f"The run finished, but the final top-1 is {percent(end.top1)} %{bad}.{likely}"
-        return Verdict(words, good=False, causes=causes)
-    words = "the best of the run"
-    if best.top1 > end.top1:
-        words = f"within the noise of its best, {percent(best.top1)} %"
-    words = f"the final top-1 is {percent(end.top1)} %, {words}."
-    losses = values_of(run.steps, "loss")
-    few = max(1, len(losses) // 20)
-    loss, final = median(losses[:few]), median(losses[-few:])
-    if final < loss:
-        words = f"the training loss fell from {loss:.3g} to {final:.3g} and {words}"
-    examined = {"losses against guessing", "accuracy by class"}
-    unknown = [name for name in record.unchecked if name in examined]
-    if unknown:
-        words += f" Not checked, because it was not recorded: {', '.join(unknown)}."
-    if causes:
-        found = "; ".join(cause.figure for cause in causes)
-        return Verdict(f"The run finished: {words} Faults: {found}.", good=False, causes=causes)
-    begin = "The run finished and no fault was found: " if run.steps else "Polishing finished: "
-    return Verdict(begin + words, good=not unknown)
-
-
-def _unfinished(run: Run) -> str:
-    done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
-    if run.summary is None:
-        words = f"The run has no summary: it was killed or is running. Its log ends after {done}."
-    elif run.summary.status == "failed":
-        words = f"The run failed after {done}."
-    else:
-        words = f"The run was {run.summary.status} after {done}. Resume it with --resume."
-    last = run.steps[-1] if run.steps else None
-    if run.summary is not None and run.summary.reason:
-        words += f" Reason: {run.summary.reason}."
-    if last is not None and not last.skipped and not math.isfinite(last.loss):
-        words += f" Its training loss was not finite at step {last.step:,}."
-    return words + (" Accuracy was not measured." * (not run.evaluations))
 
 
 def make_page(run: Run) -> str:
@@ -227,10 +147,10 @@ def _subtitle(run: Run) -> str:
 def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
     shown = {*drawn, "drift"}
     column = columns_over(found.causes)
-    links = [cause.rule.link if cause.rule.link in shown else "" for cause in found.causes]
+    links = [cause.chart if cause.chart in shown else "" for cause in found.causes]
     columns = [
-        column("Cause", lambda cause: cause.kind, None),
-        Column("Measured", [cause.figure for cause in found.causes], align="text", links=links),
+        column("Cause", lambda cause: cause.check, None),
+        Column("Measured", [cause.text for cause in found.causes], align="text", links=links),
         Column("To change it", [cause.remedy for cause in found.causes], align="text"),
     ]
     return [Table(columns=columns, sortable=False)] if found.causes else []

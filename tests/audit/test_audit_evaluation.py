@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from largebatch.audit.evaluation import check_evaluation
-from largebatch.audit.findings import Finding
 from largebatch.audit.ranks import Ranks
 from largebatch.distributed.serial import Serial
+from largebatch.rules import Finding
 
 RANKS = Ranks(Serial(torch.device("cpu")))
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.audit.findings import Check, Finding, Findings, Level, fine, not_examined
+from largebatch.audit.findings import Check, Findings
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.rates import check_rates, require_base
 from largebatch.audit.recording import ScheduleStep
 from largebatch.audit.replicas import check_modes
 from largebatch.distributed.serial import Serial
+from largebatch.rules import Finding, Level
 
 BATCHES, BATCH = 10, 256
 
@@ -153,8 +154,12 @@ def test_a_scheduler_that_is_given_its_place_is_not_said_to_rest() -> None:
 
 
 def test_checks_without_their_argument_have_one_row_of_the_table() -> None:
-    missing = [not_examined("updates", "epochs= (a length)"), not_examined("warm-up", "rate= (it)")]
-    table = Findings((fine("samples", "all are read"), *missing)).table()
+    missing = [
+        Finding(check=check, level="unknown", text="not examined", argument=argument)
+        for check, argument in (("updates", "epochs= (a length)"), ("warm-up", "rate= (it)"))
+    ]
+    samples = Finding(check="samples", level="fine", text="all are read")
+    table = Findings((samples, *missing)).table()
     first, *rows = table.splitlines()
     assert first.endswith("2 unknown, 1 fine")
     assert [row for row in rows if row.startswith("unknown")] == rows[:1]

@@ -22,13 +22,13 @@ from torch.utils.data import (
 )
 
 from largebatch.audit import samples as audit_samples
-from largebatch.audit.findings import Finding
 from largebatch.audit.randomness import Draws, check_augmentation, compare_draws
 from largebatch.audit.ranks import Ranks
 from largebatch.audit.samples import NoNumbersError, check_samples, epochs_of, torch_loader
 from largebatch.audit.subject import Subject
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
+from largebatch.rules import Finding
 
 CPU = torch.device("cpu")
 
@@ -207,7 +207,7 @@ NEW = np.arange(64).reshape(2, 1, 32)
     ],
 )
 def test_shared_draws_are_named(ranks: list[Draws], level: str, figure: float | None) -> None:
-    finding = compare_draws(ranks)
+    (finding,) = compare_draws(ranks)
     assert (finding.level, finding.figure) == (level, figure)
 
 

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from largebatch.audit import Findings, audit
-from largebatch.audit.findings import Check, Level
+from largebatch.audit.findings import Check
+from largebatch.rules import Level
 
 
 class Running(nn.Module):

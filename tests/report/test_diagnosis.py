@@ -20,13 +20,15 @@ from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.diagnosis import (
-    Cause,
     epochs_factor,
     find_causes,
+    measure_classes,
+    measure_corrected,
+    measure_images,
     require_comparable,
 )
 from largebatch.report.logs import read_record
-from largebatch.report.page import make_page, verdict
+from largebatch.report.page import make_page
 from largebatch.report.record import (
     RISE,
     Record,
@@ -35,6 +37,8 @@ from largebatch.report.record import (
     smoothing_floor,
 )
 from largebatch.report.run import read_run
+from largebatch.report.verdict import verdict
+from largebatch.rules import Finding
 from largebatch.training.loop import cross_entropy
 
 
@@ -53,12 +57,12 @@ def test_the_first_cause_of_a_recorded_run_is_its_fault_and_healthy_ones_have_no
     record = read_record(recorded / case.name)
     causes = find_causes(record, small)
     if case.cause:
-        assert causes[0].kind == case.cause
+        assert causes[0].check == case.cause
     else:
-        assert not [cause for cause in causes if cause.harms]
+        assert all(cause.level == "note" for cause in causes)
     run = read_run(recorded / case.name)
     parse_recipe(run.recipe or "")  # today's keys read it, so that all rules see it
-    alone = [cause for cause in find_causes(record_of(run)) if cause.harms]
+    alone = [cause for cause in find_causes(record_of(run)) if cause.level == "fault"]
     assert verdict(run).good == (run.finished and not alone)
 
 
@@ -92,7 +96,7 @@ def validated(record: Record, losses: list[float], top1: list[float]) -> Record:
 
 
 def kinds(record: Record, small: Record | None = None) -> list[str]:
-    return [cause.kind for cause in find_causes(record, small)]
+    return [cause.check for cause in find_causes(record, small)]
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.9, []), (1.1, ["rate beyond the edge"])])
@@ -131,12 +135,12 @@ def test_a_loss_that_ends_as_no_number_is_a_divergence_and_one_skipped_update_is
     lost = course(2.3, 0.1)
     lost.loss[300:] = math.nan
     assert kinds(lost) == ["diverged"]
-    assert find_causes(lost)[0].figure.endswith("at step 300 (learning rate 1)")
+    assert find_causes(lost)[0].text.endswith("at step 300 (learning rate 1)")
     risen = course(2.3, 0.1)
     risen.loss[280:300] = 5.0
     risen.loss[300:] = math.nan
-    assert find_causes(risen)[0].figure.startswith("the training loss rose from 0.")
-    assert " and was not finite at step 300" in find_causes(risen)[0].figure
+    assert find_causes(risen)[0].text.startswith("the training loss rose from 0.")
+    assert " and was not finite at step 300" in find_causes(risen)[0].text
     skipped = course(2.3, 0.1)
     skipped.loss[300] = math.nan
     assert kinds(skipped) == []
@@ -165,7 +169,7 @@ def test_a_validation_loss_that_rises_while_training_falls_is_a_gap_and_not_stat
     record = course(2.3, 0.2, 0.01)
     overfit = validated(record, [0.9, 0.7, 1.2, 2.5], [0.7, 0.8, 0.8, 0.8])
     assert kinds(overfit) == ["generalisation gap"]
-    assert "rose from 0.7 at epoch 5 to 2.5" in find_causes(overfit)[0].figure
+    assert "rose from 0.7 at epoch 5 to 2.5" in find_causes(overfit)[0].text
     assert kinds(validated(record, [0.9, 0.5, 0.4, 0.4], [0.7, 0.8, 0.9, 0.9])) == []
 
 
@@ -173,11 +177,13 @@ def test_exact_statistics_that_raise_top1_are_named_and_do_no_harm(tmp_path: Pat
     run = trained(tmp_path / "run", 0.5)
     run.drift(["bn1", "bn2"])
     run.end("statistics", 0, 0.95)
-    causes = find_causes(record_of(read_run(run.write())))
-    (found,) = (cause for cause in causes if cause.kind == "statistics off")
-    assert not found.harms
-    assert (found.numbers["before"], found.numbers["after"]) == ("50.00", "95.00")
-    assert "variance of bn" in found.figure
+    record = record_of(read_run(run.write()))
+    (found,) = (cause for cause in find_causes(record) if cause.check == "statistics off")
+    assert found.level == "note"
+    corrected = measure_corrected(record)
+    assert corrected is not None
+    assert (corrected.before, corrected.after) == (0.5, 0.95)
+    assert "variance of bn" in found.text
 
 
 @pytest.mark.parametrize(
@@ -234,7 +240,7 @@ def finished(
     validation: float = 0.4,
     training: float = 1.0,
     end: float = 0.5,
-) -> list[Cause]:
+) -> list[Finding]:
     """Return the harmful causes in a run with these images of 360 wrong, of ten classes.
 
     `validation` is the loss of the evaluation after an epoch, `end` that of the last one, and
@@ -287,8 +293,8 @@ def test_a_validation_loss_far_above_that_of_guessing_is_of_the_statistics(
     validation: float, end: float, figure: str | None, tmp_path: Path
 ) -> None:
     found = finished(tmp_path / "run", wrong=evenly(20), validation=validation, end=end)
-    assert [cause.kind for cause in found] == ["statistics off"] * (figure is not None)
-    assert figure is None or figure in found[0].figure
+    assert [cause.check for cause in found] == ["statistics off"] * (figure is not None)
+    assert figure is None or figure in found[0].text
 
 
 @pytest.mark.parametrize(("factor", "smoothing", "good"), [
@@ -301,7 +307,7 @@ def test_a_training_loss_that_ends_above_half_of_guessing_is_underfit(
     finished(tmp_path / "run", wrong=evenly(20), training=factor)
     fake_runs.give_recipe(tmp_path / "run", f"loss.label_smoothing={smoothing}")
     found = verdict(read_run(tmp_path / "run")).causes
-    assert [cause.kind for cause in found] == ["underfit"] * (not good)
+    assert [cause.check for cause in found] == ["underfit"] * (not good)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +323,11 @@ def test_a_class_that_is_right_no_more_often_than_by_guessing_is_lost(
     wrong: list[int], numbers: tuple[int, int, int] | None, tmp_path: Path
 ) -> None:
     found = finished(tmp_path / "run", wrong=sorted(wrong))
-    measured = [tuple(cause.numbers[key] for key in ("weak", "correct", "size")) for cause in found]
-    assert measured == ([] if numbers is None else [numbers])
+    assert [cause.check for cause in found] == ["class lost"] * (numbers is not None)
+    weak = measure_classes(record_of(read_run(tmp_path / "run")))
+    if numbers is not None:
+        assert weak is not None
+        assert (weak.number, weak.correct, weak.size) == numbers
 
 
 def test_one_hard_class_among_many_and_a_class_of_few_images_are_usual(tmp_path: Path) -> None:
@@ -331,7 +340,7 @@ def test_one_hard_class_among_many_and_a_class_of_few_images_are_usual(tmp_path:
         assert verdict(read_run(run.write())).good
 
 
-def photographs(folder: Path, top1: float, *overrides: str) -> list[Cause]:
+def photographs(folder: Path, top1: float, *overrides: str) -> list[Finding]:
     """Return the harmful causes in a run of 242 photographs in five classes."""
     run = FakeRun(folder, clean_steps=0, train_samples=242)
     run.classes = list("abcde")
@@ -350,13 +359,15 @@ def photographs(folder: Path, top1: float, *overrides: str) -> list[Cause]:
 def test_few_photographs_need_weights_and_not_more_epochs(tmp_path: Path) -> None:
     """242 in five classes are 48.4 of a class, far below the 250 that `init` has as a limit."""
     (cause,) = photographs(tmp_path / "random", 0.393)
-    assert cause.kind == "few images"
-    assert cause.numbers["images"] == pytest.approx(48.4)
+    assert cause.check == "few images"
+    images = measure_images(record_of(read_run(tmp_path / "random")))
+    assert images is not None
+    assert images.of_class == pytest.approx(48.4)
     assert "weights" in cause.remedy
     assert "epochs" not in cause.remedy
-    assert photographs(tmp_path / "good", 0.95)[0].kind == "underfit"
+    assert photographs(tmp_path / "good", 0.95)[0].check == "underfit"
     begun = photographs(tmp_path / "weights", 0.393, "model.weights=w.safetensors")
-    assert [cause.kind for cause in begun] == ["underfit"]
+    assert [cause.check for cause in begun] == ["underfit"]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +388,7 @@ def test_more_epochs_are_advised_only_where_the_curves_still_improve(
     record = course(*losses)
     record = validated(record, [2.0] * len(top1), top1) if top1 else record
     (cause,) = find_causes(record)
-    assert cause.kind == "underfit"
+    assert cause.check == "underfit"
     assert cause.remedy.startswith("train for more epochs") == longer
 
 
@@ -392,12 +403,12 @@ def large(*losses: float, top1: float) -> Record:
 def test_a_run_level_by_updates_has_too_few_of_them() -> None:
     small = validated(SMALL, [0.5], [0.9])
     causes = find_causes(large(2.3, 1.0, top1=0.7), small)
-    assert [cause.kind for cause in causes] == ["fewer updates"]
-    assert causes[0].figure.startswith("40 updates against 400: the training loss ends at 1.02")
+    assert [cause.check for cause in causes] == ["fewer updates"]
+    assert causes[0].text.startswith("40 updates against 400: the training loss ends at 1.02")
     assert "times the epochs" in causes[0].remedy
     behind = find_causes(large(2.3, 2.2, top1=0.3), small)
     assert behind[0].remedy != causes[0].remedy
-    assert behind[0].kind == "fewer updates"
+    assert behind[0].check == "fewer updates"
 
 
 def test_runs_with_the_same_training_loss_and_another_top1_have_a_gap() -> None:
@@ -410,11 +421,11 @@ def test_a_run_with_as_many_updates_or_without_their_number_is_compared_by_its_l
     small, run = course(2.3, 0.2, 0.1), course(2.3, 1.5, 1.0)
     ends = [validated(small, [0.2], [0.9]), validated(run, [1.0], [0.6])]
     (cause,) = find_causes(ends[1], ends[0])
-    assert cause.kind == "underfit"
-    assert cause.figure.startswith("the training loss ends at 1")
+    assert cause.check == "underfit"
+    assert cause.text.startswith("the training loss ends at 1")
     unknown = [replace(it, updates=None) for it in ends]
     (cause,) = find_causes(unknown[1], unknown[0])
-    assert cause.figure.startswith("the training loss ends at 1")
+    assert cause.text.startswith("the training loss ends at 1")
 
 
 def test_the_epochs_of_a_large_batch_are_those_of_the_small_run_to_the_same_loss() -> None:
@@ -469,7 +480,7 @@ def test_a_cell_without_a_number_was_not_measured_and_nan_was(first: int, tmp_pa
     assert record.val_loss.tolist() == [0.3, INF]
     assert record.updates == 4
     (cause,) = find_causes(record)
-    assert cause.figure.endswith(f"not finite at step {3 + first}")
+    assert cause.text.endswith(f"not finite at step {3 + first}")
 
 
 def test_what_a_csv_lacks_is_not_checked_and_raises_no_cause(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_logs_of_tools_are_read_as_they_mean_it(name: str) -> None:
         np.nanmax(record.top1) if np.isfinite(record.top1).any() else NAN,
     )
     assert found == pytest.approx(expected[:7], rel=1e-5, nan_ok=True)
-    assert [cause.kind for cause in find_causes(record)] == [expected.cause] * bool(expected.cause)
+    assert [cause.check for cause in find_causes(record)] == [expected.cause] * bool(expected.cause)
 
 
 RESUMED = """{"iteration": 9, "loss": 3}
@@ -149,7 +149,7 @@ def test_cells_that_were_not_measured_are_no_losses_and_a_loss_that_stays_away_i
 ) -> None:
     record = read(tmp_path / "log.csv", content)
     assert record.val_loss[~np.isnan(record.val_loss)].tolist() == val_loss
-    assert ("diverged" in [cause.kind for cause in find_causes(record)]) == diverged
+    assert ("diverged" in [cause.check for cause in find_causes(record)]) == diverged
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_a_loss_of_zero_or_a_norm_of_nan_up_to_the_end_is_a_loss_that_was_filter
         row["grad_norm"] = norm
     history = [*rows, {"step": 40, "eval_loss": evaluation, "eval_accuracy": 0.1}]
     record = read(tmp_path / "trainer_state.json", json.dumps({"log_history": history}))
-    causes = [cause for cause in find_causes(record) if cause.kind == "diverged"]
+    causes = [cause for cause in find_causes(record) if cause.check == "diverged"]
     assert len(causes) == (begin is not None)
     if begin is not None:
-        assert f"not finite at step {10 * begin + 10}" in causes[0].figure
+        assert f"not finite at step {10 * begin + 10}" in causes[0].text
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_an_evaluation_without_a_loss_is_not_one_whose_loss_was_not_finite(tmp_p
     assert "validation loss" in found[",,"].unchecked
     assert find_causes(found[",,"]) == find_causes(found["2.2,,0.3"]) == []
     (cause,) = find_causes(found["2.2,nan,0.3"])
-    assert cause.figure == "the validation loss was not finite at epoch 1"
+    assert cause.text == "the validation loss was not finite at epoch 1"
 
 
 def noisy(updates: int) -> list[float]:
@@ -327,8 +327,8 @@ def test_rows_whose_epochs_are_fractions_are_updates(
     rows[100]["loss"] = rows[101]["loss"] = rows[102]["loss"] = 9.0
     rows[103]["loss"] = rows[104]["loss"] = 8.0
     (cause,) = find_causes(read(tmp_path / "log", form(rows), classes=10))
-    assert cause.kind == "rate beyond the edge"
-    assert "at step 20" in cause.figure  # the 101st to 105th row
+    assert cause.check == "rate beyond the edge"
+    assert "at step 20" in cause.text  # the 101st to 105th row
 
 
 def test_a_spike_is_found_after_losses_that_were_infinite_at_the_start(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_spike_is_found_after_losses_that_were_infinite_at_the_start(tmp_path:
     losses[208:223] = ["9"] * 15
     rows = [f"{step},{loss}" for step, loss in enumerate(losses)]
     record = read(tmp_path / "log", "\n".join(["step,loss", *rows]), classes=10)
-    assert [cause.kind for cause in find_causes(record)] == ["rate beyond the edge"]
+    assert [cause.check for cause in find_causes(record)] == ["rate beyond the edge"]
     assert record.onset() == 208
 
 

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from largebatch.audit.findings import Check, Level
+from largebatch.audit.findings import Check
+from largebatch.rules import Level
 
 FEATURES, CLASSES = 8, 4
 

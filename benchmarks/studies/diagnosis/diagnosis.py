@@ -100,8 +100,8 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
         "run": case.name,
         "held out": case.held_out,
         "cause": case.cause,
-        "found": [cause.kind for cause in causes],
-        "harmful": [cause.kind for cause in causes if cause.harms],
+        "found": [cause.check for cause in causes],
+        "harmful": [cause.check for cause in causes if cause.level == "fault"],
         "figure": causes[0].figure if causes else None,
     }
 

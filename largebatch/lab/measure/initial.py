@@ -30,7 +30,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
-from largebatch.report.diagnosis import FEW_IMAGES
+from largebatch.report.causes import FEW_IMAGES
 from largebatch.runs.pretrained import StartingModel
 
 SAMPLE = 512  # number of training images whose colours are measured, spread evenly over all

@@ -27,7 +27,7 @@ PURPOSE = "referee"
 RUNS = 5  # number of runs of a ResNet submission; the fastest and the slowest do not count
 
 
-class Verdict(NamedTuple):
+class CheckerResult(NamedTuple):
     """Result of one checker."""
 
     passed: bool | None
@@ -51,7 +51,7 @@ def find_logs(folder: Path) -> list[Path]:
     return paths
 
 
-def check(folders: Sequence[Path]) -> dict[str, Verdict]:
+def check(folders: Sequence[Path]) -> dict[str, CheckerResult]:
     """Run MLPerf's checkers on the logs in run folders, or in folders of result_*.txt.
 
     Raises CheckpointError for logs that cannot be checked: missing, damaged, or of another
@@ -61,16 +61,16 @@ def check(folders: Sequence[Path]) -> dict[str, Verdict]:
     divisions = {_division(path) for path in logs}
     if len(divisions) > 1:
         raise CheckpointError(f"{logs[0].parent}: logs of several divisions; check each by itself")
-    verdicts = {
+    results = {
         "compliance": _check_compliance(logs),
         "seeds": _check_seeds(logs),
         "convergence": _check_convergence(logs),
     }
     if divisions == {"open"}:
         for name in ("seeds", "convergence"):
-            lines = ("not required in the open division", *verdicts[name].lines)
-            verdicts[name] = Verdict(None, lines)
-    return verdicts
+            lines = ("not required in the open division", *results[name].lines)
+            results[name] = CheckerResult(None, lines)
+    return results
 
 
 def _division(path: Path) -> object:
@@ -107,7 +107,7 @@ def captured_log() -> Iterator[list[logging.LogRecord]]:
         root.setLevel(level)
 
 
-def _check_compliance(logs: Sequence[Path]) -> Verdict:
+def _check_compliance(logs: Sequence[Path]) -> CheckerResult:
     """Check every log against the rules of its division.
 
     As in package_checker, one of five may break them, for example a run below the target: the
@@ -116,7 +116,7 @@ def _check_compliance(logs: Sequence[Path]) -> Verdict:
     found = {path: _broken_rules(path) for path in logs}
     broken = sum(map(bool, found.values()))
     lines = [f"{path}: {line}" for path, own in found.items() for line in own]
-    return Verdict(not broken or (broken == 1 and len(logs) == RUNS), lines)
+    return CheckerResult(not broken or (broken == 1 and len(logs) == RUNS), lines)
 
 
 def _broken_rules(path: Path) -> list[str]:
@@ -137,18 +137,18 @@ def _without_context(message: str) -> str:
     return clip(" ".join(lines), 300)
 
 
-def _check_seeds(logs: Sequence[Path]) -> Verdict:
+def _check_seeds(logs: Sequence[Path]) -> CheckerResult:
     package = require_mlperf("package_checker.seed_checker", PURPOSE)
     with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
         passed = package.SeedChecker(ROUND).check_seeds(logs)
     errors = [each.getMessage() for each in captured if each.levelno == logging.ERROR]
-    return Verdict(passed, [line for error in errors for line in error.splitlines()])
+    return CheckerResult(passed, [line for error in errors for line in error.splitlines()])
 
 
-def _check_convergence(logs: Sequence[Path]) -> Verdict:
+def _check_convergence(logs: Sequence[Path]) -> CheckerResult:
     if len(logs) != RUNS:
-        return Verdict(None, (f"needs {RUNS} runs, {len(logs)} given",))
+        return CheckerResult(None, (f"needs {RUNS} runs, {len(logs)} given",))
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     with tempfile.TemporaryDirectory() as folder, captured_log() as captured:
         for number, path in enumerate(logs):
@@ -160,7 +160,7 @@ def _check_convergence(logs: Sequence[Path]) -> Verdict:
         except Exception as error:  # it reads whatever the logs hold
             passed, found = False, f"the checker stopped: {type(error).__name__}: {error}"
     lines = [found, *map(_line, captured)]
-    return Verdict(
+    return CheckerResult(
         bool(passed), [line for line in lines if not line.startswith(("---", "Running"))]
     )
 

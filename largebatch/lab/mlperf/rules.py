@@ -9,9 +9,8 @@ the number of images, the target and the benchmark's name from here.
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from largebatch.errors import clip
 from largebatch.recipe.model import RESNET50
@@ -19,6 +18,7 @@ from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
 from largebatch.recipe.section import Duration, Section
+from largebatch.rules import Finding, Rule, examine
 
 USAGE, BENCHMARK, ROUND = "training", "resnet", "4.0.0"
 TARGET = 0.759  # top-1 accuracy at which a run is complete
@@ -26,74 +26,18 @@ TARGET = 0.759  # top-1 accuracy at which a run is complete
 TRAIN_SAMPLES, VAL_SAMPLES = 1_281_167, 50_000
 FREE_MOMENTUM = 32_768  # least batch at which LARS may have any momentum
 
-_Checked = tuple[str, bool, str]
-"""A key, True if it keeps its rule, and the rule."""
-
 LARS_REMARK = (
     "the rules list no compliant implementation of LARS for PyTorch, as they do for TensorFlow and "
     "MXNet: a submission needs the consent of MLPerf's working group"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenRule:
-    """A setting of a recipe that the closed division forbids."""
+def broken_rules(recipe: Recipe) -> list[Finding]:
+    """Return the rules of the closed division that a recipe breaks.
 
-    setting: str
-    """Key in the recipe."""
-
-    found: str
-    rule: str
-
-
-def broken_rules(recipe: Recipe) -> list[BrokenRule]:
-    """Return the rules of the closed division that a recipe breaks."""
-    imagenet = f"ImageNet's {TRAIN_SAMPLES:,} training and {VAL_SAMPLES:,} validation images"
-    whole, every = "all training images are trained on", "accuracy is measured every 4 epochs"
-    data, batch, schedule = recipe.data, recipe.batch, recipe.schedule
-    evaluation, model, polish = recipe.evaluation, recipe.model, recipe.polish
-    cache = recipe.execution.cache
-    updates = recipe.train_samples / batch.global_batch
-    warmup = warmup_epochs(schedule.warmup, updates_per_epoch=updates)
-    sgd = isinstance(recipe.optimizer, SGD)
-    # Keys, True if it keeps the rule, and the rule.
-    rules = (
-        ("data.source", data.source == "folder", f"images are {imagenet}"),
-        ("data.classes", data.classes == 1000, "ImageNet has 1,000 classes"),
-        ("data.train_samples", data.train_samples == TRAIN_SAMPLES, f"{imagenet}, all of them"),
-        ("data.val_samples", data.val_samples == VAL_SAMPLES, f"{imagenet}, all of them"),
-        ("data.image_size", data.image_size == 224, "224, as in the reference"),
-        ("data.resolution", not data.resolution, "images have one size throughout"),
-        ("data.crop_area", _near(data.crop_area, (0.05, 1.0)), "the reference crops 0.05 to 1"),
-        ("data.crop_aspect", _near(data.crop_aspect, (3 / 4, 4 / 3)), "from 3/4 to 4/3"),
-        ("data.flip", data.flip is True, "half of the training images are mirrored at random"),
-        ("data.translate", not data.translate, "images are not moved"),
-        ("data.eval_resize", data.eval_resize == 256, "256, of which the centre is evaluated"),
-        ("model.name", model.name in RESNET50, "the network is ResNet-50 v1.5: resnet50"),
-        ("model.arguments", model.arguments.keys() <= {"zero_init_last"}, "ResNet-50 v1.5 as is"),
-        ("model.weights", model.weights is None, "training begins with random weights"),
-        ("model.head_std", model.head_std == 0.01, "the classifier is drawn from N(0, 0.01)"),
-        ("batch.schedule", not batch.schedule, "the global batch is constant"),
-        *_optimizer_rules(recipe.optimizer, global_batch=batch.global_batch),
-        ("schedule.start_lr", schedule.start_lr == 0.0, "the warm-up starts at 0"),
-        ("schedule.first_step", schedule.first_step == 1, "the reference counts updates from 1"),
-        *_decay_rules(schedule.decay),
-        ("schedule.peak_lr", not sgd or _is_whole(schedule.peak_lr / 1e-3), "whole 0.001 for SGD"),
-        ("schedule.warmup", not sgd or _is_whole(warmup), "whole epochs for SGD"),
-        ("loss.label_smoothing", recipe.loss.label_smoothing in {0.0, 0.1}, "0 or 0.1"),
-        *(
-            (f"polish.{key}", polish is None or getattr(polish, key) is None, "no polishing")
-            for key in ("clean", "ema", "swa", "affine", "statistics")
-        ),
-        ("data.held_out", data.held_out is None, whole),
-        ("polish.held_out", recipe.train_samples == data.train_split, whole),
-        ("execution.cache", cache in {None, "none"}, "the clock starts before any image"),
-        ("evaluation.every_epochs", evaluation.every_epochs == 4, every),
-        ("evaluation.offset_epochs", evaluation.offset_epochs in range(4), f"{every}, from 0-3"),
-        ("evaluation.views", evaluation.views == 1, "one view of each image is evaluated"),
-    )
-    settings = recipe.model_dump(mode="json", exclude_none=True)
-    return [BrokenRule(key, _found(settings, key), rule) for key, kept, rule in rules if not kept]
+    `check` is the key in the recipe, `text` its value, and `remedy` the rule.
+    """
+    return [*examine(recipe, RULES)]
 
 
 def warmup_epochs(warmup: Duration | None, *, updates_per_epoch: float) -> float:
@@ -103,44 +47,158 @@ def warmup_epochs(warmup: Duration | None, *, updates_per_epoch: float) -> float
     return (warmup.steps or 0) / updates_per_epoch if warmup.epochs is None else warmup.epochs
 
 
-def _optimizer_rules(section: Section, *, global_batch: int) -> Iterator[_Checked]:
-    match section:
-        case LARS():
-            equal = section.convention in {"reference", "scaled-momentum"}
-            yield "optimizer.convention", equal, "reference, or scaled-momentum as in MXNet's LARS"
-            free = global_batch >= FREE_MOMENTUM or section.momentum == 0.9
-            yield "optimizer.momentum", free, f"0.9 for a global batch below {FREE_MOMENTUM:,}"
-            yield "optimizer.eta", section.eta == 1e-3, "0.001, as in the reference"
-            yield "optimizer.eps", section.eps == 0.0, "0: nothing is added to the divisor"
-            yield "optimizer.clip_ratio", section.clip_ratio is None, "the ratio has no limit"
-            yield "optimizer.clip_gradient", section.clip_gradient is None, "no clipping"
-        case SGD():
-            yield "optimizer.momentum", section.momentum == 0.9, "0.9 for SGD"
-            yield "optimizer.nesterov", not section.nesterov, "SGD has plain momentum"
-        case _:
-            yield "optimizer.kind", False, "lars or sgd"
-            return
-    power = section.weight_decay > 0 and _is_whole(math.log2(section.weight_decay / 1e-4))
-    yield "optimizer.weight_decay", power, "0.0001 times a power of two, such as 0.00005"
+def _rule(setting: str, keeps: Callable[[Recipe], bool], rule: str) -> Rule[Recipe]:
+    return Rule(
+        check=setting,
+        level="fault",
+        when=lambda recipe: not keeps(recipe),
+        text=lambda recipe: _value_of(recipe, setting),
+        remedy=rule,
+    )
 
 
-def _decay_rules(decay: Section) -> Iterator[_Checked]:
-    if not isinstance(decay, Polynomial):
-        yield "schedule.decay.kind", False, "polynomial, with power 2 and end_lr 0.0001"
-        return
-    yield "schedule.decay.power", decay.power == 2.0, "the rate falls with power 2"
-    yield "schedule.decay.end_lr", decay.end_lr == 1e-4, "the rate ends at 0.0001"
+OfSection = TypeVar("OfSection", bound=Section)
+
+
+def _optimizer(
+    kind: type[OfSection], keeps: Callable[[OfSection], bool]
+) -> Callable[[Recipe], bool]:
+    """Return a condition on an optimizer of one kind, which others keep."""
+    return lambda recipe: not isinstance(recipe.optimizer, kind) or keeps(recipe.optimizer)
+
+
+def _polynomial(keeps: Callable[[Polynomial], bool]) -> Callable[[Recipe], bool]:
+    """Return a condition on a polynomial decay, which others keep."""
+
+    def keeps_it(recipe: Recipe) -> bool:
+        decay = recipe.schedule.decay
+        return not isinstance(decay, Polynomial) or keeps(decay)
+
+    return keeps_it
 
 
 def _is_whole(number: float) -> bool:
     return abs(number - round(number)) < 1e-5
 
 
-def _near(bounds: tuple[float, float] | None, expected: tuple[float, float]) -> bool:
+def _is_near(bounds: tuple[float, float] | None, expected: tuple[float, float]) -> bool:
     return bounds is not None and math.dist(bounds, expected) < 1e-6
 
 
-def _found(value: Any, setting: str) -> str:  # noqa: ANN401 -- JSON
+def _has_free_momentum(recipe: Recipe) -> bool:
+    return recipe.batch.global_batch >= FREE_MOMENTUM
+
+
+def _warms_up_whole_epochs(recipe: Recipe) -> bool:
+    updates = recipe.train_samples / recipe.batch.global_batch
+    return _is_whole(warmup_epochs(recipe.schedule.warmup, updates_per_epoch=updates))
+
+
+def _has_usual_decay(section: LARS | SGD) -> bool:
+    decay = section.weight_decay
+    return decay > 0 and _is_whole(math.log2(decay / 1e-4))
+
+
+def _has_no(key: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.polish is None or getattr(recipe.polish, key) is None
+
+
+def _value_of(recipe: Recipe, setting: str) -> str:
+    value: Any = recipe.model_dump(mode="json", exclude_none=True)
     for key in setting.split("."):
         value = value.get(key)
     return clip(value if isinstance(value, str) else json.dumps(value), 60)
+
+
+_IMAGENET = f"ImageNet's {TRAIN_SAMPLES:,} training and {VAL_SAMPLES:,} validation images"
+_WHOLE = "all training images are trained on"
+_EVERY_FOURTH = "accuracy is measured every 4 epochs"
+
+# fmt: off
+RULES: tuple[Rule[Recipe], ...] = (
+    # The images, and how they are augmented.
+    _rule("data.source", lambda it: it.data.source == "folder", f"images are {_IMAGENET}"),
+    _rule("data.classes", lambda it: it.data.classes == 1000, "ImageNet has 1,000 classes"),
+    _rule("data.train_samples", lambda it: it.data.train_samples == TRAIN_SAMPLES,
+          f"{_IMAGENET}, all of them"),
+    _rule("data.val_samples", lambda it: it.data.val_samples == VAL_SAMPLES,
+          f"{_IMAGENET}, all of them"),
+    _rule("data.image_size", lambda it: it.data.image_size == 224, "224, as in the reference"),
+    _rule("data.resolution", lambda it: not it.data.resolution,
+          "images have one size throughout"),
+    _rule("data.crop_area", lambda it: _is_near(it.data.crop_area, (0.05, 1.0)),
+          "the reference crops 0.05 to 1"),
+    _rule("data.crop_aspect", lambda it: _is_near(it.data.crop_aspect, (3 / 4, 4 / 3)),
+          "from 3/4 to 4/3"),
+    _rule("data.flip", lambda it: it.data.flip is True,
+          "half of the training images are mirrored at random"),
+    _rule("data.translate", lambda it: not it.data.translate, "images are not moved"),
+    _rule("data.eval_resize", lambda it: it.data.eval_resize == 256,
+          "256, of which the centre is evaluated"),
+    # The network.
+    _rule("model.name", lambda it: it.model.name in RESNET50,
+          "the network is ResNet-50 v1.5: resnet50"),
+    _rule("model.arguments", lambda it: it.model.arguments.keys() <= {"zero_init_last"},
+          "ResNet-50 v1.5 as is"),
+    _rule("model.weights", lambda it: it.model.weights is None,
+          "training begins with random weights"),
+    _rule("model.head_std", lambda it: it.model.head_std == 0.01,
+          "the classifier is drawn from N(0, 0.01)"),
+    # The optimizer.
+    _rule("batch.schedule", lambda it: not it.batch.schedule, "the global batch is constant"),
+    _rule("optimizer.kind", lambda it: isinstance(it.optimizer, LARS | SGD), "lars or sgd"),
+    _rule("optimizer.convention",
+          _optimizer(LARS, lambda it: it.convention in {"reference", "scaled-momentum"}),
+          "reference, or scaled-momentum as in MXNet's LARS"),
+    _rule("optimizer.momentum",
+          lambda it: _has_free_momentum(it) or _optimizer(LARS, lambda o: o.momentum == 0.9)(it),
+          f"0.9 for a global batch below {FREE_MOMENTUM:,}"),
+    _rule("optimizer.eta", _optimizer(LARS, lambda it: it.eta == 1e-3),
+          "0.001, as in the reference"),
+    _rule("optimizer.eps", _optimizer(LARS, lambda it: it.eps == 0.0),
+          "0: nothing is added to the divisor"),
+    _rule("optimizer.clip_ratio", _optimizer(LARS, lambda it: it.clip_ratio is None),
+          "the ratio has no limit"),
+    _rule("optimizer.clip_gradient", _optimizer(LARS, lambda it: it.clip_gradient is None),
+          "no clipping"),
+    _rule("optimizer.momentum", _optimizer(SGD, lambda it: it.momentum == 0.9), "0.9 for SGD"),
+    _rule("optimizer.nesterov", _optimizer(SGD, lambda it: not it.nesterov),
+          "SGD has plain momentum"),
+    _rule("optimizer.weight_decay", _optimizer(LARS, _has_usual_decay),
+          "0.0001 times a power of two, such as 0.00005"),
+    _rule("optimizer.weight_decay", _optimizer(SGD, _has_usual_decay),
+          "0.0001 times a power of two, such as 0.00005"),
+    # The schedule.
+    _rule("schedule.start_lr", lambda it: it.schedule.start_lr == 0.0, "the warm-up starts at 0"),
+    _rule("schedule.first_step", lambda it: it.schedule.first_step == 1,
+          "the reference counts updates from 1"),
+    _rule("schedule.decay.kind", lambda it: isinstance(it.schedule.decay, Polynomial),
+          "polynomial, with power 2 and end_lr 0.0001"),
+    _rule("schedule.decay.power", _polynomial(lambda it: it.power == 2.0),
+          "the rate falls with power 2"),
+    _rule("schedule.decay.end_lr", _polynomial(lambda it: it.end_lr == 1e-4),
+          "the rate ends at 0.0001"),
+    _rule("schedule.peak_lr",
+          lambda it: not isinstance(it.optimizer, SGD) or _is_whole(it.schedule.peak_lr / 1e-3),
+          "whole 0.001 for SGD"),
+    _rule("schedule.warmup",
+          lambda it: not isinstance(it.optimizer, SGD) or _warms_up_whole_epochs(it),
+          "whole epochs for SGD"),
+    _rule("loss.label_smoothing", lambda it: it.loss.label_smoothing in {0.0, 0.1}, "0 or 0.1"),
+    # What the reference does not have.
+    *(
+        _rule(f"polish.{key}", _has_no(key), "no polishing")
+        for key in ("clean", "ema", "swa", "affine", "statistics")
+    ),
+    _rule("data.held_out", lambda it: it.data.held_out is None, _WHOLE),
+    _rule("polish.held_out", lambda it: it.train_samples == it.data.train_split, _WHOLE),
+    _rule("execution.cache", lambda it: it.execution.cache in {None, "none"},
+          "the clock starts before any image"),
+    # Evaluations.
+    _rule("evaluation.every_epochs", lambda it: it.evaluation.every_epochs == 4, _EVERY_FOURTH),
+    _rule("evaluation.offset_epochs", lambda it: it.evaluation.offset_epochs in range(4),
+          f"{_EVERY_FOURTH}, from 0-3"),
+    _rule("evaluation.views", lambda it: it.evaluation.views == 1,
+          "one view of each image is evaluated"),
+)
+# fmt: on

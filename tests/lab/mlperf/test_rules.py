@@ -26,7 +26,7 @@ OF_THE_PACKAGE = {
 
 
 def settings(name: str, *changes: str) -> list[str]:
-    return [rule.setting for rule in broken_rules(recipe(name, *changes))]
+    return [rule.check for rule in broken_rules(recipe(name, *changes))]
 
 
 def test_the_settings_above_are_all_that_the_package_tests() -> None:
@@ -52,7 +52,7 @@ def test_the_package_finds_the_same_of_what_a_log_shows(
     """Every recipe of ResNet-50, logged as of the closed division, by the rules of the package."""
     monkeypatch.setenv("MLPERF_SUBMISSION_DIVISION", "closed")
     of = recipe(path.stem.removeprefix("resnet50_"))
-    found = [rule.setting for rule in broken_rules(of)]
+    found = [rule.check for rule in broken_rules(of)]
     log = write(tmp_path, of, [start(of), finish("paused")])
     keys = {each["key"] for each in lines(log)}
     checker = mlp_compliance.make_checker("training", "4.0.0", quiet=True, werror=False)
