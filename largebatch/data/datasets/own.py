@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from largebatch.data.decoders.crops import crop_and_resize
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
-from largebatch.data.decoders.torchvision import AT_A_TIME, show
+from largebatch.data.decoders.torchvision import AT_A_TIME
 from largebatch.data.index.headers import BadImageError, require_mode
 from largebatch.data.index.index import Index, pack, unpack
 from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
@@ -163,7 +164,9 @@ def _fill(
     items: Items, index: Index, view: View, request: Request, rows: slice, pixels: Bytes | Floats
 ) -> None:
     samples = request.samples[rows].tolist()
-    images = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
+    boxes = request.boxes[rows].tolist()
+    flips = request.flips[rows].tolist()
+    images = zip(samples, boxes, flips, pixels, strict=True)
     for sample, box, flip, out in images:
         image, label = items.read(sample)
         found = image.height, image.width, label
@@ -174,7 +177,13 @@ def _fill(
                 f"{tuple(map(int, indexed))} when the run started; items must not change: random "
                 "crops and flips belong into the recipe's data section"
             )
-        show(image, view, box, flip, out)
+        out[:] = crop_and_resize(
+            image,
+            box,
+            flip=flip,
+            size=view.image_size,
+            interpolation=view.interpolation,
+        )
 
 
 def _to_pillow(image: object) -> Image.Image:

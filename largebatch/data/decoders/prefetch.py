@@ -95,9 +95,10 @@ class _Pending(NamedTuple):
 @contextmanager
 def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]]:
     """Yield a function that fills in batches with threads, which end with the block."""
-    size, transfer = view.image_size, Transfer(resources.device)
-    scale = [torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)]
-    scale_there = transfer.send(*scale)
+    size = view.image_size
+    transfer = Transfer(resources.device)
+    scale = view.pixel_scale()
+    (scale_there,) = transfer.send(scale)
 
     def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
         if transfer.is_remote:
@@ -135,7 +136,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         yield batches
 
 
-def _make(part: Part, batch: Tensor, scale: Sequence[Tensor]) -> None:
+def _make(part: Part, batch: Tensor, scale: Tensor) -> None:
     """Fill in rows, with NumPy, whose operations start no threads."""
     images = batch.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))
