@@ -1,4 +1,4 @@
-"""The files of launch/: each parses, prints what it would do, and does it with other programs."""
+"""The jobs of `launch`: each parses, prints what it would do, and does it with other programs."""
 
 import json
 import os
@@ -26,8 +26,6 @@ from largebatch.cli.launch import BY_TORCH, KINDS, KUBERNETES
 from largebatch.cli.main import DONE, USER, main
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "launch").iterdir())
-SCRIPTS = [path for path in FILES if path.suffix == ".sh"]
 SCHEMAS = {
     schema["properties"]["kind"]["const"]: schema
     for path in sorted((ROOT / "tests" / "support" / "kubeflow").iterdir())
@@ -40,17 +38,18 @@ DIGITS = (ROOT / "recipes/quickstart/digits_96.yaml").read_text()
 OWN = DIGITS.replace("source: digits", "source: folder")
 FOLDER = "digits_96 --set data.source=folder"
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
-TRAIN = "-m largebatch train digits_96 --out runs/digits_96 --resume auto"
+TRAIN = "-m largebatch train digits_96 --out runs/digits-96 --resume auto"
 COMMANDS = {
-    "horovodrun.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
-    "mpirun.sh": f"mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 {TRAIN}",
-    "torchrun.sh": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
+    "horovodrun": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "mpirun": "mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 " + TRAIN,
+    "torchrun": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
     f"--master-addr n1 --master-port 29500 {TRAIN}",
-    "slurm.sh": f"srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
-    "slurm_horovod.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
-    "pbs.sh": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
-    "-m largebatch train digits_96 --out runs/digits_96 --time-limit 470m --resume auto",
+    "slurm": f"srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
+    "slurm-horovod": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "pbs": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
+    "-m largebatch train digits_96 --out runs/digits-96 --time-limit 470m --resume auto",
 }
+"""What the script of each kind starts, for the digits on two hosts of eight GPUs."""
 
 
 def without_horovod(path: str) -> str:
@@ -113,59 +112,77 @@ def filled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_parses_and_shellcheck_finds_nothing(path: Path) -> None:
+def script(capsys: pytest.CaptureFixture[str], kind: str, *words: str) -> Path:
+    """Write the script for the digits, on two hosts unless there are words, to job.sh.
+
+    Its Python is the system's: beside the one of the tests there may be a real horovodrun.
+    """
+    job = Path("job.sh").absolute()
+    printed = filled(capsys, kind, "digits_96", *(words or ("--nodes", "2")))
+    job.write_text(printed.replace(f"python=({sys.executable})", "python=(python3)"))
+    return job
+
+
+def test_the_installer_parses_and_shellcheck_finds_nothing() -> None:
+    path = ROOT / "launch" / "install_horovod.sh"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", path], check=True)
     done = subprocess.run([SHELLCHECK, path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_dry_run_prints_the_command(cluster: Path, name: str) -> None:
-    printed = dry_run(ROOT / "launch" / name)
-    expected = COMMANDS[name].format(nodefile=cluster / "nodefile")
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_dry_run_prints_the_command(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = dry_run(script(capsys, kind))
+    expected = COMMANDS[kind].format(nodefile=cluster / "nodefile")
     assert shlex.split(printed) == ["+", *expected.split()]
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "pbs.sh"])
-def test_another_command_and_program_can_be_substituted(cluster: Path, name: str) -> None:
-    printed = dry_run(
-        ROOT / "launch" / name, "doctor", "--network", PYTHON="apptainer exec --nv x.sif python3"
-    )
+@pytest.mark.parametrize("kind", ["slurm", "pbs"])
+def test_a_job_runs_another_command(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = dry_run(script(capsys, kind), "doctor", "--network")
     assert printed.endswith("-m largebatch doctor --network\n")
-    assert " apptainer exec --nv x.sif python3 -m " in printed
 
 
-@pytest.mark.parametrize("name", ["horovodrun.sh", "slurm_horovod.sh"])
-def test_a_host_needs_horovodrun_outside_the_image(cluster: Path, name: str) -> None:
-    script = ROOT / "launch" / name
+@pytest.mark.parametrize("kind", ["horovodrun", "slurm-horovod"])
+def test_a_host_needs_horovodrun_outside_the_image(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = script(capsys, kind)
     env = os.environ | {"PATH": f"{cluster / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", job], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (127, 1)
     assert "no horovodrun on this host" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["horovodrun.sh", "torchrun.sh"])
+@pytest.mark.parametrize("kind", ["horovodrun", "torchrun"])
 def test_missing_hosts_are_an_error(
-    cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for variable in ("HOSTS", "FIRST"):
         monkeypatch.delenv(variable)
-    done = subprocess.run(
-        ["bash", ROOT / "launch" / name], capture_output=True, text=True, check=False
-    )
+    job = script(capsys, kind)
+    done = subprocess.run(["bash", job], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(r"name the hosts? ", done.stderr)
 
 
-def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path) -> None:
+def test_workers_of_one_host_are_started_on_the_loopback_interface(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By largebatch itself: torchrun's store would take all interfaces."""
-    printed = dry_run(ROOT / "launch" / "torchrun.sh", NODES="1", GPUS="4")
+    printed = dry_run(script(capsys, "torchrun", "--nodes", "1", "--gpus-per-node", "4"))
     assert printed == f"+ python3 {TRAIN} --workers 4\n"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].endswith(".sh")])
+@pytest.mark.parametrize("kind", COMMANDS)
 def test_a_job_is_filled_in_for_the_plan(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,10 +204,7 @@ def test_a_job_is_filled_in_for_the_plan(
     options = ["--resume", "auto", "--set", "batch.bn_span=24", "--data", data]
     assert train == ["train", str(recipe), "--out", "runs/digits-96", *options]
     assert sys.executable in printed
-    template = (ROOT / "launch" / KINDS[kind]).read_text().splitlines()
     lines = job.read_text().splitlines()
-    assert not any(f"launch/{KINDS[kind]}" in line or "node1:8" in line for line in lines)
-    changed = {line for line in set(lines) - set(template) if not line.startswith("#   ")}
     directives = {
         "slurm": {
             *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3"),
@@ -204,10 +218,7 @@ def test_a_job_is_filled_in_for_the_plan(
         "horovodrun": {"WORKERS=12"},
         "mpirun": {"WORKERS=12"},
     }[kind]
-    assert directives <= changed
-    other = {line.partition("=")[0] for line in changed - directives}
-    image = {"IMAGE", "MOUNTS"} if kind == "slurm" else set()
-    assert other - {"HOSTS", "LIMIT"} == {"RECIPE", "OUT", "OPTIONS", "python"} | image
+    assert directives <= set(lines)
 
 
 def manifests(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -528,12 +539,12 @@ def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
     if expected == USER:
         assert found.out == ""
         assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
-        assert "use launch slurm, pytorchjob, trainjob, jobset or torchrun" in found.err
+        assert "use launch jobset, pytorchjob, slurm, torchrun or trainjob" in found.err
         assert found.err.count("\n") == 1
 
 
 WORKER = """
-save() { sleep 0.2; mkdir -p runs/digits_96; echo '"interrupted"' >runs/digits_96/summary.json; }
+save() { sleep 0.2; mkdir -p runs/digits-96; echo '"interrupted"' >runs/digits-96/summary.json; }
 trap 'save; exit CODE' SIGNAL
 touch running
 for _ in {1..600}; do sleep 0.1; done
@@ -541,11 +552,9 @@ for _ in {1..600}; do sleep 0.1; done
 """Waits to be interrupted, then takes a moment to save."""
 
 
-def interrupted(script: str, running: Path, *, sent: int = signal.SIGTERM) -> int:
+def interrupted(path: Path, running: Path, *, sent: int = signal.SIGTERM) -> int:
     """Start a job, send it a signal once `running` exists, and return its exit code."""
-    job = subprocess.Popen(
-        with_default_signals("bash", ROOT / "launch" / script), stdout=subprocess.DEVNULL
-    )
+    job = subprocess.Popen(with_default_signals("bash", path), stdout=subprocess.DEVNULL)
     for _ in range(1200):
         if not running.exists():
             time.sleep(0.05)
@@ -558,38 +567,49 @@ def interruptible(answers: str, code: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "again"),
+    ("kind", "program", "again"),
     [
-        pytest.param("slurm.sh", "srun", "scontrol requeue 7", id="srun"),
-        pytest.param("pbs.sh", "mpirun", "qrerun 7.head", id="PBS"),
+        pytest.param("slurm", "srun", "scontrol requeue 7", id="srun"),
+        pytest.param("pbs", "mpirun", "qrerun 7.head", id="PBS"),
     ],
 )
 @pytest.mark.parametrize("code", [75, 1])
 def test_an_interrupted_job_is_queued_again(
-    cluster: Path, name: str, program: str, again: str, code: int
+    cluster: Path,
+    kind: str,
+    program: str,
+    again: str,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The warning reaches the run, and only its exit code 75 asks for another turn."""
     add_program(cluster / "bin", program, interruptible("USR1", code))
-    assert interrupted(name, cluster / "running") == code
+    assert interrupted(script(capsys, kind), cluster / "running") == code
     assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
 
 
-def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(cluster: Path) -> None:
+def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     add_program(cluster / "bin", "srun", "exit 75")
     add_program(cluster / "bin", "scontrol", "touch queuing; sleep 1")
-    assert interrupted("slurm.sh", cluster / "queuing") == 75
+    assert interrupted(script(capsys, "slurm"), cluster / "queuing") == 75
 
 
-def test_a_signal_before_horovods_first_worker_ends_nothing(cluster: Path) -> None:
+def test_a_signal_before_horovods_first_worker_ends_nothing(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     add_program(cluster / "bin", "horovodrun", "touch running; sleep 2; touch over; exit 7")
-    assert interrupted("slurm_horovod.sh", cluster / "running") == 7
+    assert interrupted(script(capsys, "slurm-horovod"), cluster / "running") == 7
     assert (cluster / "over").exists()
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "saved long ago"])
-def test_horovods_job_is_queued_again_based_on_the_run_folder(cluster: Path, saves: bool) -> None:
+def test_horovods_job_is_queued_again_based_on_the_run_folder(
+    cluster: Path, saves: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """horovodrun makes a 1 of 75; a summary that is older than this start proves nothing."""
-    folder = cluster / "runs" / "digits_96"
+    folder = cluster / "runs" / "digits-96"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text('{"status": "interrupted"}')
     os.utime(folder / "summary.json", (0, 0))
@@ -599,7 +619,7 @@ def test_horovods_job_is_queued_again_based_on_the_run_folder(cluster: Path, sav
     start = worker if saves else "touch running"
     add_program(cluster / "bin", "horovodrun", f"{start}; exit 1")
     sent = signal.SIGTERM if saves else 0
-    assert interrupted("slurm_horovod.sh", cluster / "running", sent=sent) == 1
+    assert interrupted(script(capsys, "slurm-horovod"), cluster / "running", sent=sent) == 1
     calls = (cluster / "calls").read_text().splitlines()
     assert ("scontrol requeue 7" in calls) == saves
     assert other.poll() is None  # a run of another job is left alone

@@ -21,7 +21,6 @@ from typing import Literal
 
 from cyclopts import (
     App,
-    CoercionError,
     CycloptsError,
     MissingArgumentError,
     Parameter,
@@ -365,10 +364,6 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             missing = error.keyword or error.argument.name
             text = error.argument.field_info.help or error.argument.parameter.help
             return f"{name}: missing {missing}{f' ({text})' if text else ''}"
-        case CoercionError() if name == "launch" and error.token is not None:
-            from largebatch.cli.launch import describe_kubernetes
-
-            return describe_kubernetes(error.token.value) or f"{name}: {error}"
         case _:
             return f"{name}: {error}"
 
