@@ -12,7 +12,7 @@ from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import plural, table
 from largebatch.runs.options import AsJson, Given, Workers
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _show_network(options: Workers) -> None:
         rate = bandwidth(size, workers=workers, seconds=seconds)
         rows.append((f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}"))
     if backend.rank == 0:
-        print(aligned(rows, right=(0, 1, 2)), flush=True)
+        print(table(rows, right=(0, 1, 2)), flush=True)
     backend.close()
 
 

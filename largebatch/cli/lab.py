@@ -13,7 +13,7 @@ from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrappe
 from largebatch.cli.recipe import ClusterName, write_planned, write_recipe
 from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import MISSING, aligned, plural
+from largebatch.formatting import MISSING, plural, table
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.plan import describe_division, describe_spans, make_plan
 from largebatch.recipe.loading import load_recipe
@@ -224,7 +224,7 @@ def clusters() -> None:
         gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
         size = f"{found.nodes:,}", f"{found.gpus_per_node}"
         rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
-    print(aligned(rows, right=(1, 2, 4, 5)))
+    print(table(rows, right=(1, 2, 4, 5)))
 
 
 @app.command

@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
-from largebatch.formatting import aligned, duration, plural, three_digits
+from largebatch.formatting import duration, plural, table, three_digits
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.plan import (
     describe_batch_changes,
@@ -120,8 +120,9 @@ def _describe(rules: "Sequence[BrokenRule]", optimizer: Optimizer) -> str:
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(optimizer, LARS) else ""
         return f"keeps the rules of {division}{remark}"
-    table = textwrap.indent(aligned([(it.setting, it.found, it.rule) for it in rules]), "  ")
-    return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}"
+    broken = table([(rule.setting, rule.found, rule.rule) for rule in rules])
+    count = plural(len(rules), "rule")
+    return f"breaks {count} of {division}\n{textwrap.indent(broken, '  ')}"
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -296,7 +297,7 @@ def _list(*, json: AsJson = False) -> None:
         words = re.split(r" \(|, ", it["measured"] or "")[0] or source
         short = textwrap.shorten(words, width, placeholder="...")
         rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
-    head, *lines = aligned(rows, right=(1, 2)).splitlines()
+    head, *lines = table(rows, right=(1, 2)).splitlines()
     print(f"  {head}")
     shown = iter(lines)
     for data_set, group in groupby(found, key=itemgetter("data_set")):

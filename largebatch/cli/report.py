@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, wrapped
 from largebatch.errors import printable
-from largebatch.formatting import MISSING, aligned, percent
+from largebatch.formatting import MISSING, percent, table
 from largebatch.runs.options import AsJson, Count
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def diagnose(
         [name.replace("_1", "-1").replace("_", " "), *(_formatted(name, it[name]) for it in values)]
         for name in values[0]
     ]
-    print(printable(aligned(rows, right=range(1, len(rows[0])))))
+    print(printable(table(rows, right=range(1, len(rows[0])))))
     for record in records:
         if record.notes:
             print(wrapped(f"{record.name} was read as: {'; '.join(record.notes)}"))
@@ -146,5 +146,5 @@ def mlperf(run: Path, /, *runs: Path) -> int:
     for name, verdict in verdicts.items():
         first, *others = verdict.lines or [""]
         rows += [(name, _WORDS[verdict.passed], first), *(("", "", line) for line in others)]
-    print(printable(aligned(rows, right=(0,))))
+    print(printable(table(rows, right=(0,))))
     return FAILED if False in {verdict.passed for verdict in verdicts.values()} else 0

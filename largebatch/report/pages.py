@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from largebatch.errors import LargebatchError
-from largebatch.formatting import MISSING, aligned
+from largebatch.formatting import MISSING, table
 from largebatch.report.style import (
     COLOURS,
     MORE_COLOURS,
@@ -166,11 +166,11 @@ class Table:
         return zip(self.series or [None] * len(cells), cells, strict=bool(cells))
 
     def text(self) -> str:
-        """Return the table as aligned lines for a terminal."""
+        """Return the table as table lines for a terminal."""
         columns = [one for one in self.shown if not self.printed or one.title in self.printed]
         cells = ([str(cell["text"]) for cell in column.cells()] for column in columns)
         rows = [[one.title for one in columns], *zip(*cells, strict=True)]
-        return aligned(rows, right=[n for n, one in enumerate(columns) if one.is_number])
+        return table(rows, right=[n for n, one in enumerate(columns) if one.is_number])
 
     def csv(self) -> str:
         """Return the table with all digits, for a spreadsheet; nothing for a missing value."""
