@@ -196,7 +196,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     }
     if plan.steps_per_epoch < 1:
         times = plan.global_batch / plan.train_samples
-        rows["an epoch"] = f"is less than a batch, which has every image {times:.2f} times"
+        rows["batch"] = f"larger than an epoch: each image occurs {times:.2f} times in it"
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
