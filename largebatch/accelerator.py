@@ -239,7 +239,8 @@ class Graph:
     _invalid: ClassVar[list[object]] = []
 
     def __init__(self, device: torch.device, pool: object = None) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
         self._graph = self._module.CUDAGraph()
         self.pool = pool or self._module.graph_pool_handle()
 
@@ -280,7 +281,8 @@ class Graph:
         Its allocator would not free tensors that two streams have used, such as batches, nor what
         it caches; and its generator would draw nothing.
         """
-        module, number = self._module, self._device.index or 0
+        module = self._module
+        number = self._device.index or 0
         with suppress(RuntimeError, AttributeError):  # it has ended, or torch has other names
             module.memory._cuda_endAllocateToPool(number, self.pool)
             Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
@@ -310,7 +312,8 @@ class _Draws:
     """
 
     def __init__(self, found: list[str]) -> None:
-        self._found, self._thread = found, get_ident()
+        self._found = found
+        self._thread = get_ident()
         self._is_on = False
 
     def note(self) -> None:
@@ -372,7 +375,8 @@ class _NotedLock:
     """A lock that calls a function whenever it is taken."""
 
     def __init__(self, inner: Any, note: Callable[[], None]) -> None:  # noqa: ANN401 -- any lock
-        self.inner, self._note = inner, note
+        self.inner = inner
+        self._note = note
 
     def __enter__(self) -> object:
         self._note()
@@ -390,7 +394,8 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self, found: list[str], draws: _Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._draws = found, draws
+        self._found = found
+        self._draws = draws
 
     supports_higher_order_operators = True
 
@@ -401,7 +406,8 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
         self._draws.follow_calls()
         result = func(*args, **(kwargs or {}))
-        aten, packet = torch.ops.aten, getattr(func, "overloadpacket", None)
+        aten = torch.ops.aten
+        packet = getattr(func, "overloadpacket", None)
         copies = packet in {aten.copy_, aten._to_copy}
         read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
         written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
@@ -434,7 +440,8 @@ def waits(device: torch.device) -> Iterator[list[str]]:
     """Collect where this thread or autograd waits for a device in this block; full at its end."""
     found: list[str] = []
     caught: list[tuple[Any, ...]] = []
-    module, thread = torch.get_device_module(device), get_ident()
+    module = torch.get_device_module(device)
+    thread = get_ident()
     before = module.get_sync_debug_mode()
 
     def note(*warning: Any, **_: Any) -> None:  # noqa: ANN401 -- as showwarning
@@ -471,7 +478,9 @@ class Replayed:
         watch: Callable[[], Callable[[], str | None]],
     ) -> None:
         """`watch` returns a function that names what has changed on the host since."""
-        self._function, self._device, self._watch = function, device, watch
+        self._function = function
+        self._device = device
+        self._watch = watch
         self._works = device.type in GRAPHS
         self._counts: dict[object, int] = {}
         self._recorded: dict[object, tuple[Graph, Tensor, Tensor]] = {}
@@ -495,7 +504,8 @@ class Replayed:
         return result.clone()
 
     def _record(self, form: object, batch: Tensor) -> bool:
-        graph, source = Graph(self._device), torch.empty_like(batch)
+        graph = Graph(self._device)
+        source = torch.empty_like(batch)
         try:
             with graph.record():
                 result = self._function(source)

@@ -217,7 +217,8 @@ def init(  # noqa: PLR0913 -- its options
     """
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
 
-    home, place = Path.home(), folder.resolve()
+    home = Path.home()
+    place = folder.resolve()
     places = (one for one in (place, *place.parents) if not home.is_relative_to(one))
     above = (one.name for one in places if one.name not in GENERIC)
     name = recipe_name(name or (out.stem if out else next(above, "")), otherwise="own-data")

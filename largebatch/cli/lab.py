@@ -221,7 +221,8 @@ def clusters() -> None:
     """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
     rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
     for name, found in installed_clusters().items():
-        gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
+        gpu = found.gpu.name if found.gpu else MISSING
+        network = found.network_gigabytes_per_second
         size = f"{found.nodes:,}", f"{found.gpus_per_node}"
         rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
     print(table(rows, right=(1, 2, 4, 5)))

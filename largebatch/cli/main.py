@@ -222,11 +222,13 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
 
     In a docstring a line ends where the source does; a list has lines that end with a sentence.
     """
-    command, names = app, list[str]()
+    command = app
+    names = list[str]()
     for word in words:
         if word.startswith("-") or word not in command:
             break
-        command, names = command[word], [*names, word]
+        command = command[word]
+        names = [*names, word]
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
@@ -257,7 +259,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
     given: list[str] = []
     rest = list(words)
     while rest:
-        word, value = rest.pop(0), rest[0] if rest else ""
+        word = rest.pop(0)
+        value = rest[0] if rest else ""
         if word.startswith("--") and "=" not in word:
             if value in {"yes", "no", "true", "false"}:
                 word = f"{word}={rest.pop(0)}"
@@ -329,7 +332,8 @@ def _show(message: str) -> None:
 
 def _reader_is_gone() -> bool:
     """Return True if the output is a closed pipe; then discard the rest of the output."""
-    out, poll = sys.stdout.fileno(), select.poll()
+    out = sys.stdout.fileno()
+    poll = select.poll()
     poll.register(out, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if gone:

@@ -69,7 +69,9 @@ def check(
     Args:
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
-    problems, broken, checked = [], False, list[dict[str, object]]()
+    problems = []
+    broken = False
+    checked = list[dict[str, object]]()
     for path in (recipe, *recipes):
         result: dict[str, object] = {"recipe": str(path), "ok": False, "problems": []}
         checked.append(result)
@@ -86,10 +88,12 @@ def check(
             from largebatch.lab.mlperf.rules import broken_rules
 
             rules = broken_rules(loaded)
-            verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
+            verdict = _describe(rules, loaded.optimizer)
+            broken = broken or bool(rules)
             result |= {"ok": not rules, "mlperf_closed": [asdict(rule) for rule in rules]}
         else:
-            verdict, result["ok"] = "ok", True
+            verdict = "ok"
+            result["ok"] = True
             if loaded.tracking.remark:
                 verdict += f"; {loaded.tracking.remark}"
                 result["remark"] = loaded.tracking.remark
@@ -254,7 +258,8 @@ def _draw_schedules(
     recipes = [_recipe(path, overrides) for path in paths]
     from largebatch.report.rates import Rates, write_rates_of
 
-    names, drawn = [recipe.name for recipe in recipes], list[Rates]()
+    names = [recipe.name for recipe in recipes]
+    drawn = list[Rates]()
     for path, recipe in zip(paths, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
@@ -311,7 +316,8 @@ def _facts() -> Iterator[dict[str, Any]]:
     """Yield what is known of each installed recipe, as --json prints it."""
     for data_set, texts in by_data_set().items():
         for name, text in texts.items():
-            recipe, (after, measured) = parse_recipe(text), origin(text)
+            recipe = parse_recipe(text)
+            after, measured = origin(text)
             plan = make_plan(recipe.mathematics)
             yield {
                 "name": name,

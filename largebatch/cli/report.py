@@ -68,7 +68,8 @@ def diagnose(
     from largebatch.report.logs import read_record
     from largebatch.report.page import verdict
 
-    judged, small = read_record(run, classes=classes, columns=columns), None
+    judged = read_record(run, classes=classes, columns=columns)
+    small = None
     if other is not None:
         small = read_record(other, classes=classes, columns=columns)
         require_comparable(judged, small)

@@ -194,14 +194,17 @@ def polish(  # noqa: PLR0913 -- its options
         run = read_run(out)
         assert run.drift is not None
         assert run.result is not None
-        layers, measured = run.drift.layers, run.result.samples
+        layers = run.drift.layers
+        measured = run.result.samples
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {out / REPORT}{undone}"
     else:
         from largebatch.runs.pretrained import polish_weights
 
         found = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
-        before, after, layers = asdict(found[0]), asdict(found[1]), found[2]
+        before = asdict(found[0])
+        after = asdict(found[1])
+        layers = found[2]
         measured = after["samples"]
         done = f"polished weights: {out}"
     if own_rank() == 0:

@@ -32,7 +32,8 @@ def polish_averages() -> None:
 
     >>> polish_averages()  # then run timm's script in this process  # doctest: +SKIP
     """
-    own_loader, own_update = data.create_loader, ModelEmaV3.update
+    own_loader = data.create_loader
+    own_update = ModelEmaV3.update
     loaders: dict[bool, tuple[Dataset[Any], dict[str, Any]]] = {}
 
     def create_loader(dataset: Dataset[Any], **words: Any) -> Any:
@@ -57,7 +58,8 @@ def polish_averages() -> None:
                 module.register_forward_pre_hook(before)
         ema.is_polished = False
 
-    data.create_loader, ModelEmaV3.update = create_loader, update
+    data.create_loader = create_loader
+    ModelEmaV3.update = update
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     """
 
     def __init__(self, trainer: Trainer, batches: Iterable[Any], *, decay: float = 0.999) -> None:
-        self.batches, self.decay, own = batches, decay, trainer.evaluation_loop
+        self.batches = batches
+        self.decay = decay
+        own = trainer.evaluation_loop
         self._trainer = trainer
         self._averaged: AveragedModel | None = None
 
@@ -78,21 +80,27 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, trainer: Trainer, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        self.trainer, self.loss_fn = trainer, loss_fn
+        self.trainer = trainer
+        self.loss_fn = loss_fn
         self.findings: Findings | None = None
 
     def on_step_begin(self, args: Any, *_: Any, **__: Any) -> None:
         if self.findings is not None:
             return
-        trainer, model, optimizer = self.trainer, self.trainer.model_wrapped, self.trainer.optimizer
-        gradients, scheduler = trainer.accelerator.gradient_state, trainer.lr_scheduler
+        trainer = self.trainer
+        model = self.trainer.model_wrapped
+        optimizer = self.trainer.optimizer
+        gradients = trainer.accelerator.gradient_state
+        scheduler = trainer.lr_scheduler
         windows = _Windows(
             trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps
         )
-        divisor, items = trainer.current_gradient_accumulation_steps, list[Any]()
+        divisor = trainer.current_gradient_accumulation_steps
+        items = list[Any]()
 
         def step(batch: Any) -> None:
-            number, window = windows.place, windows.window
+            number = windows.place
+            window = windows.window
             if number == 0:
                 items[:] = [_items_in(window, trainer, args.device)]
                 trainer.current_gradient_accumulation_steps = len(window)
@@ -124,7 +132,8 @@ class _Windows:
     """A loader's batches, read ahead by those of an update: the trainer counts their labels."""
 
     def __init__(self, loader: Any, micros: int) -> None:
-        self._dataloader, self._micros = loader, micros
+        self._dataloader = loader
+        self._micros = micros
         self.window: list[Any] = []
         self.place = 0
         """Place in the window of the batch that was yielded last."""

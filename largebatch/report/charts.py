@@ -46,7 +46,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
-    axes, kept = figure.subplots(), run.kept_evaluations
+    axes = figure.subplots()
+    kept = run.kept_evaluations
     axes.plot(values_of(kept, "epoch"), 100 * values_of(kept, "top1"), color=MUTED, lw=1)
     by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
     for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):

@@ -55,12 +55,15 @@ class Shown(NamedTuple):
 
 def show(pipeline: Pipeline) -> Shown:
     """Decode one image of each of the classes that the run comes to first."""
-    plan, index, number = pipeline.plan, pipeline.train_index, pipeline.plan.train_samples
+    plan = pipeline.plan
+    index = pipeline.train_index
+    number = pipeline.plan.train_samples
     passes = max(1, min(PASSES, math.floor(plan.epoch(plan.train_steps))))
     orders = [pipeline.training_samples(range(p * number, (p + 1) * number)) for p in range(passes)]
     labels, first = np.unique(index.labels[orders[0]], return_index=True)
     chosen = np.sort(np.argsort(first)[:CLASSES])
-    samples, labels = orders[0][first[chosen]], labels[chosen]
+    samples = orders[0][first[chosen]]
+    labels = labels[chosen]
     places = [
         [p * number + int(np.flatnonzero(order == sample)[0]) for sample in samples]
         for p, order in enumerate(orders)
@@ -75,7 +78,8 @@ def show(pipeline: Pipeline) -> Shown:
         wanted = requests(positions, clean=False)
         training += _images(pipeline.decode(index, wanted, image_size=size))
     clean = _images(pipeline.decode(index, requests(places[0], clean=True)))
-    evaluated, validation = pipeline.evaluated_samples, pipeline.val_index
+    evaluated = pipeline.evaluated_samples
+    validation = pipeline.val_index
     checks = [evaluated[validation.labels[evaluated] == label][:CHECKS] for label in labels]
     of_checks = (pipeline.clean_request(validation, one[None]) for row in checks for one in row)
     evaluation = iter([*_images(pipeline.decode(validation, of_checks))])

@@ -285,7 +285,8 @@ def _numbers(row: Mapping[str, Any]) -> Row:
     split = _split(_plain(group))
     numbers: Row = {}
     for column, cell in row.items():
-        name, value = column, _float(cell)
+        name = column
+        value = _float(cell)
         if isinstance(cell, str) and value is None:  # 3/90 of a counter, 45.3% of an accuracy
             parts = re.fullmatch(r"([\d.e+-]+)\s*(%|/\s*\d+)", cell.strip())
             value = _float(parts[1]) if parts else None

@@ -274,7 +274,8 @@ class Chart:
 
     def svg(self) -> Markup:
         """Return the chart."""
-        size, label = (_WIDTH, self.height), self.title or self.caption
+        size = (_WIDTH, self.height)
+        label = self.title or self.caption
         drawn = make_svg(self.draw, size=size, name=self.name, label=label)
         return Markup(drawn)  # noqa: S704 -- matplotlib escapes the text in it
 
@@ -316,7 +317,8 @@ def draw_panel(axes: "Axes", panel: Panel) -> None:
 
 
 def _draw_line(axes: "Axes", one: Line) -> None:
-    colour, place = one.series.colour, one.series.place
+    colour = one.series.colour
+    place = one.series.place
     gid = None if place is None else f"series-{place}"  # make_svg turns it into an attribute
     if one.line:
         style = (0, one.series.dash) if one.series.dash else "-"

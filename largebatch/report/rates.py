@@ -47,7 +47,8 @@ def write_rates_of(path: Path, drawn: Sequence[Rates], *, by: By) -> None:
     def draw(figure: "Figure") -> None:
         charts = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
         for place, each in enumerate(drawn):
-            course, look = each.course, series(place, each.label)
+            course = each.course
+            look = series(place, each.label)
             at: dict[By, Callable[[int], float]] = {
                 "step": float, "epoch": course.plan.epoch, "samples": course.plan.position,
             }  # fmt: skip

@@ -132,7 +132,8 @@ class Record:
         """
         if not self.by_update or not self.loss.size:
             return self._finite
-        early, size = self.early, max(SHORT, len(self.loss) // 40)
+        early = self.early
+        size = max(SHORT, len(self.loss) // 40)
         start, rest = (running_median(self._finite, each) for each in (SHORT, size))
         return np.concatenate((start[:early], rest[early:]))
 
@@ -221,7 +222,8 @@ def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in SCHEDULE and not step.skipped]
     kept = run.kept_evaluations
-    recipe, mistakes = run.parsed, run.final_mistakes
+    recipe = run.parsed
+    mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,

@@ -244,12 +244,14 @@ def change_from(before: Stage, after: Stage) -> Change:
     changed could as well have changed the other way. Else it is that of two independent samples,
     which is larger.
     """
-    samples, ends = after.after.samples, (before.after.top1, after.after.top1)
+    samples = after.after.samples
+    ends = (before.after.top1, after.after.top1)
     images = round((ends[1] - ends[0]) * samples)
     if before.mistakes is None or after.mistakes is None:
         variance = sum(top1 * (1 - top1) for top1 in ends) * samples
         return Change(samples, images, 2 * math.sqrt(variance))
-    then, now = set(before.mistakes.samples), set(after.mistakes.samples)
+    then = set(before.mistakes.samples)
+    now = set(after.mistakes.samples)
     fixed, broken = len(then - now), len(now - then)
     return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
 
@@ -296,7 +298,8 @@ def read_run(folder: Path) -> Run:
     def all_of(kind: type[_E]) -> tuple[_E, ...]:
         return tuple(event for event in log if isinstance(event, kind))
 
-    starts, recipe = all_of(Start), folder / RECIPE
+    starts = all_of(Start)
+    recipe = folder / RECIPE
     if not starts:
         raise CheckpointError(
             f"{folder / LOG}: holds no start record; expected it in the first line"

@@ -148,19 +148,24 @@ class Copies:
         is_first = originals[self._looking] == self._looking
         images = np.array(self._looking, dtype=np.int64)[is_first]
         grey = np.array(self._looks, np.float32).reshape(-1, SIDE * SIDE)[is_first]
-        means, contrasts = grey.mean(1), grey.std(1)
+        means = grey.mean(1)
+        contrasts = grey.std(1)
         structured = contrasts >= CONTRAST
-        images, grey = images[structured], grey[structured]
-        means, contrasts = means[structured], contrasts[structured]
+        images = images[structured]
+        grey = grey[structured]
+        means = means[structured]
+        contrasts = contrasts[structured]
         unit = (grey - means[:, None]) / (SIDE * contrasts[:, None])  # of length 1
         splits = self._splits()[images]
         labels = np.array(self._labels)[images]
         for start in range(0, len(images), AT_ONCE):
-            block, before = slice(start, start + AT_ONCE), slice(0, start + AT_ONCE)
+            block = slice(start, start + AT_ONCE)
+            before = slice(0, start + AT_ONCE)
             alike = unit[block] @ unit[before].T >= CORRELATION
             alike = np.tril(alike, k=start - 1)  # of each image the earlier ones
             rows = np.flatnonzero(alike.any(1))
-            alike, places = alike[rows], rows + start
+            alike = alike[rows]
+            places = rows + start
             alike &= np.abs(means[places, None] - means[before]) <= DIFFERENCE
             alike &= np.abs(contrasts[places, None] - contrasts[before]) <= DIFFERENCE
             is_across = splits[places, None] != splits[before]

@@ -178,7 +178,8 @@ def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
                 f"class {name}: its {len(images)} images are copies of one, byte for byte, which "
                 "cannot be used for both training and validation: add other images"
             )
-        moved[name], classes[name] = of_val, of_train
+        moved[name] = of_val
+        classes[name] = of_train
     return moved
 
 

@@ -65,7 +65,8 @@ def import_own(module: str) -> ModuleType:
     require_torchvision()  # needed by timm and most data sets
     folder = str(Path.cwd())
     if module.endswith(".py"):
-        folder, module = str(Path(module).parent.resolve()), Path(module).stem
+        folder = str(Path(module).parent.resolve())
+        module = Path(module).stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not module or module.startswith("."):  # Python's message for these does not help

@@ -86,7 +86,8 @@ def write_shards(
         raise DataError(
             f"{broken[0]!r} is not a valid class name: {CLASSES} has one per line; rename it"
         )
-    total, done = sum(data_set.sizes.values()), 0
+    total = sum(data_set.sizes.values())
+    done = 0
     bad: list[str] = []
     copies = Copies(data_set.name)
     with new_folder(out) as folder:
@@ -161,7 +162,8 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
     Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
     the same bytes: owners, modes and times are omitted.
     """
-    num_samples, used = 0, shard_bytes
+    num_samples = 0
+    used = shard_bytes
     shards: list[tarfile.TarFile] = []
 
     def add(sample: Sample) -> None:
@@ -179,7 +181,8 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
             member = tarfile.TarInfo(f"{num_samples:09d}.{name}")
             member.size = len(data)
             shards[-1].addfile(member, io.BytesIO(data))
-        num_samples, used = num_samples + 1, used + length
+        num_samples += 1
+        used += length
 
     try:
         yield add

@@ -134,20 +134,24 @@ def _parsed(name: str, known: Collection[str]) -> _File:
     stem = file.removesuffix(".parquet")
     match = _OF_TOTAL.fullmatch(stem) or _NUMBERED.fullmatch(stem)
     parts: dict[str, str | None] = match.groupdict() if match else {}
-    text, number, total = parts.get("text") or "", parts.get("number"), parts.get("total")
+    text = parts.get("text") or ""
+    number = parts.get("number")
+    total = parts.get("total")
     rest = parts.get("rest") or ""
     if _FINGERPRINT.fullmatch(rest):
         rest = ""
     words, _, split = text.lower().rpartition("-")
     if rest or not text:  # as `train-0-extra`, which is not a part of train
-        words, split = "", stem
+        words = ""
+        split = stem
     if split not in known:
         of_folders = [folder.lower().removeprefix(HIVE) for folder in folders]
         inner = next((folder for folder in reversed(of_folders) if folder in known), None)
         if inner is None and folders and not text:
             inner = of_folders[-1]  # a folder of numbered files is a split, such as `test`
         if inner is not None:
-            words, split = "", inner
+            words = ""
+            split = inner
     around = [folder for folder in folders if folder.lower().removeprefix(HIVE) != split]
     return _File(
         path=name,
@@ -187,7 +191,8 @@ def _columns(schema: Any, path: Path) -> _Columns:  # noqa: ANN401 -- pyarrow is
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         kinds = {name: about.get("_type") for name, about in features.items()}
     except (ValueError, AttributeError, TypeError, KeyError):
-        features, kinds = {}, {}
+        features = {}
+        kinds = {}
     images = [name for name, kind in kinds.items() if kind == "Image"]
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     labels = [name for name in labels if isinstance(features[name].get("names"), list)]

@@ -202,7 +202,8 @@ def resample_small(
 def _all_weights(num_pixels: int, size: int, interpolation: Interpolation) -> Floats:
     """Return the weights of all boxes along an axis, by flip, first pixel and length - 1."""
     numbers = torch.arange(num_pixels, dtype=torch.float32)
-    starts, lengths = numbers.repeat_interleave(num_pixels), 1.0 + numbers.repeat(num_pixels)
+    starts = numbers.repeat_interleave(num_pixels)
+    lengths = 1.0 + numbers.repeat(num_pixels)
     places = torch.arange(size).expand(len(starts), size)
     weights = _weights(starts, lengths, places, num_pixels=num_pixels, interpolation=interpolation)
     both = torch.stack([weights, weights.flip(1)])

@@ -123,7 +123,8 @@ def open_cache(
             f"execution.cache stores at most {LIMIT / 1e9:.1f} GB; decode them each time with "
             "execution.cache: none, or make the images smaller"
         )
-    path, problem = _place(index), None
+    path = _place(index)
+    problem = None
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
             try:
@@ -224,7 +225,9 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
         small = None
 
     def fill(request: Request, rows: slice, pixels: Bytes | Floats) -> None:
-        samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
+        samples = request.samples[rows]
+        boxes = request.boxes[rows]
+        flips = request.flips[rows]
         if small is not None and not crops.is_cut_out(request, view.image_size):
             squares = crops.resample_small(
                 small[samples],
@@ -256,7 +259,8 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
 
 def upload(cache: PixelCache, device: torch.device) -> Uploaded:
     """Copy the pixels to a device; raise DeviceFullError, or DataError if they differ in size."""
-    pixels, root = cache.one_size, cache.index.root
+    pixels = cache.one_size
+    root = cache.index.root
     if pixels is None:
         raise DataError(f"{root}: its images differ in size; use execution.cache: memory")
     try:
@@ -271,7 +275,8 @@ def upload(cache: PixelCache, device: torch.device) -> Uploaded:
 
 def decode_on_device(uploaded: Uploaded, view: View, requests: Iterable[Request]) -> Batches:
     """Yield one batch for each request, its numbers computed ahead, its images moved."""
-    pixels, size = uploaded.pixels, view.image_size
+    pixels = uploaded.pixels
+    size = view.image_size
     transfer = Transfer(pixels.device)
     (scale,) = transfer.send(view.pixel_scale())
     order = torch.channels_last if view.channels_last else torch.contiguous_format

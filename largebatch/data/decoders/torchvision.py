@@ -86,7 +86,9 @@ def decode_upright(content: bytes | memoryview, orientation: int) -> Image.Image
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
     request = reading.request
-    samples, boxes, flips = request.samples[rows].tolist(), request.boxes[rows], request.flips[rows]
+    samples = request.samples[rows].tolist()
+    boxes = request.boxes[rows]
+    flips = request.flips[rows]
     images = zip(
         samples, reading.contents[rows], boxes.tolist(), flips.tolist(), pixels, strict=True
     )

@@ -29,7 +29,8 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 MAX_SIDE = 32_768  # maximum side in pixels: hardware decoders have limits of this order
 MAX_BYTES = 2**29  # twice the bytes of Pillow's maximum number of pixels
 
-HEAD, TAIL = 4096, 64  # bytes read from either end; MAX_HEADER bytes if the header is longer
+HEAD = 4096  # bytes read from the beginning; MAX_HEADER if the header is longer
+TAIL = 64  # bytes read from the end
 MAX_HEADER = 2**23  # bytes of a header: Pillow takes seconds for the worst content
 
 START = 12  # bytes from which the format is known
@@ -37,11 +38,13 @@ JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24  # position of the byte of a PNG that holds the bits per channel
 
-RIFF, WEBP = b"RIFF", b"WEBP"  # the first four bytes of a WebP, and those after its length
+RIFF = b"RIFF"  # the first four bytes of a WebP
+WEBP = b"WEBP"  # those after its length
 FTYP = b"ftyp"  # after the four bytes of a length: the first box of a HEIC
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
-ORIENTATION, MOST_ORIENTATION = 274, 8  # EXIF's tag of orientation, and its largest value
+ORIENTATION = 274  # EXIF's tag of orientation
+MOST_ORIENTATION = 8  # its largest value
 TRANSPOSED = (5, 6, 7, 8)  # orientations that exchange height and width
 
 
@@ -175,14 +178,17 @@ def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None
 
 def _displayed(image: Image.Image) -> Size:
     """Return the displayed size; EXIF after the pixels of a PNG is ignored, as by both decoders."""
-    height, width, limit = image.height, image.width, Image.MAX_IMAGE_PIXELS
+    height = image.height
+    width = image.width
+    limit = Image.MAX_IMAGE_PIXELS
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise BadImageError(f"it has {height} x {width} pixels, expected 1 to {MAX_SIDE} per side")
     if limit is not None and height * width > limit:
         raise BadImageError(
             f"it has {height} x {width} pixels; above {limit:,} Pillow suspects an attack"
         )
-    exif, orientation = Image.Exif(), 1
+    exif = Image.Exif()
+    orientation = 1
     with contextlib.suppress(Exception):  # Pillow raises many types for damaged EXIF
         exif.load(image.info.get("exif", b""))
         orientation = int(exif.get(ORIENTATION, 1))

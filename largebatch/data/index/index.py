@@ -269,7 +269,8 @@ def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress =
 def index_of(content: Content, root: Path) -> Index:
     """Return the index with this content, for the images in `root`."""
     header, arrays, _ = content
-    split, labels = header["split"], arrays["labels"]
+    split = header["split"]
+    labels = arrays["labels"]
     if "shards" in arrays:
         paths = Paths([f"{split}/{name}" for name, *_ in header["shards"]], arrays["shards"])
     else:
@@ -296,7 +297,8 @@ def index_of(content: Content, root: Path) -> Index:
 def check_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
     """Raise DataError for one class, or other classes in val, where labels differ in meaning."""
     if tuple(train) != tuple(val):
-        only_train, only_val = sorted(set(train) - set(val)), sorted(set(val) - set(train))
+        only_train = sorted(set(train) - set(val))
+        only_val = sorted(set(val) - set(train))
         raise DataError(
             f"{root}: the splits must have the same classes; only in train: {shorten(only_train)}; "
             f"only in val: {shorten(only_val)}"
@@ -343,12 +345,17 @@ def _first_change(place: str, then: Mapping[str, object], now: Mapping[str, obje
 
 
 def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | None:
-    header, arrays, split = content.header, content.arrays, content.header["split"]
-    paths, sizes, mtimes = index_of(content, root).paths, arrays["num_bytes"], arrays["mtimes"]
+    header = content.header
+    arrays = content.arrays
+    split = content.header["split"]
+    paths = index_of(content, root).paths
+    sizes = arrays["num_bytes"]
+    mtimes = arrays["mtimes"]
     bad = {path for path, _ in content.bad}
 
     def folder(label: int) -> str | None:
-        name, mtime = header["classes"][label], header["folders"][label]
+        name = header["classes"][label]
+        mtime = header["folders"][label]
         place = f"{split}/{name}"
         if not every_file and (root / place).stat().st_mtime_ns == mtime:
             return None
@@ -482,7 +489,8 @@ def _measure_shards(
 ) -> tuple[Arrays, list[Unusable]]:
     def measure(number: int) -> tuple[IntArray, list[Unusable]]:
         path = folder / shards[number].name
-        rows, bad = [], []
+        rows = []
+        bad = []
         with path.open("rb", buffering=0) as file:
             for member in read_shard(path, num_classes):
                 try:
