@@ -184,16 +184,16 @@ def memory_errors() -> Iterator[None]:
 
 def is_crowded(device: torch.device) -> bool:
     """Return True if graphs hold more than a quarter of the memory that is free besides."""
-    free, held = _free_and_held(device)
-    return 4 * held > free
+    free, held_bytes = _free_and_held(device)
+    return 4 * held_bytes > free
 
 
 def _free_and_held(device: torch.device) -> tuple[int, int]:
     """Return the free bytes of an accelerator, and those that the allocator keeps for tensors."""
     module = torch.get_device_module(device)
     module.empty_cache()
-    held = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0]), int(held)
+    held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]), int(held_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -409,13 +409,13 @@ class _Copies(TorchDispatchMode):
         aten = torch.ops.aten
         packet = getattr(func, "overloadpacket", None)
         copies = packet in {aten.copy_, aten._to_copy}
-        read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
-        written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
+        read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        written = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if draws and any(not is_remote(it.device) for it in written):
+        if draws and any(not is_remote(tensor.device) for tensor in written):
             self._draws.note()
-        reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)
-        if reads and any(is_remote(it.device) for it in written):
+        reads = any(not is_remote(tensor.device) and (tensor.dim() or copies) for tensor in read)
+        if reads and any(is_remote(tensor.device) for tensor in written):
             self._found.append(f"a pass reads memory of the host ({func})")
         return result
 
@@ -426,19 +426,19 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
     `changed` names what they have changed on the host.
     """
-    drawn: list[str] = []
-    draws = _Draws(drawn)
-    with waits(device) as found, draws.watched(), _Copies(found, draws):
-        yield found
+    draw_reasons: list[str] = []
+    draws = _Draws(draw_reasons)
+    with waits(device) as reasons, draws.watched(), _Copies(reasons, draws):
+        yield reasons
     if name := changed():
-        found.append(f"a pass changes {name}, which a replay would not")
-    found += drawn
+        reasons.append(f"a pass changes {name}, which a replay would not")
+    reasons += draw_reasons
 
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
     """Collect where this thread or autograd waits for a device in this block; full at its end."""
-    found: list[str] = []
+    reasons: list[str] = []
     caught: list[tuple[Any, ...]] = []
     module = torch.get_device_module(device)
     thread = get_ident()
@@ -453,7 +453,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         warnings.showwarning = note
         module.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield reasons
         finally:
             module.set_sync_debug_mode(before)
     for is_own, message, kind, file, line in caught:
@@ -461,7 +461,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
             if not str(message).startswith("Synchronization debug mode"):  # torch's, on first use
                 warnings.warn_explicit(message, kind, file, line)
         elif is_own:
-            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
+            reasons.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
 
 
 class Replayed:
@@ -492,9 +492,9 @@ class Replayed:
         if not self._works or batch.device != self._device or count == 1:
             return self._function(batch)
         if count == 2:
-            with passes(self._device, self._watch()) as found:
+            with passes(self._device, self._watch()) as reasons:
                 result = self._function(batch)
-            self._works = not found
+            self._works = not reasons
             return result
         if form not in self._recorded and not self._record(form, batch):
             return self._function(batch)

@@ -388,8 +388,8 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
         ("--out", str(out), ("/runs",), "give a folder there"),
     ):
         if path and not _inside(path, *folders):
-            places = " and ".join(folders)
-            raise LargebatchError(f"{option} {path}: pods have {places} for it; {remedy}")
+            expected = " and ".join(folders)
+            raise LargebatchError(f"{option} {path}: pods have {expected} for it; {remedy}")
     # Names of Kubernetes are labels of DNS, which begin with a letter; it adds suffixes to them.
     label = re.sub(r"[^a-z0-9]+", "-", (job.name or "").lower())[:40].strip("-")
     is_file = source.is_file()

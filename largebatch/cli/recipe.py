@@ -81,8 +81,8 @@ def check(
             _require_device_batch(loaded)
         except LargebatchError as error:
             problems.append(str(error))
-            head, *each = str(error).splitlines()
-            result["problems"] = [line.strip() for line in each] or [head]
+            head, *details = str(error).splitlines()
+            result["problems"] = [line.strip() for line in details] or [head]
             continue
         if mlperf_closed:
             from largebatch.lab.mlperf.rules import broken_rules
@@ -108,12 +108,12 @@ def check(
 
 def _require_device_batch(recipe: Recipe) -> None:
     """Raise RecipeError if no number of workers can use the recipe's device batch."""
-    asked = recipe.execution.device_batch or 1
+    device_batch = recipe.execution.device_batch or 1
     for key, size in recipe.batch.by_key.items():
-        if size % asked:
+        if size % device_batch:
             raise RecipeError(
-                f"execution.device_batch: {asked} does not divide {key} ({size}), so no number of "
-                "workers can use it; give a divisor, or leave it out"
+                f"execution.device_batch: {device_batch} does not divide {key} ({size}), so no "
+                "number of workers can use it; give a divisor, or leave it out"
             )
 
 
@@ -213,16 +213,16 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
 
     for module in imports:
         import_own(module)
-    found = estimate(recipe, plan)
+    cost = estimate(recipe, plan)
     machine = (
-        f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
-        f"{found.precision}, {duration(found.run_seconds)} for all; "
-        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {plural(found.samples, 'sample')}"
+        f"{three_digits(1000 * cost.step_seconds)} ms a step of one worker on {cost.device} in "
+        f"{cost.precision}, {duration(cost.run_seconds)} for all; "
+        f"{cost.memory_bytes / 2**30:.2g} GiB; measured on {plural(cost.samples, 'sample')}"
     )
     rows = {"this machine": machine, "included": "forward, backward and update of every step"}
-    if found.sums:
-        sizes = ", ".join(three_digits(size / 1e6) for size in found.sums)
-        rows["gradients"] = f"summed in {plural(len(found.sums), 'group')} of {sizes} MB"
+    if cost.sums:
+        sizes = ", ".join(three_digits(size / 1e6) for size in cost.sums)
+        rows["gradients"] = f"summed in {plural(len(cost.sums), 'group')} of {sizes} MB"
     print_rows(rows)
 
 
@@ -259,20 +259,20 @@ def _draw_schedules(
     from largebatch.report.rates import Rates, write_rates_of
 
     names = [recipe.name for recipe in recipes]
-    drawn = list[Rates]()
+    rates = list[Rates]()
     for path, recipe in zip(paths, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
             course = follow(recipe.schedule, make_plan(recipe.mathematics))
         except RecipeError as error:  # of several recipes: which?
             raise RecipeError(f"{path}: {error}") from None
-        drawn.append(Rates(label, recipe, course))
+        rates.append(Rates(label, recipe, course))
     figure = out or Path("learning-rates.png")
-    write_rates_of(figure, drawn, by=by)
-    for each in drawn:
-        print(printable(each.legend))
-        print_rows(each.course.facts(), width=9)
-    if len(drawn) > 1:
+    write_rates_of(figure, rates, by=by)
+    for recipe_rates in rates:
+        print(printable(recipe_rates.legend))
+        print_rows(recipe_rates.course.facts(), width=9)
+    if len(rates) > 1:
         print("heights compare only with one optimizer, eta and convention of LARS")
     print(printable(f"drawn: {figure}"))
 
@@ -291,24 +291,26 @@ def _list(*, json: AsJson = False) -> None:
 
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
-    found = sorted(_facts(), key=itemgetter("needs_data", "data_set"))
+    facts = sorted(_facts(), key=itemgetter("needs_data", "data_set"))
     if json:
-        print_json(found)
+        print_json(facts)
         return
     width = max(80, shutil.get_terminal_size().columns) - 51
     rows = [("recipe", "batch", "epochs", "measured here, or after whom")]
-    for it in found:
-        source = f"after {it['after']}" if it["after"] else "not measured here"
-        words = re.split(r" \(|, ", it["measured"] or "")[0] or source
+    for recipe in facts:
+        source = f"after {recipe['after']}" if recipe["after"] else "not measured here"
+        words = re.split(r" \(|, ", recipe["measured"] or "")[0] or source
         short = textwrap.shorten(words, width, placeholder="...")
-        rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
+        rows.append(
+            (recipe["name"], f"{recipe['global_batch']:,}", f"{recipe['epochs']:.1f}", short)
+        )
     head, *lines = table(rows, right=(1, 2)).splitlines()
     print(f"  {head}")
-    shown = iter(lines)
-    for data_set, group in groupby(found, key=itemgetter("data_set")):
+    remaining_lines = iter(lines)
+    for data_set, group in groupby(facts, key=itemgetter("data_set")):
         recipes = list(group)
         needs = "needs --data DIR" if recipes[0]["needs_data"] else "embedded, needs no --data"
-        print(f"\n{data_set} ({needs})", *islice(shown, len(recipes)), sep="\n  ")
+        print(f"\n{data_set} ({needs})", *islice(remaining_lines, len(recipes)), sep="\n  ")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
 
 

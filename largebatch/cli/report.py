@@ -79,8 +79,8 @@ def diagnose(
     values = [_values(record) for record in records]
     if json:
         runs = [{"name": it.name} | of_run for it, of_run in zip(records, values, strict=True)]
-        found = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
-        named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
+        listed = [{"kind": it.kind, "figure": it.figure, "remedy": it.remedy} for it in causes]
+        named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": listed}
         notes = {"read": list(judged.notes), "not_checked": list(judged.unchecked)}
         print_json(named | notes)
         return
@@ -99,8 +99,8 @@ def diagnose(
         print(printable(f"likely causes in {judged.name}, the most likely first:"))
     else:
         print(wrapped(f"{judged.name}: no cause found"))
-    for place, cause in enumerate(causes, start=1):
-        print(wrapped(f"{place}. {cause.kind}: {cause.figure}"))
+    for number, cause in enumerate(causes, start=1):
+        print(wrapped(f"{number}. {cause.kind}: {cause.figure}"))
         print(wrapped(f"  to change it: {cause.remedy}"))
     if judged.unchecked:
         print(wrapped(f"not checked, for lack of a record: {', '.join(judged.unchecked)}"))
@@ -109,7 +109,7 @@ def diagnose(
 def _values(record: "Record") -> dict[str, float | None]:
     """Return settings and results; None or NaN where they are not known."""
     val_loss, top1 = (
-        next((one for one in reversed(column.tolist()) if not math.isnan(one)), math.nan)
+        next((value for value in reversed(column.tolist()) if not math.isnan(value)), math.nan)
         for column in (record.val_loss, record.top1)
     )
     return {

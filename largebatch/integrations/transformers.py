@@ -31,17 +31,19 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     def __init__(self, trainer: Trainer, batches: Iterable[Any], *, decay: float = 0.999) -> None:
         self.batches = batches
         self.decay = decay
-        own = trainer.evaluation_loop
+        own_evaluation = trainer.evaluation_loop
         self._trainer = trainer
         self._averaged: AveragedModel | None = None
 
         def evaluation_loop(*args: Any, **words: Any) -> Any:
-            result = own(*args, **words)
+            result = own_evaluation(*args, **words)
             if self._averaged is None:  # not in training
                 return result
             prefix = words.get("metric_key_prefix", "eval")
             with polished(trainer.model, self._averaged, self.batches):
-                average = own(*args, **words | {"metric_key_prefix": f"{prefix}_average"})
+                average = own_evaluation(
+                    *args, **words | {"metric_key_prefix": f"{prefix}_average"}
+                )
             result.metrics.update(average.metrics)
             return result
 
@@ -117,8 +119,10 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
                 scheduler.step()
             model.zero_grad()
 
-        own = windows._dataloader
-        owner = own if hasattr(own, "set_epoch") else getattr(own, "sampler", None)
+        dataloader = windows._dataloader
+        owner = (
+            dataloader if hasattr(dataloader, "set_epoch") else getattr(dataloader, "sampler", None)
+        )
         set_epoch = getattr(owner, "set_epoch", None)
         try:
             self.findings = audit(
@@ -152,6 +156,6 @@ class _Windows:
 def _items_in(window: list[Any], trainer: Trainer, device: Any) -> Any:
     """Return the number of labels in the batches of an update as the trainer counts them."""
     words = {"device": device}  # since Transformers 4.49
-    known = signature(trainer.get_batch_samples).parameters
-    words = {name: it for name, it in words.items() if name in known}
+    parameters = signature(trainer.get_batch_samples).parameters
+    words = {name: value for name, value in words.items() if name in parameters}
     return trainer.get_batch_samples(iter(window), len(window), **words)[1]

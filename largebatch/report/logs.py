@@ -201,12 +201,12 @@ def _rows(path: Path) -> Iterator[Row]:
 def _read_json(text: str) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of JSON lines, of a list, or of the `log_history` of Trainer."""
     decoder = json.JSONDecoder()
-    place = 0
-    while begin := re.compile(r"[\s,]*(?=\S)").match(text, place):
+    position = 0
+    while begin := re.compile(r"[\s,]*(?=\S)").match(text, position):
         try:
-            content, place = decoder.raw_decode(text, begin.end())
+            content, position = decoder.raw_decode(text, begin.end())
         except json.JSONDecodeError as error:
-            if place and "\n" not in text[begin.end() :].rstrip():
+            if position and "\n" not in text[begin.end() :].rstrip():
                 return  # a killed program leaves its last line incomplete
             line = text.count("\n", 0, begin.end()) + 1
             raise ValueError(f"line {line} is not JSON: {error.msg}") from None
@@ -372,7 +372,7 @@ class Columns:
         trained = Columns([row for row in self.rows if loss in row], self.named)
         val_loss = self._choose("val_loss", self._of_validation("loss"), prefer="epoch")
         norms = self._alike("grad_norm", "train", "")
-        found = {
+        by_kind = {
             "loss": loss,
             "val_loss": val_loss,
             "top1": self._choose("top1", self._accuracies(loss), prefer="epoch"),
@@ -381,7 +381,7 @@ class Columns:
             "epoch": trained._counter("epoch"),
             "grad_norm": self._choose("grad_norm", norms),
         }
-        columns = {kind: column for kind, column in found.items() if column is not None}
+        columns = {kind: column for kind, column in by_kind.items() if column is not None}
         if "step" in columns and "epoch" not in columns and trained._are_epochs(columns):
             columns["epoch"] = columns.pop("step")
         return columns
@@ -415,7 +415,9 @@ class Columns:
 
     def _rates(self) -> list[str]:
         rates = self._alike("lr", "train", "")
-        if {"lr/pg0", "lr/pg1"} <= {*rates} and any(it.startswith("metrics/") for it in self.names):
+        if {"lr/pg0", "lr/pg1"} <= {*rates} and any(
+            name.startswith("metrics/") for name in self.names
+        ):
             return ["lr/pg1"]  # Ultralytics: group 0 is the biases, whose warm-up begins high
         return rates
 
@@ -456,9 +458,9 @@ class Columns:
             return None
         first = chosen[0]
         for name in chosen[1:]:
-            both = [row for row in self.rows if _measured(row, first) and _measured(row, name)]
-            pair = [np.array([row[column] for row in both]) for column in (first, name)]
-            if not both or not is_same(*pair):
+            with_both = [row for row in self.rows if _measured(row, first) and _measured(row, name)]
+            pair = [np.array([row[column] for row in with_both]) for column in (first, name)]
+            if not with_both or not is_same(*pair):
                 raise UnclearError(
                     f"{first} and {name} may both be the {kind} column",
                     f"{kind}={first}", f"{kind}={name}",
@@ -615,7 +617,7 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
     Updates that are counted from the start of each epoch go back too, but their epochs do not.
     """
     kinds = [kind for kind in ("epoch", "step") if any(kind in row for row in rows)]
-    kept: list[Row] = []
+    unique: list[Row] = []
     places: list[tuple[tuple[float, ...], int]] = []
     restarts = False
     for row in rows:
@@ -628,14 +630,14 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
                 if counters <= places[0][0] and not restarts:
                     # A lone counter of the updates of an epoch is no counter of the run.
                     if kinds == ["step"]:
-                        return [each for each in rows if HEADER not in each]
+                        return [content for content in rows if HEADER not in content]
                     raise ValueError("its epochs or updates go back; give the rows of one run")
                 while places and places[-1][0] >= counters:
-                    del kept[places.pop()[1] :]
-            places.append((counters, len(kept)))
+                    del unique[places.pop()[1] :]
+            places.append((counters, len(unique)))
             restarts = False
-        kept.append(row)
-    return kept
+        unique.append(row)
+    return unique
 
 
 def _training(rows: list[Row]) -> list[Row]:
@@ -644,17 +646,19 @@ def _training(rows: list[Row]) -> list[Row]:
     If cells that were not measured are blank, NaN is a loss that was not finite. Otherwise the loss
     was lost if it is missing up to the end, for more rows than before, in rows of the same kind.
     """
-    known = [place for place, row in enumerate(rows) if not math.isnan(row.get("loss", math.nan))]
-    measured = {key for place in known for key in rows[place] if _measured(rows[place], key)}
+    with_loss = [
+        place for place, row in enumerate(rows) if not math.isnan(row.get("loss", math.nan))
+    ]
+    measured = {key for place in with_loss for key in rows[place] if _measured(rows[place], key)}
     alike = [all(key in measured for key in row if _measured(row, key)) for row in rows]
     lost = [place for place, row in enumerate(rows) if math.isnan(row.get("loss", 0))]
     has_blanks = bool(lost) and any("loss" not in row for row in rows)
-    if known and not has_blanks:
-        tail = range(known[-1] + 1, len(rows))
-        is_lost = len(tail) > _gap(known) and all(alike[known[-1] + 1 :])
+    if with_loss and not has_blanks:
+        tail = range(with_loss[-1] + 1, len(rows))
+        is_lost = len(tail) > _gap(with_loss) and all(alike[with_loss[-1] + 1 :])
         lost = [*tail] if is_lost else []
-    lost = [place for place in lost if alike[place] or not known]
-    return [rows[place] for place in sorted({*known, *lost})]
+    lost = [place for place in lost if alike[place] or not with_loss]
+    return [rows[place] for place in sorted({*with_loss, *lost})]
 
 
 def _gap(places: Sequence[int]) -> int:
@@ -709,16 +713,18 @@ def _evaluations(rows: list[Row]) -> FloatArray:
         if _split(_plain(key)) in {"val", "test"}
         and re.search("acc|top|prec|f1|auc|err", _rest(_plain(key)))
     } | {"top1"}
-    known = [place for place, row in enumerate(rows) if _measured(row, "val_loss")]
+    with_loss = [place for place, row in enumerate(rows) if _measured(row, "val_loss")]
     has_blanks = any("val_loss" not in row for row in rows)
     has_others = any(_measured(row, key) for row in rows for key in others)
-    is_lost = not has_others and len(known) > 1 and len(rows) - 1 - known[-1] > _gap(known)
+    is_lost = (
+        not has_others and len(with_loss) > 1 and len(rows) - 1 - with_loss[-1] > _gap(with_loss)
+    )
     evaluations: list[list[float]] = []
     for place, row in enumerate(rows):
         epoch, loss, top1 = (row.get(kind, math.nan) for kind in ("epoch", "val_loss", "top1"))
         if "val_loss" in row and not math.isfinite(loss):
             is_measured = has_blanks or any(_measured(row, key) for key in others)
-            is_measured = is_measured or (is_lost and place > known[-1])
+            is_measured = is_measured or (is_lost and place > with_loss[-1])
             loss = math.inf if is_measured or math.isinf(loss) else math.nan
         if math.isnan(loss) and math.isnan(top1):
             continue

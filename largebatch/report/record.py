@@ -134,7 +134,7 @@ class Record:
             return self._finite
         early = self.early
         size = max(SHORT, len(self.loss) // 40)
-        start, rest = (running_median(self._finite, each) for each in (SHORT, size))
+        start, rest = (running_median(self._finite, length) for length in (SHORT, size))
         return np.concatenate((start[:early], rest[early:]))
 
     @property
@@ -221,7 +221,7 @@ class Record:
 def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in SCHEDULE and not step.skipped]
-    kept = run.kept_evaluations
+    evaluations = run.kept_evaluations
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
@@ -234,10 +234,10 @@ def record_of(run: Run) -> Record:
         by_update=True,
         updates=run.num_steps,
         epochs=run.plan.epoch(run.num_steps),
-        val_epoch=values_of(kept, "epoch"),
-        val_loss=bounded(values_of(kept, "loss")),
-        top1=values_of(kept, "top1"),
-        val_samples=kept[-1].samples if kept else None,
+        val_epoch=values_of(evaluations, "epoch"),
+        val_loss=bounded(values_of(evaluations, "loss")),
+        top1=values_of(evaluations, "top1"),
+        val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
         batch=run.plan.global_batch,

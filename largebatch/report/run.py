@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -124,8 +125,10 @@ class Run:
     def workers(self) -> str:
         """The workers of each part of the run, such as `2, then 4 workers`."""
         parts = [start.plan.workers for start in self.starts]
-        changes = [one for one, before in zip(parts, [0, *parts], strict=False) if one != before]
-        return "".join(f"{one:,}, then " for one in changes[:-1]) + plural(changes[-1], "worker")
+        changes = [number for number, _ in groupby(parts)]
+        return "".join(f"{number:,}, then " for number in changes[:-1]) + plural(
+            changes[-1], "worker"
+        )
 
     @property
     def num_steps(self) -> int:
@@ -148,10 +151,10 @@ class Run:
     @cached_property
     def by_stage(self) -> dict[StageName, list[Step]]:
         """The updates of each stage, in order."""
-        found: dict[StageName, list[Step]] = {}
+        steps: dict[StageName, list[Step]] = {}
         for step in self.steps:
-            found.setdefault(step.stage, []).append(step)
-        return found
+            steps.setdefault(step.stage, []).append(step)
+        return steps
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -159,7 +162,7 @@ class Run:
         results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
-        mistakes = {found.stage: found for found in self.mistakes}
+        mistakes = {event.stage: event for event in self.mistakes}
         stages: list[Stage] = []
         before = None
         for name, after in last.items():
@@ -174,8 +177,8 @@ class Run:
 
         Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
         """
-        own = [stage for stage in self.stages if stage.kept and stage.name in SCHEDULE]
-        return own[-1] if own else next(iter(self.stages), None)
+        of_schedule = [stage for stage in self.stages if stage.kept and stage.name in SCHEDULE]
+        return of_schedule[-1] if of_schedule else next(iter(self.stages), None)
 
     @property
     def polishing(self) -> tuple[Stage, ...]:
@@ -185,8 +188,8 @@ class Run:
     @property
     def last_stage(self) -> Stage | None:
         """The stage that left the model as it is; None if none was evaluated."""
-        kept = [stage for stage in self.stages if stage.kept]
-        return kept[-1] if kept else None
+        kept_stages = [stage for stage in self.stages if stage.kept]
+        return kept_stages[-1] if kept_stages else None
 
     @property
     def result(self) -> Evaluation | None:
@@ -202,7 +205,7 @@ class Run:
     def kept_evaluations(self) -> list[Evaluation]:
         """The evaluations of the stages that were kept."""
         discarded = {stage.name for stage in self.stages if not stage.kept}
-        return [found for found in self.evaluations if found.stage not in discarded]
+        return [evaluation for evaluation in self.evaluations if evaluation.stage not in discarded]
 
     @property
     def last_gap(self) -> GeneralizationGap | None:

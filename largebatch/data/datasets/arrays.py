@@ -79,8 +79,8 @@ def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
             extract_archive(archive, root if issubclass(kind, CIFAR10) else raw)
         read = {split: kind(root, train=split == TRAIN) for split in SPLITS}
     splits = {
-        split: (torch.as_tensor(each.data).numpy(), torch.as_tensor(each.targets).numpy())
-        for split, each in read.items()
+        split: (torch.as_tensor(subset.data).numpy(), torch.as_tensor(subset.targets).numpy())
+        for split, subset in read.items()
     }
     classes = tuple(map(str, range(10))) if kind is MNIST else read[TRAIN].classes
     yield data_set(classes, splits)

@@ -95,8 +95,8 @@ def copies_in_folder(train: Index, val: Index) -> list[str]:
         warnings.simplefilter("ignore")  # of Pillow, about images that were checked
         for split, index in indexes.items():
             locations = map(index.locate, range(len(index)))
-            found = pool.map(lambda location: fingerprint(read(location)), locations)
-            for row, (label, of_row) in enumerate(zip(index.labels, found, strict=True)):
+            fingerprints = pool.map(lambda location: fingerprint(read(location)), locations)
+            for row, (label, of_row) in enumerate(zip(index.labels, fingerprints, strict=True)):
                 copies.add(split, row, int(label), of_row)
     return list(copies.remarks())
 
@@ -113,15 +113,15 @@ class Copies:
         self._looks: list[Bytes] = []
         self._looking: list[int] = []  # images that `_looks` belong to
 
-    def add(self, split: str, position: int, label: int, found: Fingerprint) -> None:
+    def add(self, split: str, position: int, label: int, print_of_image: Fingerprint) -> None:
         """Add an image; those of training come first."""
-        if found.look is not None:
-            self._looks.append(found.look)
+        if print_of_image.look is not None:
+            self._looks.append(print_of_image.look)
             self._looking.append(len(self._labels))
         self._split_of.append(split)
         self._positions.append(position)
         self._labels.append(label)
-        self._digests += found.digest
+        self._digests += print_of_image.digest
 
     def remarks(self) -> Iterator[str]:
         """Yield lines about copies between the splits, between classes, and in one class."""
@@ -165,15 +165,15 @@ class Copies:
             alike = np.tril(alike, k=start - 1)  # of each image the earlier ones
             rows = np.flatnonzero(alike.any(1))
             alike = alike[rows]
-            places = rows + start
-            alike &= np.abs(means[places, None] - means[before]) <= DIFFERENCE
-            alike &= np.abs(contrasts[places, None] - contrasts[before]) <= DIFFERENCE
-            is_across = splits[places, None] != splits[before]
-            is_relabelled = labels[places, None] != labels[before]
+            numbers = rows + start
+            alike &= np.abs(means[numbers, None] - means[before]) <= DIFFERENCE
+            alike &= np.abs(contrasts[numbers, None] - contrasts[before]) <= DIFFERENCE
+            is_across = splits[numbers, None] != splits[before]
+            is_relabelled = labels[numbers, None] != labels[before]
             for kind in (is_across, is_relabelled, ~(is_across | is_relabelled)):
                 chosen = alike & kind
                 for row in np.flatnonzero(chosen.any(1)):
-                    yield int(images[chosen[row].argmax()]), int(images[places[row]])
+                    yield int(images[chosen[row].argmax()]), int(images[numbers[row]])
 
     def _splits(self) -> IntArray:
         """Return a number for the split of each image."""
@@ -199,12 +199,12 @@ class Copies:
             (within, "twice in a class"),
         ):
             if copies:
-                shown = [
+                descriptions = [
                     f"{self._name(copy)} = {self._name(original)}"
                     for copy, original in islice(copies.items(), SHOWN + 1)
                 ]
                 number = plural(len(copies), "image")
-                yield f"copies, {how}: {number} {text}: {shorten(shown, most=SHOWN)}"
+                yield f"copies, {how}: {number} {text}: {shorten(descriptions, most=SHOWN)}"
 
     def _name(self, image: int) -> str:
         return self._name_of(self._split_of[image], self._positions[image])

@@ -98,7 +98,7 @@ def open_own(name: str) -> tuple[Items, Items]:
     result = own_function(name)()
     needed = ("__len__", "__getitem__")
     is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not all(hasattr(split, each) for split in result for each in needed):
+    if not is_pair or not all(hasattr(split, method) for split in result for method in needed):
         raise DataError(
             f"{name}: expected it to return two data sets with a length and items, (train, val)"
         )
@@ -170,11 +170,11 @@ def _fill(
     images = zip(samples, boxes, flips, pixels, strict=True)
     for sample, box, flip, out in images:
         image, label = items.read(sample)
-        found = image.height, image.width, label
+        read = image.height, image.width, label
         indexed = index.heights[sample], index.widths[sample], index.labels[sample]
-        if indexed != found:
+        if indexed != read:
             raise DataError(
-                f"{items.name}, item {sample}: its height, width and class are {found}, but were "
+                f"{items.name}, item {sample}: its height, width and class are {read}, but were "
                 f"{tuple(map(int, indexed))} when the run started; items must not change: random "
                 "crops and flips belong into the recipe's data section"
             )

@@ -97,14 +97,14 @@ def write_shards(
             used: set[int] = set()
             with open_shards(folder / split, shard_bytes=shard_bytes) as write:
                 samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
-                for position, (sample, found) in enumerate(samples):
+                for position, (sample, packed) in enumerate(samples):
                     done += 1
                     if isinstance(sample, Unusable):
                         bad.append(str(sample))
                     else:
                         write(sample)
                         used.add(sample.label)
-                        copies.add(split, position, sample.label, found)
+                        copies.add(split, position, sample.label, packed)
                     if done % PART == 0 or done == total:
                         progress(done, total)
             missing = set(range(len(data_set.classes))) - used

@@ -206,8 +206,8 @@ def _all_weights(num_pixels: int, size: int, interpolation: Interpolation) -> Fl
     lengths = 1.0 + numbers.repeat(num_pixels)
     places = torch.arange(size).expand(len(starts), size)
     weights = _weights(starts, lengths, places, num_pixels=num_pixels, interpolation=interpolation)
-    both = torch.stack([weights, weights.flip(1)])
-    return both.view(2, num_pixels, num_pixels, size, num_pixels).numpy()
+    with_flips = torch.stack([weights, weights.flip(1)])
+    return with_flips.view(2, num_pixels, num_pixels, size, num_pixels).numpy()
 
 
 def _weights(

@@ -193,12 +193,15 @@ def _join(requests: Iterable[Request], most: int, sizes: deque[list[int]]) -> It
 
     def joined() -> Request:
         sizes.append([len(request.samples) for request in several])
-        parts = ([getattr(it, name) for it in several] for name in ("samples", "boxes", "flips"))
-        samples, boxes, flips = map(np.concatenate, parts)
-        return Request(samples=samples, boxes=boxes, flips=flips)
+        return Request(
+            samples=np.concatenate([request.samples for request in several]),
+            boxes=np.concatenate([request.boxes for request in several]),
+            flips=np.concatenate([request.flips for request in several]),
+        )
 
     for request in requests:
-        if several and sum(len(it.samples) for it in (*several, request)) > most:
+        num_images = sum(len(other.samples) for other in (*several, request))
+        if several and num_images > most:
             yield joined()
             several.clear()
         several.append(request)

@@ -148,8 +148,10 @@ def fits_host(indexes: Sequence[Index], *, on_disk: bool = False) -> bool:
     at most LIMIT: pixels of a device are written, and copied to it, in pieces.
     """
     sizes = [num_bytes(index) for index in indexes]
-    place = user_cache() / "pixels"
-    above = next(folder for folder in (place, *place.parents) if folder.exists())
+    folder_of_caches = user_cache() / "pixels"
+    above = next(
+        folder for folder in (folder_of_caches, *folder_of_caches.parents) if folder.exists()
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(above).free
     free += sum(file.stat().st_size for file in set(map(_place, indexes)) if file.exists())

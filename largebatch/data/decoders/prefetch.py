@@ -72,8 +72,10 @@ class Part(NamedTuple):
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
-    each = min(most, -(-number // threads)) or 1
-    return (slice(first, min(first + each, number)) for first in range(0, number, each))
+    rows_in_part = min(most, -(-number // threads)) or 1
+    return (
+        slice(first, min(first + rows_in_part, number)) for first in range(0, number, rows_in_part)
+    )
 
 
 Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]

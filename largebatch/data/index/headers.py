@@ -101,14 +101,16 @@ def is_heic(content: bytes | memoryview) -> bool:
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
     """Return the size of the image in these bytes of an open file, or raise BadImageError."""
     return measure(
-        lambda place, length: os.pread(file, min(length, num_bytes - place), offset + place),
+        lambda position, length: os.pread(
+            file, min(length, num_bytes - position), offset + position
+        ),
         num_bytes,
     )
 
 
 def measure_bytes(content: bytes) -> Size:
     """Return the size of an encoded image, or raise BadImageError."""
-    return measure(lambda place, length: content[place : place + length], len(content))
+    return measure(lambda position, length: content[position : position + length], len(content))
 
 
 def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size, bytes]:

@@ -246,11 +246,11 @@ def require_stored(root: Path, *, purpose: str) -> None:
 
 def find_stored(root: Path, split: str) -> Iterator[Content]:
     """Yield the undamaged indexes stored for this folder, the preferred place first."""
-    for place in places(root, split):
+    for path in places(root, split):
         with contextlib.suppress(OSError, ValueError):
-            header, arrays = unpack(place.read_bytes())
+            header, arrays = unpack(path.read_bytes())
             if header.get("format") == FORMAT and header["split"] == split:
-                yield Content(header, arrays, place)
+                yield Content(header, arrays, path)
 
 
 def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
@@ -259,10 +259,10 @@ def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress =
     Raises BadImagesError if there are bad images, unless `drop_bad`.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
-    for place in places(root, split):
+    for path in places(root, split):
         with contextlib.suppress(OSError):
-            write_whole(place, pack(content.header, content.arrays))
-            return content._replace(file=place)
+            write_whole(path, pack(content.header, content.arrays))
+            return content._replace(file=path)
     return content
 
 
@@ -320,12 +320,12 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
     try:
         names, shards = layout(root, split)
         stored: dict[str, object] = {name: tuple(about) for name, *about in header["shards"]}
-        found: dict[str, object] = {shard.name: shard[1:] for shard in shards}
+        names_and_sizes: dict[str, object] = {shard.name: shard[1:] for shard in shards}
         if not shards:
-            found |= dict.fromkeys(names)
+            names_and_sizes |= dict.fromkeys(names)
         if not stored:
             stored = dict.fromkeys(header["classes"])
-        changed = _first_change(split, stored, found)
+        changed = _first_change(split, stored, names_and_sizes)
         if not shards:
             changed = changed or _files_differ(content, root, every_file=every_file)
         elif not changed and list(read_classes(root)) != header["classes"]:
@@ -335,12 +335,12 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
     return changed
 
 
-def _first_change(place: str, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+def _first_change(label: str, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     for name in sorted(then.keys() | now.keys()):
         if name not in then or name not in now:
-            return f"{place}/{name} is {'new' if name in now else 'missing'}"
+            return f"{label}/{name} is {'new' if name in now else 'missing'}"
         if then[name] != now[name]:
-            return f"{place}/{name} was changed"
+            return f"{label}/{name} was changed"
     return None
 
 
@@ -356,17 +356,17 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
     def folder(label: int) -> str | None:
         name = header["classes"][label]
         mtime = header["folders"][label]
-        place = f"{split}/{name}"
-        if not every_file and (root / place).stat().st_mtime_ns == mtime:
+        label_folder = f"{split}/{name}"
+        if not every_file and (root / label_folder).stat().st_mtime_ns == mtime:
             return None
         _, images = scan_class(root / split, name)
-        now = {file: facts for file, *facts in images if f"{place}/{file}" not in bad}
+        now = {file: facts for file, *facts in images if f"{label_folder}/{file}" not in bad}
         rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
         then = {
-            paths[row].removeprefix(f"{place}/"): [int(sizes[row]), int(mtimes[row])]
+            paths[row].removeprefix(f"{label_folder}/"): [int(sizes[row]), int(mtimes[row])]
             for row in rows
         }
-        return _first_change(place, then, now)
+        return _first_change(label_folder, then, now)
 
     def files(rows: range) -> str | None:
         for row in rows:
@@ -375,8 +375,8 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
                 return f"{paths[row]} was changed"
         return None
 
-    some = range(0, 0 if every_file else len(sizes), -(-len(sizes) // MOST))
-    parts = [some[start : start + PART] for start in range(0, len(some), PART)]
+    examined = range(0, 0 if every_file else len(sizes), -(-len(sizes) // MOST))
+    parts = [examined[start : start + PART] for start in range(0, len(examined), PART)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="compare") as pool:
         labels = range(len(header["folders"]))
         return next(filter(None, chain(pool.map(folder, labels), pool.map(files, parts))), None)
@@ -428,7 +428,7 @@ def _measure_folders(
     root: Path, split: str, classes: Sequence[str], progress: Progress
 ) -> tuple[Arrays, list[Unusable], list[int]]:
     folders = {name: scan_class(root / split, name) for name in classes}
-    images = [image for _, found in folders.values() for image in found]
+    images = [image for _, class_images in folders.values() for image in class_images]
     paths = [
         f"{split}/{name}/{image.name}" for name, (_, all_) in folders.items() for image in all_
     ]
@@ -453,7 +453,7 @@ def _measure_folders(
             progress(done, len(paths))
     usable = np.flatnonzero(measured[:, 0])
     names = np.array([os.fsencode(image.name) for image in images] or [b"-"])[usable]
-    counts = [len(found) for _, found in folders.values()]
+    counts = [len(class_images) for _, class_images in folders.values()]
     facts = np.array([image[1:] for image in images], dtype=np.int64).reshape(-1, 2)[usable]
     arrays = {
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
