@@ -76,6 +76,7 @@ def identity(device: torch.device) -> dict[str, str | None]:
     driver = None
     if is_remote(device):
         name = str(torch.get_device_module(device).get_device_name(device))
+    # torch does not give the driver's version; Linux has it in a file for each vendor.
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             driver = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -191,6 +192,8 @@ def is_crowded(device: torch.device) -> bool:
 def _free_and_held(device: torch.device) -> tuple[int, int]:
     """Return the free bytes of an accelerator, and those that the allocator keeps for tensors."""
     module = torch.get_device_module(device)
+    # Cached blocks without tensors go back to the device first: what is then left in the cache is
+    # held by graphs.
     module.empty_cache()
     held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]), int(held_bytes)
@@ -216,6 +219,7 @@ def usage(device: torch.device) -> tuple[float, float]:
     if is_remote(device):
         module = torch.get_device_module(device)
         for place, name in enumerate(("utilization", "device_memory_used")):
+            # A missing value must not end a run: it is only shown.
             with suppress(Exception):  # no library, or no such value for a GPU partition
                 values[place] = float(getattr(module, name)(device))
     return values[0], values[1]
@@ -251,12 +255,16 @@ class Graph:
         Nothing may wait for the device, nor keep a number of the host that changes later.
         """
         module = self._module
+        # In the default mode a call of any other thread that CUDA forbids while it records, such
+        # as the allocation of pinned memory by a decoder, would fail.
         settings = {"pool": self.pool, "capture_error_mode": "thread_local"}  # others load data
         outer = module.stream(module.current_stream())  # again after an error, which leaves torch's
         try:
             with module.device(self._device), outer, module.graph(self._graph, **settings):
                 Graph._recording = True
                 yield
+        # Also for Ctrl-C: an unfinished recording leaves torch's allocator and generator
+        # unusable.
         except BaseException:
             Graph.failures += 1
             self._clean_up()
@@ -287,6 +295,7 @@ class Graph:
             module.memory._cuda_endAllocateToPool(number, self.pool)
             Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
             module.memory._cuda_releasePool(number, self.pool)
+        # A recording registers the generator's state with the graph; a copy of the state is not.
         generator = module.default_generators[number]
         generator.graphsafe_set_state(generator.clone_state())
 
@@ -318,6 +327,8 @@ class _Draws:
 
     def note(self) -> None:
         """Note a draw of the calling thread if it is one of the passes' threads."""
+        # Backward passes run in threads of autograd, which have a graph task while they work for
+        # this thread.
         is_own = get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         if self._is_on and is_own and _DRAWS not in self._found:
             self._found.append(_DRAWS)
@@ -337,6 +348,7 @@ class _Draws:
 
     def follow_calls(self) -> None:
         """Watch the calls of the calling thread: autograd's has a profile of its own."""
+        # Only if it is not set yet: this runs for every operation.
         if sys.getprofile() != self._on_call:
             sys.setprofile(self._on_call)
 
@@ -344,7 +356,8 @@ class _Draws:
         if not self._is_on:  # a thread of autograd, after the block
             sys.setprofile(None)
         elif event == "c_call":
-            owner, name = (getattr(function, key, None) for key in ("__self__", "__name__"))
+            owner = getattr(function, "__self__", None)
+            name = getattr(function, "__name__", None)
             # The methods in C that move the generator; torch's compiler reads and restores it.
             draws = owner is random._inst and name in {"random", "getrandbits", "seed"}
             if draws or (owner is torch.default_generator and name in {"manual_seed", "seed"}):
@@ -359,6 +372,8 @@ class _Draws:
         own: Any = get_bit_generator()
         lock = _NotedLock(own.lock, self.note)
         # A state is accepted by generators of the same name only.
+        # NumPy's Generator and RandomState take `bit_generator.lock` in C for every draw, so a
+        # lock that counts is the only place where a draw can be seen.
         watched = type(type(own).__name__, (type(own),), {"lock": lock})()
         with own.lock:
             watched.state = own.state
@@ -408,6 +423,8 @@ class _Copies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
         packet = getattr(func, "overloadpacket", None)
+        # A scalar tensor of the host that is an argument is passed by value, as in `x *
+        # tensor(2)`: a replay keeps its value. A copy of it is read again, and so is memory.
         copies = packet in {aten.copy_, aten._to_copy}
         read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         written = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
@@ -491,6 +508,7 @@ class Replayed:
         count = self._counts[form] = self._counts.get(form, 0) + 1
         if not self._works or batch.device != self._device or count == 1:
             return self._function(batch)
+        # Not the first: libraries choose and compile kernels then, which waits for the device.
         if count == 2:
             with passes(self._device, self._watch()) as reasons:
                 result = self._function(batch)
@@ -498,6 +516,7 @@ class Replayed:
             return result
         if form not in self._recorded and not self._record(form, batch):
             return self._function(batch)
+        # A graph reads and writes the addresses that it was recorded with.
         graph, source, result = self._recorded[form]
         source.copy_(batch)
         graph.replay()

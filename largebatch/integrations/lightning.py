@@ -54,6 +54,8 @@ class Audit(Callback):  # type: ignore[misc]  # as above
 
         def step(batch: Any) -> None:
             output = strategy.training_step(strategy.batch_to_device(batch), 0)
+            # A LightningModule may return the loss alone, or a dictionary with more for its
+            # callbacks.
             loss = output["loss"] if isinstance(output, dict) else output
             strategy.backward(loss / micros, optimizer)
             number = next(calls)
@@ -64,6 +66,8 @@ class Audit(Callback):  # type: ignore[misc]  # as above
 
         network = pl_module.get_submodule(self.network)
         loader = trainer.train_dataloader
+        # Lightning calls `set_epoch` itself before an epoch; in the audit it has to be called for
+        # it.
         owner = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
         set_epoch = getattr(owner, "set_epoch", None)
         self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)

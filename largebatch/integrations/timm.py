@@ -37,6 +37,7 @@ def polish_averages() -> None:
     loaders: dict[bool, tuple[Dataset[Any], dict[str, Any]]] = {}
 
     def create_loader(dataset: Dataset[Any], **words: Any) -> Any:
+        # A copy: timm's loader sets the transform of the data set that it is given.
         loaders[words.get("is_training", False)] = copy.copy(dataset), words
         return own_loader(dataset, **words)
 
@@ -53,6 +54,7 @@ def polish_averages() -> None:
                 ema.is_polished = True
                 polish(module, clean_loader())
 
+        # On the first update only: each hook would polish again.
         if not hasattr(ema, "is_polished"):
             for module in ema.module.modules():  # timm calls a part of what is averaged
                 module.register_forward_pre_hook(before)

@@ -40,6 +40,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
             if self._averaged is None:  # not in training
                 return result
             prefix = words.get("metric_key_prefix", "eval")
+            # The second evaluation sees the same data: its own prefix keeps the figures apart.
             with polished(trainer.model, self._averaged, self.batches):
                 average = own_evaluation(
                     *args, **words | {"metric_key_prefix": f"{prefix}_average"}
@@ -47,6 +48,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
             result.metrics.update(average.metrics)
             return result
 
+        # No callback is called before an evaluation, so the loop itself is wrapped.
         trainer.evaluation_loop = evaluation_loop
 
     def on_train_begin(self, args: Any, state: Any, _: Any, *, model: nn.Module, **__: Any) -> None:
@@ -103,11 +105,15 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
         def step(batch: Any) -> None:
             number = windows.place
             window = windows.window
+            # The trainer divides the sum of the losses by all labels of an update, which it
+            # counts before the first of its passes.
             if number == 0:
                 items[:] = [_items_in(window, trainer, args.device)]
                 trainer.current_gradient_accumulation_steps = len(window)
             is_last = number == len(window) - 1
             gradients._set_sync_gradients(is_last)
+            # DistributedDataParallel sums gradients in the last pass only, as in the trainer's
+            # own loop.
             with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
                 trainer.training_step(model, batch, *items)
             if not is_last:

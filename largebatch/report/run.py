@@ -168,6 +168,8 @@ class Run:
         for name, after in last.items():
             ends = results.get(name), decisions.get(name), mistakes.get(name)
             stages.append(Stage(name, before, after, *ends))
+            # A stage that was rolled back left the model as it was, so the next one continues
+            # from the one before it.
             before = stages[-1] if stages[-1].kept else before
         return tuple(stages)
 
@@ -225,7 +227,7 @@ class Change:
 
     samples: int
     images: int
-    """Fewer, if negative."""
+    """Negative: fewer."""
 
     noise: float
     """Two standard errors, in images."""
@@ -251,6 +253,7 @@ def change_from(before: Stage, after: Stage) -> Change:
     ends = (before.after.top1, after.after.top1)
     images = round((ends[1] - ends[0]) * samples)
     if before.mistakes is None or after.mistakes is None:
+        # A count of right images is binomial; the variances of two independent counts add up.
         variance = sum(top1 * (1 - top1) for top1 in ends) * samples
         return Change(samples, images, 2 * math.sqrt(variance))
     then = set(before.mistakes.samples)
@@ -288,6 +291,7 @@ def shares(run: Run) -> tuple[float, float]:
 
     The first update, which warms up, does not count.
     """
+    # Without it: kernels are compiled and buffers allocated in the first update.
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
     data, reduction = (values_of(steps, name) for name in ("data_seconds", "reduction_seconds"))
@@ -301,6 +305,7 @@ def read_run(folder: Path) -> Run:
     def all_of(kind: type[_E]) -> tuple[_E, ...]:
         return tuple(event for event in log if isinstance(event, kind))
 
+    # A resumed run appends to its log, with a start record of its own.
     starts = all_of(Start)
     recipe = folder / RECIPE
     if not starts:

@@ -72,6 +72,8 @@ def _look(content: bytes) -> Bytes | None:
     with Image.open(io.BytesIO(content)) as image:
         if min(image.size) < SMALLEST:
             return None
+        # libjpeg scales by powers of two before it computes pixels; four times the size needed
+        # leaves enough for the filter.
         image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a part of its size
         # A filter with weights: a box of whole pixels would differ with the size of the image.
         small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
@@ -84,6 +86,7 @@ def copies_in_folder(train: Index, val: Index) -> list[str]:
     None for shards, whose import named them, and for more images than are compared by their looks.
     """
     indexes = {"train": train, "val": val}
+    # An import has compared them already.
     is_imported = train.offsets is not None or val.offsets is not None
     if is_imported or len(train) + len(val) > MOST:
         return []
@@ -145,11 +148,13 @@ class Copies:
         A film has many images that look alike: each image comes at most once with one of the other
         split, of another class, and of its own class and split.
         """
+        # Equal bytes have equal looks, and are reported already.
         is_first = originals[self._looking] == self._looking
         images = np.array(self._looking, dtype=np.int64)[is_first]
         grey = np.array(self._looks, np.float32).reshape(-1, SIDE * SIDE)[is_first]
         means = grey.mean(1)
         contrasts = grey.std(1)
+        # Images of one colour correlate with anything.
         structured = contrasts >= CONTRAST
         images = images[structured]
         grey = grey[structured]
@@ -162,10 +167,12 @@ class Copies:
             block = slice(start, start + AT_ONCE)
             before = slice(0, start + AT_ONCE)
             alike = unit[block] @ unit[before].T >= CORRELATION
+            # Rows of the block begin at `start`, so the diagonal of the whole matrix is there.
             alike = np.tril(alike, k=start - 1)  # of each image the earlier ones
             rows = np.flatnonzero(alike.any(1))
             alike = alike[rows]
             numbers = rows + start
+            # Correlation ignores brightness and contrast; a copy has kept both.
             alike &= np.abs(means[numbers, None] - means[before]) <= DIFFERENCE
             alike &= np.abs(contrasts[numbers, None] - contrasts[before]) <= DIFFERENCE
             is_across = splits[numbers, None] != splits[before]

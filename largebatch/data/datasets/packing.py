@@ -93,6 +93,7 @@ def write_shards(
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
+        # Training first: `Copies` calls an image of validation the copy.
         for split in data_set.sizes:
             used: set[int] = set()
             with open_shards(folder / split, shard_bytes=shard_bytes) as write:
@@ -107,6 +108,7 @@ def write_shards(
                         copies.add(split, position, sample.label, packed)
                     if done % PART == 0 or done == total:
                         progress(done, total)
+            # Bad images are reported first: they are often the reason for a missing class.
             missing = set(range(len(data_set.classes))) - used
             if missing and (drop_bad or not bad):
                 names = [data_set.classes[label] for label in sorted(missing)]
@@ -142,6 +144,7 @@ def _with_fingerprints(
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
     """Call `prepare` for 0 .. number - 1 in threads; yield the results in order, holding few."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
+        # pool.map submits all of its items at once, and would hold every image of the data set.
         for start in range(0, number, PART):
             yield from pool.map(prepare, range(start, min(start + PART, number)))
 
@@ -170,6 +173,7 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
         nonlocal num_samples, used
         files = {sample.extension.lower(): sample.content, LABEL: f"{sample.label}".encode("ascii")}
         length = sum(BLOCK * (1 + math.ceil(len(data) / BLOCK)) for data in files.values())
+        # A tar ends with two zero blocks, padded to a whole record.
         if used + length + tarfile.RECORDSIZE > shard_bytes:  # the longest end of a tar
             if shards:
                 shards[-1].close()

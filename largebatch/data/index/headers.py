@@ -76,6 +76,7 @@ def measure(read: Read, num_bytes: int) -> Size:
         _require_end(read, num_bytes, JPEG_END, after=len(header))
     elif start.startswith(PNG):
         size, header = _header(read, PngImageFile)
+        # Decoders reduce 16 bits to 8 in different ways; results must not depend on the decoder.
         if header[PNG_DEPTH] > 8:
             raise BadImageError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
         _require_end(read, num_bytes, PNG_END, after=len(header))
@@ -114,6 +115,7 @@ def measure_bytes(content: bytes) -> Size:
 
 
 def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size, bytes]:
+    # Most headers are short; a long one, of thumbnails and colour profiles, takes a second read.
     for length in (HEAD, MAX_HEADER):
         content = read(0, length)
         file = io.BytesIO(content)
@@ -125,6 +127,7 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
         else:
             if image.tile:  # the pixel data starts here
                 return _displayed(image), content[: file.tell()]
+        # Bytes are left that the header did not need: more of them would not help.
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
     raise BadImageError("it is truncated in the header")
@@ -155,6 +158,7 @@ def _heic_size(content: bytes) -> Size:
         if length == 0:  # the last box
             break
         start += max(length, 8)
+    # Only the lengths of the boxes show this here: pixels are not decoded.
     if start > len(content):
         raise BadImageError(f"it is truncated: it has {len(content):,} of {start:,} bytes")
     try:

@@ -189,6 +189,7 @@ def pack(header: Mapping[str, Any], arrays: Arrays) -> bytes:
 
 def unpack(content: bytes) -> tuple[dict[str, Any], Arrays]:
     """Return header and arrays from the content of a file; raise ValueError if it is damaged."""
+    # The checksum first: the parsers trust the lengths that they read.
     whole = content[:-CHECKSUM_BYTES]
     try:
         if content != whole + checksum([whole]):
@@ -224,6 +225,8 @@ def open_content(
     `every_file` compares all files now. Raises DataError if the folder has changed since.
     """
     reasons = []
+    # Both places may have one: a user who may not write to the folder stores it in the cache, and
+    # its owner may store one beside the images later.
     for content in find_stored(root, split):
         changed = _read_now(content) or difference(content, root, every_file=every_file)
         if changed is None:
@@ -321,6 +324,7 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
         names, shards = layout(root, split)
         stored: dict[str, object] = {name: tuple(about) for name, *about in header["shards"]}
         names_and_sizes: dict[str, object] = {shard.name: shard[1:] for shard in shards}
+        # Class folders are compared by their names here, and by their times in `_files_differ`.
         if not shards:
             names_and_sizes |= dict.fromkeys(names)
         if not stored:
@@ -361,6 +365,7 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
             return None
         _, images = scan_class(root / split, name)
         now = {file: facts for file, *facts in images if f"{label_folder}/{file}" not in bad}
+        # Images are sorted by class, so a class is one range of rows.
         rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
         then = {
             paths[row].removeprefix(f"{label_folder}/"): [int(sizes[row]), int(mtimes[row])]
@@ -391,6 +396,7 @@ def _read(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is checked here
             if shards:
+                # Labels of shards are numbers, whose names are in one file.
                 names = read_classes(root)
                 arrays, bad = _measure_shards(root / split, shards, len(names), progress)
                 folders: list[int] = []
@@ -407,6 +413,8 @@ def _read(
         "shards": shards,
         "bad": bad,
     }
+    # Class folders' times are in it: a restored copy of the data with other times is another
+    # index.
     # The digest does not depend on the location of the folder, nor on ignored files.
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode("ascii"))
     for name in sorted(arrays):
@@ -414,6 +422,8 @@ def _read(
     content = Content({**header, "digest": digest.hexdigest(), "ignored": ignored}, arrays)
     if bad and not drop_bad:
         raise BadImagesError(root, split, content)
+    # A class without images cannot be learned, which accuracy would show late and without its
+    # name.
     counts = np.bincount(arrays["labels"], minlength=len(names))
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing:
@@ -451,7 +461,9 @@ def _measure_folders(
     with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
         for done in pool.map(measure, parts):
             progress(done, len(paths))
+    # A bad image has kept the zeros of its row.
     usable = np.flatnonzero(measured[:, 0])
+    # One array of bytes: a list of a million strings would take about 100 MB in each worker.
     names = np.array([os.fsencode(image.name) for image in images] or [b"-"])[usable]
     counts = [len(class_images) for _, class_images in folders.values()]
     facts = np.array([image[1:] for image in images], dtype=np.int64).reshape(-1, 2)[usable]
@@ -491,6 +503,7 @@ def _measure_shards(
         path = folder / shards[number].name
         rows = []
         bad = []
+        # Without a buffer: headers are read at positions far from each other.
         with path.open("rb", buffering=0) as file:
             for member in read_shard(path, num_classes):
                 try:
@@ -517,6 +530,8 @@ def _measure_shards(
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
     """Return worker 0's index of the images in `root` on every worker; other workers pass None."""
+    # Worker 0 alone reads the folder: a thousand workers would ask a shared file system for the
+    # same million entries at once.
     packed = None
     if content is not None:
         packed = pack({**content.header, "root": str(root)}, content.arrays)
