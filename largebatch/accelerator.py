@@ -76,6 +76,7 @@ def identity(device: torch.device) -> dict[str, str | None]:
     driver = None
     if is_remote(device):
         name = str(torch.get_device_module(device).get_device_name(device))
+    # torch does not give the driver's version; Linux has it in a file for each vendor.
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             driver = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -184,16 +185,18 @@ def memory_errors() -> Iterator[None]:
 
 def is_crowded(device: torch.device) -> bool:
     """Return True if graphs hold more than a quarter of the memory that is free besides."""
-    free, held = _free_and_held(device)
-    return 4 * held > free
+    free, held_bytes = _free_and_held(device)
+    return 4 * held_bytes > free
 
 
 def _free_and_held(device: torch.device) -> tuple[int, int]:
     """Return the free bytes of an accelerator, and those that the allocator keeps for tensors."""
     module = torch.get_device_module(device)
+    # Cached blocks without tensors go back to the device first: what is then left in the cache is
+    # held by graphs.
     module.empty_cache()
-    held = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0]), int(held)
+    held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]), int(held_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -216,6 +219,7 @@ def usage(device: torch.device) -> tuple[float, float]:
     if is_remote(device):
         module = torch.get_device_module(device)
         for place, name in enumerate(("utilization", "device_memory_used")):
+            # A missing value must not end a run: it is only shown.
             with suppress(Exception):  # no library, or no such value for a GPU partition
                 values[place] = float(getattr(module, name)(device))
     return values[0], values[1]
@@ -239,7 +243,8 @@ class Graph:
     _invalid: ClassVar[list[object]] = []
 
     def __init__(self, device: torch.device, pool: object = None) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
         self._graph = self._module.CUDAGraph()
         self.pool = pool or self._module.graph_pool_handle()
 
@@ -250,12 +255,16 @@ class Graph:
         Nothing may wait for the device, nor keep a number of the host that changes later.
         """
         module = self._module
+        # In the default mode a call of any other thread that CUDA forbids while it records, such
+        # as the allocation of pinned memory by a decoder, would fail.
         settings = {"pool": self.pool, "capture_error_mode": "thread_local"}  # others load data
         outer = module.stream(module.current_stream())  # again after an error, which leaves torch's
         try:
             with module.device(self._device), outer, module.graph(self._graph, **settings):
                 Graph._recording = True
                 yield
+        # Also for Ctrl-C: an unfinished recording leaves torch's allocator and generator
+        # unusable.
         except BaseException:
             Graph.failures += 1
             self._clean_up()
@@ -280,11 +289,13 @@ class Graph:
         Its allocator would not free tensors that two streams have used, such as batches, nor what
         it caches; and its generator would draw nothing.
         """
-        module, number = self._module, self._device.index or 0
+        module = self._module
+        number = self._device.index or 0
         with suppress(RuntimeError, AttributeError):  # it has ended, or torch has other names
             module.memory._cuda_endAllocateToPool(number, self.pool)
             Graph._invalid.append(self._graph)  # the allocator of pinned memory may ask it
             module.memory._cuda_releasePool(number, self.pool)
+        # A recording registers the generator's state with the graph; a copy of the state is not.
         generator = module.default_generators[number]
         generator.graphsafe_set_state(generator.clone_state())
 
@@ -330,11 +341,14 @@ class _Draws:
     """
 
     def __init__(self, found: list[str]) -> None:
-        self._found, self._thread = found, get_ident()
+        self._found = found
+        self._thread = get_ident()
         self._is_on = False
 
     def note(self) -> None:
         """Note a draw of the calling thread if it is one of the passes' threads."""
+        # Backward passes run in threads of autograd, which have a graph task while they work for
+        # this thread.
         is_own = get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         if self._is_on and is_own and _DRAWS not in self._found:
             self._found.append(_DRAWS)
@@ -354,6 +368,7 @@ class _Draws:
 
     def follow_calls(self) -> None:
         """Watch the calls of the calling thread: autograd's has a profile of its own."""
+        # Only if it is not set yet: this runs for every operation.
         if sys.getprofile() != self._on_call:
             sys.setprofile(self._on_call)
 
@@ -361,7 +376,8 @@ class _Draws:
         if not self._is_on:  # a thread of autograd, after the block
             sys.setprofile(None)
         elif event == "c_call":
-            owner, name = (getattr(function, key, None) for key in ("__self__", "__name__"))
+            owner = getattr(function, "__self__", None)
+            name = getattr(function, "__name__", None)
             # The methods in C that move the generator; torch's compiler reads and restores it.
             draws = owner is random._inst and name in {"random", "getrandbits", "seed"}
             if draws or (owner is torch.default_generator and name in {"manual_seed", "seed"}):
@@ -376,6 +392,8 @@ class _Draws:
         own: Any = get_bit_generator()
         lock = _NotedLock(own.lock, self.note)
         # A state is accepted by generators of the same name only.
+        # NumPy's Generator and RandomState take `bit_generator.lock` in C for every draw, so a
+        # lock that counts is the only place where a draw can be seen.
         watched = type(type(own).__name__, (type(own),), {"lock": lock})()
         with own.lock:
             watched.state = own.state
@@ -392,7 +410,8 @@ class _NotedLock:
     """A lock that calls a function whenever it is taken."""
 
     def __init__(self, inner: Any, note: Callable[[], None]) -> None:  # noqa: ANN401 -- any lock
-        self.inner, self._note = inner, note
+        self.inner = inner
+        self._note = note
 
     def __enter__(self) -> object:
         self._note()
@@ -410,7 +429,8 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self, found: list[str], draws: _Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._draws = found, draws
+        self._found = found
+        self._draws = draws
 
     supports_higher_order_operators = True
 
@@ -421,15 +441,18 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 -- torch's
         self._draws.follow_calls()
         result = func(*args, **(kwargs or {}))
-        aten, packet = torch.ops.aten, getattr(func, "overloadpacket", None)
+        aten = torch.ops.aten
+        packet = getattr(func, "overloadpacket", None)
+        # A scalar tensor of the host that is an argument is passed by value, as in `x *
+        # tensor(2)`: a replay keeps its value. A copy of it is read again, and so is memory.
         copies = packet in {aten.copy_, aten._to_copy}
-        read = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
-        written = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
+        read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        written = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if draws and any(not is_remote(it.device) for it in written):
+        if draws and any(not is_remote(tensor.device) for tensor in written):
             self._draws.note()
-        reads = any(not is_remote(it.device) and (it.dim() or copies) for it in read)
-        if reads and any(is_remote(it.device) for it in written):
+        reads = any(not is_remote(tensor.device) and (tensor.dim() or copies) for tensor in read)
+        if reads and any(is_remote(tensor.device) for tensor in written):
             self._found.append(f"a pass reads memory of the host ({func})")
         return result
 
@@ -440,21 +463,22 @@ def passes(device: torch.device, changed: Callable[[], str | None]) -> Iterator[
 
     `changed` names what they have changed on the host.
     """
-    drawn: list[str] = []
-    draws = _Draws(drawn)
-    with waits(device) as found, draws.watched(), _Copies(found, draws):
-        yield found
+    draw_reasons: list[str] = []
+    draws = _Draws(draw_reasons)
+    with waits(device) as reasons, draws.watched(), _Copies(reasons, draws):
+        yield reasons
     if name := changed():
-        found.append(f"a pass changes {name}, which a replay would not")
-    found += drawn
+        reasons.append(f"a pass changes {name}, which a replay would not")
+    reasons += draw_reasons
 
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
     """Collect where this thread or autograd waits for a device in this block; full at its end."""
-    found: list[str] = []
+    reasons: list[str] = []
     caught: list[tuple[Any, ...]] = []
-    module, thread = torch.get_device_module(device), get_ident()
+    module = torch.get_device_module(device)
+    thread = get_ident()
     before = module.get_sync_debug_mode()
 
     def note(*warning: Any, **_: Any) -> None:  # noqa: ANN401 -- as showwarning
@@ -466,7 +490,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         warnings.showwarning = note
         module.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield reasons
         finally:
             module.set_sync_debug_mode(before)
     for is_own, message, kind, file, line in caught:
@@ -474,7 +498,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
             if not str(message).startswith("Synchronization debug mode"):  # torch's, on first use
                 warnings.warn_explicit(message, kind, file, line)
         elif is_own:
-            found.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
+            reasons.insert(0, f"the host waits for the device in {Path(file).name}:{line}")
 
 
 class Replayed:
@@ -491,7 +515,9 @@ class Replayed:
         watch: Callable[[], Callable[[], str | None]],
     ) -> None:
         """`watch` returns a function that names what has changed on the host since."""
-        self._function, self._device, self._watch = function, device, watch
+        self._function = function
+        self._device = device
+        self._watch = watch
         self._works = device.type in GRAPHS
         self._counts: dict[object, int] = {}
         self._recorded: dict[object, tuple[Graph, Tensor, Tensor]] = {}
@@ -502,20 +528,23 @@ class Replayed:
         count = self._counts[form] = self._counts.get(form, 0) + 1
         if not self._works or batch.device != self._device or count == 1:
             return self._function(batch)
+        # Not the first: libraries choose and compile kernels then, which waits for the device.
         if count == 2:
-            with passes(self._device, self._watch()) as found:
+            with passes(self._device, self._watch()) as reasons:
                 result = self._function(batch)
-            self._works = not found
+            self._works = not reasons
             return result
         if form not in self._recorded and not self._record(form, batch):
             return self._function(batch)
+        # A graph reads and writes the addresses that it was recorded with.
         graph, source, result = self._recorded[form]
         source.copy_(batch)
         graph.replay()
         return result.clone()
 
     def _record(self, form: object, batch: Tensor) -> bool:
-        graph, source = Graph(self._device), torch.empty_like(batch)
+        graph = Graph(self._device)
+        source = torch.empty_like(batch)
         try:
             with graph.record():
                 result = self._function(source)

@@ -1,6 +1,7 @@
 """Numbers as text, for messages, logs and pages: counts, percentages, times, signs, tables."""
 
 import math
+import textwrap
 from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 
@@ -80,21 +81,43 @@ def duration(seconds: float) -> str:
     return f"{_fixed(seconds)} s"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> str:
-    """Return the lines of a table in columns of equal width; `right` are columns of numbers.
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Container[int] = (),
+    min_widths: Sequence[int] = (),
+    wrap_at: int | None = None,
+) -> str:
+    """Return the lines of a table of text, with columns of equal width two spaces apart.
 
-    >>> print(aligned([["recipe", "batch"], ["digits", "96"]], right=[1]))
+    `right` are columns of numbers; `min_widths` the smallest widths of the first columns, for
+    tables that are printed row by row. The last column is continued below itself where a line would
+    have more than `wrap_at` characters.
+
+    >>> print(table([["recipe", "batch"], ["digits", "96"]], right=[1]))
     recipe  batch
     digits     96
+    >>> print(table([["seed", "of the order of the samples"]], wrap_at=24))
+    seed  of the order of
+          the samples
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    for number, width in enumerate(min_widths):
+        widths[number] = max(widths[number], width)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        if wrap_at is None:
+            lines.append("  ".join(cells).rstrip())
+            continue
+        before = "".join(f"{cell}  " for cell in cells[:-1])
+        lines += textwrap.wrap(
+            row[-1], wrap_at, initial_indent=before, subsequent_indent=" " * len(before)
+        )
+    return "\n".join(lines)
 
 
 class Tabular:
@@ -110,7 +133,7 @@ class Tabular:
 
     def __str__(self) -> str:
         rows = self._rows()
-        return f"{self._caption()}\n{aligned(rows, right=range(1, len(rows[0])))}"
+        return f"{self._caption()}\n{table(rows, right=range(1, len(rows[0])))}"
 
     def _repr_html_(self) -> str:
         head, *body = [[escape(cell) for cell in row] for row in self._rows()]

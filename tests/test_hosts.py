@@ -1,4 +1,4 @@
-"""Three hosts train the digits to the weights of one, by the scripts of launch/ and over ssh.
+"""Three hosts train the digits to the weights of one, by the scripts of `launch` and over ssh.
 
 The hosts are network namespaces (support/hosts.py). LARGEBATCH_MPI_PYTHON names a Python with
 a Horovod that was built with MPI, as `make test-hosts` makes one, whose mpirun lies beside it.
@@ -54,6 +54,17 @@ mpi = pytest.mark.skipif(
 )
 
 
+def job(folder: Path, *words: str, python: str = sys.executable) -> Path:
+    """Write the script that `launch` prints for these words; it runs another command, too."""
+    command = [python, "-m", "largebatch", "launch", *words]
+    printed = subprocess.run(
+        command, cwd=ROOT, env=os.environ | VARIABLES, check=True, capture_output=True, text=True
+    )
+    path = folder / "job.sh"
+    path.write_text(printed.stdout)
+    return path
+
+
 def everywhere(command: str, own: str) -> str:
     given = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
     return EVERYWHERE.format(root=ROOT, variables=given, own=own, command=command)
@@ -85,21 +96,18 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_torchrun_trains_on_three_hosts(of_one_host: Path, tmp_path: Path) -> None:
-    script = everywhere(
-        f"launch/torchrun.sh {TRAIN} --out {tmp_path / 'run'}",
-        f"PYTHON={sys.executable} FIRST=a NODES=3 GPUS=1 NODE=$number",
-    )
+    path = job(tmp_path, "torchrun", "digits_96", "--nodes", "3", "--gpus-per-node", "1")
+    script = everywhere(f"bash {path} {TRAIN} --out {tmp_path / 'run'}", "FIRST=a NODE=$number")
     assert same_bits(trained(tmp_path / "run", script), weights(of_one_host))
 
 
 def test_horovodrun_trains_on_three_hosts(of_one_host: Path, tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    path = job(tmp_path, "horovodrun", "digits_96", "--nodes", "3", "--gpus-per-node", "1")
     found = trained(
         tmp_path / "run",
-        f"cd {ROOT} && launch/horovodrun.sh {TRAIN} --out {tmp_path / 'run'}",
+        f"cd {ROOT} && bash {path} {TRAIN} --out {tmp_path / 'run'}",
         HOSTS="a:1,b:1,c:1",
-        WORKERS="3",
-        PYTHON=sys.executable,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
     assert same_bits(found, weights(of_one_host))
@@ -121,10 +129,11 @@ def test_tasks_of_srun_meet_at_the_address_of_the_first_host(
 def test_mpirun_trains_to_the_weights_of_torch(tmp_path: Path) -> None:
     """On two workers: the sum of two numbers has one order only."""
     out = tmp_path / "mpi"
+    words = ["mpirun", "digits_96", "--nodes", "1", "--gpus-per-node", "2"]
     subprocess.run(
-        ["launch/mpirun.sh", *WORDS, "--out", str(out)],
+        ["bash", job(tmp_path, *words, python=MPI_PYTHON), *WORDS, "--out", str(out)],
         cwd=ROOT,
-        env=os.environ | VARIABLES | mpis_variables() | {"HOSTS": "localhost:2", "WORKERS": "2"},
+        env=os.environ | VARIABLES | mpis_variables() | {"HOSTS": "localhost:2"},
         check=True,
         timeout=900,
     )
@@ -134,8 +143,10 @@ def test_mpirun_trains_to_the_weights_of_torch(tmp_path: Path) -> None:
 @mpi
 def test_mpirun_trains_on_three_hosts(of_one_host: Path, tmp_path: Path) -> None:
     """MPI sums in another order on other hosts, and training amplifies what that rounds."""
-    script = f"cd {ROOT} && launch/mpirun.sh {TRAIN} --out {tmp_path / 'run'}"
-    trained(tmp_path / "run", script, **mpis_variables(), HOSTS="a:1,b:1,c:1", WORKERS="3")
+    words = ["mpirun", "digits_96", "--nodes", "3", "--gpus-per-node", "1"]
+    path = job(tmp_path, *words, python=MPI_PYTHON)
+    script = f"cd {ROOT} && bash {path} {TRAIN} --out {tmp_path / 'run'}"
+    trained(tmp_path / "run", script, **mpis_variables(), HOSTS="a:1,b:1,c:1")
     ours, theirs = (
         [step["loss"] for step in log(folder, "step")] for folder in (tmp_path / "run", of_one_host)
     )
@@ -145,4 +156,4 @@ def test_mpirun_trains_on_three_hosts(of_one_host: Path, tmp_path: Path) -> None
 
 def mpis_variables() -> dict[str, str]:
     programs = Path(MPI_PYTHON).parent
-    return AS_ROOT | {"PYTHON": MPI_PYTHON, "PATH": f"{programs}:{os.environ['PATH']}"}
+    return AS_ROOT | {"PATH": f"{programs}:{os.environ['PATH']}"}

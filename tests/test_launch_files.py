@@ -1,4 +1,4 @@
-"""The files of launch/: each parses, prints what it would do, and does it with other programs."""
+"""The jobs of `launch`: each parses, prints what it would do, and does it with other programs."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from largebatch.cli.launch import BY_TORCH, KINDS, KUBERNETES
 from largebatch.cli.main import DONE, USER, main
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "launch").iterdir())
-SCRIPTS = [path for path in FILES if path.suffix == ".sh"]
 SCHEMAS = {
     schema["properties"]["kind"]["const"]: schema
     for path in sorted((ROOT / "tests" / "support" / "kubeflow").iterdir())
@@ -41,17 +38,18 @@ DIGITS = (ROOT / "recipes/quickstart/digits_96.yaml").read_text()
 OWN = DIGITS.replace("source: digits", "source: folder")
 FOLDER = "digits_96 --set data.source=folder"
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
-TRAIN = "-m largebatch train digits_96 --out runs/digits_96 --resume auto"
+TRAIN = "-m largebatch train digits_96 --out runs/digits-96 --resume auto"
 COMMANDS = {
-    "horovodrun.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
-    "mpirun.sh": f"mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 {TRAIN}",
-    "torchrun.sh": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
+    "horovodrun": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "mpirun": "mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 " + TRAIN,
+    "torchrun": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
     f"--master-addr n1 --master-port 29500 {TRAIN}",
-    "slurm.sh": f"srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
-    "slurm_horovod.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
-    "pbs.sh": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
-    "-m largebatch train digits_96 --out runs/digits_96 --time-limit 470m --resume auto",
+    "slurm": f"srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
+    "slurm-horovod": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "pbs": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
+    "-m largebatch train digits_96 --out runs/digits-96 --time-limit 470m --resume auto",
 }
+"""What the script of each kind starts, for the digits on two hosts of eight GPUs."""
 
 
 def without_horovod(path: str) -> str:
@@ -114,114 +112,113 @@ def filled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_parses_and_shellcheck_finds_nothing(path: Path) -> None:
+def script(capsys: pytest.CaptureFixture[str], kind: str, *words: str) -> Path:
+    """Write the script for the digits, on two hosts unless there are words, to job.sh.
+
+    Its Python is the system's: beside the one of the tests there may be a real horovodrun.
+    """
+    job = Path("job.sh").absolute()
+    printed = filled(capsys, kind, "digits_96", *(words or ("--nodes", "2")))
+    job.write_text(printed.replace(f"python=({sys.executable})", "python=(python3)"))
+    return job
+
+
+def test_the_installer_parses_and_shellcheck_finds_nothing() -> None:
+    path = ROOT / "launch" / "install_horovod.sh"
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", path], check=True)
     done = subprocess.run([SHELLCHECK, path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_dry_run_prints_the_command(cluster: Path, name: str) -> None:
-    printed = dry_run(ROOT / "launch" / name)
-    expected = COMMANDS[name].format(nodefile=cluster / "nodefile")
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_dry_run_prints_the_command(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = dry_run(script(capsys, kind))
+    expected = COMMANDS[kind].format(nodefile=cluster / "nodefile")
     assert shlex.split(printed) == ["+", *expected.split()]
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "pbs.sh"])
-def test_another_command_and_program_can_be_substituted(cluster: Path, name: str) -> None:
-    printed = dry_run(
-        ROOT / "launch" / name, "doctor", "--network", PYTHON="apptainer exec --nv x.sif python3"
-    )
+@pytest.mark.parametrize("kind", ["slurm", "pbs"])
+def test_a_job_runs_another_command(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = dry_run(script(capsys, kind), "doctor", "--network")
     assert printed.endswith("-m largebatch doctor --network\n")
-    assert " apptainer exec --nv x.sif python3 -m " in printed
 
 
-@pytest.mark.parametrize("name", ["horovodrun.sh", "slurm_horovod.sh"])
-def test_a_host_needs_horovodrun_outside_the_image(cluster: Path, name: str) -> None:
-    script = ROOT / "launch" / name
+@pytest.mark.parametrize("kind", ["horovodrun", "slurm-horovod"])
+def test_a_host_needs_horovodrun_outside_the_image(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = script(capsys, kind)
     env = os.environ | {"PATH": f"{cluster / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", job], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (127, 1)
     assert "no horovodrun on this host" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["horovodrun.sh", "torchrun.sh"])
+@pytest.mark.parametrize("kind", ["horovodrun", "torchrun"])
 def test_missing_hosts_are_an_error(
-    cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for variable in ("HOSTS", "FIRST"):
         monkeypatch.delenv(variable)
-    done = subprocess.run(
-        ["bash", ROOT / "launch" / name], capture_output=True, text=True, check=False
-    )
+    job = script(capsys, kind)
+    done = subprocess.run(["bash", job], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(r"name the hosts? ", done.stderr)
 
 
-def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path) -> None:
+def test_workers_of_one_host_are_started_on_the_loopback_interface(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By largebatch itself: torchrun's store would take all interfaces."""
-    printed = dry_run(ROOT / "launch" / "torchrun.sh", NODES="1", GPUS="4")
+    printed = dry_run(script(capsys, "torchrun", "--nodes", "1", "--gpus-per-node", "4"))
     assert printed == f"+ python3 {TRAIN} --workers 4\n"
 
 
-DIRECTIVES = {
-    "slurm": [
-        "#SBATCH --job-name=digits-96",
-        "#SBATCH --nodes=3",
-        "#SBATCH --gpus-per-node=4",
-        "#SBATCH --ntasks-per-node=4",
-    ],
-    "slurm-horovod": [
-        "#SBATCH --job-name=digits-96",
-        "#SBATCH --nodes=3",
-        "#SBATCH --gpus-per-node=4",
-    ],
-    "pbs": ["#PBS -N digits-96", "#PBS -l select=3:ncpus=32:ngpus=4:mpiprocs=4"],
-    "torchrun": ["NODES=3", "GPUS=4"],
-    "horovodrun": ["WORKERS=12"],
-    "mpirun": ["WORKERS=12"],
-}
-"""Lines of a job on 3 nodes with 4 GPUs each, by kind."""
-
-
-@pytest.mark.parametrize("kind", DIRECTIVES)
+@pytest.mark.parametrize("kind", COMMANDS)
 def test_a_job_is_filled_in_for_the_plan(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A name of the user's may have spaces and quotes, and exported variables change nothing."""
+    """Exported variables do not change it, and the command in its header runs."""
     recipe = cluster / "it's a {recipe}.yaml"
     recipe.write_text(OWN)
-    words = [kind, str(recipe), "--nodes", "3", "--gpus-per-node", "4"]
-    words += ["--set", "batch.bn_span=24", "--data", "my data"]
+    words = ["--nodes", "3", "--gpus-per-node", "4", "--set", "batch.bn_span=24"]
     job = cluster / "job.sh"
-    job.write_text(filled(capsys, *words))
-    assert set(DIRECTIVES[kind]) <= set(job.read_text().splitlines())
+    job.write_text(filled(capsys, kind, str(recipe), *words, "--data", "my data"))
     subprocess.run([SHELLCHECK, job], check=True)
-    exported = ["RECIPE", "OUT", "PYTHON", "IMAGE", "MOUNTS", "WORKERS", "NODES", "GPUS", "LIMIT"]
-    printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4", **dict.fromkeys(exported, "other")))
+    others = ["RECIPE", "OUT", "PYTHON", "IMAGE", "MOUNTS", "WORKERS", "NODES", "GPUS", "LIMIT"]
+    printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4", **dict.fromkeys(others, "other")))
     assert "other" not in printed
-    assert sys.executable in printed
-    train = printed[printed.index("train") :]
-    if kind == "pbs":  # which has a time limit of its own
-        limit = train.index("--time-limit")
-        del train[limit : limit + 2]
-    run_folder = ["--out", "runs/digits-96", "--resume", "auto"]
-    data = ["--data", str(cluster / "my data")]
-    assert train == ["train", str(recipe), *run_folder, "--set", "batch.bn_span=24", *data]
-
-
-@pytest.mark.parametrize("kind", DIRECTIVES)
-def test_the_commands_in_the_header_of_a_job_are_its_own(
-    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = filled(capsys, kind, "digits_96", "--nodes", "3", "--gpus-per-node", "4")
-    assert f"launch/{KINDS[kind]}" not in job
-    assert "node1:8" not in job  # hosts of the template
-    (cluster / "job.sh").write_text(job)
-    (command,) = re.findall(r"^#   (DRY_RUN=1 .*?)  ", job, re.MULTILINE)
+    (command,) = re.findall(r"^#   (DRY_RUN=1 .*?)  ", job.read_text(), re.MULTILINE)
     subprocess.run(["bash", "-c", command], check=True)
+    train = printed[printed.index("train") :]
+    train = train[: train.index("--time-limit")] + train[-6:] if kind == "pbs" else train
+    data = str(cluster / "my data")
+    options = ["--resume", "auto", "--set", "batch.bn_span=24", "--data", data]
+    assert train == ["train", str(recipe), "--out", "runs/digits-96", *options]
+    assert sys.executable in printed
+    lines = job.read_text().splitlines()
+    directives = {
+        "slurm": {
+            *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3"),
+            *("#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"),
+        },
+        "slurm-horovod": {
+            *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4"),
+        },
+        "pbs": {"#PBS -N digits-96", "#PBS -l select=3:ncpus=32:ngpus=4:mpiprocs=4"},
+        "torchrun": {"NODES=3", "GPUS=4"},
+        "horovodrun": {"WORKERS=12"},
+        "mpirun": {"WORKERS=12"},
+    }[kind]
+    assert directives <= set(lines)
 
 
 def manifests(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -262,56 +259,39 @@ def templates(tree: Any) -> list[dict[str, Any]]:  # noqa: ANN401 -- any YAML
         ("jobset", ["completions: 3", "parallelism: 3", "replicas: 1"]),
     ],
 )
-def test_a_manifest_has_the_numbers_of_the_plan(
-    kind: str, numbers: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_manifest_matches_its_published_schemas(
+    cluster: Path, kind: str, numbers: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = filled(capsys, kind, "digits_96", "--nodes", "3", *IMAGE)
-    assert [number for number in numbers if number not in text] == []
-
-
-ALL_OPTIONS = shlex.split(
-    "--nodes 3 --namespace team --env-secret keys --rdma rdma/hca --host-ipc --cpus 4 "
-    "--memory 400G --shared-memory 64G --runs-claim lustre"
-)
-EXPANDED = ["--data", "/data/$(A)$$B$", "--name", 'A "run"!']
-"""Characters that YAML and Kubernetes expand or refuse."""
-
-
-@pytest.mark.parametrize("kind", KUBERNETES)
-def test_a_manifest_with_all_options_matches_its_published_schemas(
-    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """With all options, a recipe of the user's and characters that YAML and Kubernetes expand."""
     (cluster / "own.yaml").write_text(OWN)
-    resources = manifests(capsys, kind, "own.yaml", *ALL_OPTIONS, *EXPANDED, *IMAGE)
-    for resource in resources.values():
-        assert resource["metadata"]["name"] == "a-run"
-        assert resource["metadata"]["namespace"] == "team"
-    yaml = YAML(typ="safe")
-    assert yaml.load(resources["ConfigMap"]["data"]["recipe.yaml"]) == yaml.load(OWN)
-
-    pods = templates(list(resources.values()))
-    for pod in pods:
-        (container,) = pod["containers"]
-        assert container["image"] == IMAGE[1]
-        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
-    # The trainer of a TrainJob has the arguments, and otherwise the first pod, the launcher's.
-    is_trainer = kind == "trainjob"
-    started = resources["TrainJob"]["spec"]["trainer"] if is_trainer else pods[0]["containers"][0]
-    train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run"]
-    data = ["--data", "/data/$$(A)$$$$B$$"]  # $$ is a $ that Kubernetes leaves as it is
-    assert started["args"] == [*train, "--resume", "auto", *data]
-
-    pod_of_workers = pods[-1]
-    (worker,) = pod_of_workers["containers"]
-    assert worker["resources"] == {
-        "limits": {"nvidia.com/gpu": 8, "rdma/hca": 1},
-        "requests": {"cpu": 32, "memory": "400Gi"},
+    words = [kind, "own.yaml", "--nodes", "3", "--data", "/data/$(A)$$B$", "--name", 'A "run"!']
+    words += ["--namespace", "team", "--env-secret", "keys", "--rdma", "rdma/hca", "--host-ipc"]
+    words += ["--cpus", "4", "--memory", "400G", "--shared-memory", "64G", "--runs-claim", "lustre"]
+    printed = filled(capsys, *words, *IMAGE)
+    assert [number for number in numbers if number not in printed] == []
+    found = manifests(capsys, *words, *IMAGE)
+    assert YAML(typ="safe").load(found["ConfigMap"]["data"]["recipe.yaml"]) == YAML(
+        typ="safe"
+    ).load(OWN)
+    assert {(r["metadata"]["name"], r["metadata"]["namespace"]) for r in found.values()} == {
+        ("a-run", "team")
     }
+    pods = templates(list(found.values()))
+    (worker,) = pods[-1]["containers"]
+    trains = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else None
+    started = trains or pods[0]["containers"][0]
+    train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run", "--resume"]
+    assert started["args"] == [*train, "auto", "--data", "/data/$$(A)$$$$B$$"]
+    assert {pod["containers"][0]["image"] for pod in pods} == {IMAGE[1]}
+    assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] for pod in pods)
+    limits = {"nvidia.com/gpu": 8, "rdma/hca": 1}
+    requests = {"cpu": 32, "memory": "400Gi"}
+    assert worker["resources"] == {"limits": limits, "requests": requests}
     assert worker["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert pod_of_workers["hostIPC"] is True
-    volumes = {volume.pop("name"): volume for volume in pod_of_workers["volumes"]}
-    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in worker["volumeMounts"]}
-    assert mounted == {
+    assert pods[-1]["hostIPC"] is True
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pods[-1]["volumes"]}
+    assert {path: volumes[name] for path, name in mounts.items()} == {
         "/runs": {"persistentVolumeClaim": {"claimName": "lustre"}},
         "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
         "/data": {"persistentVolumeClaim": {"claimName": "data", "readOnly": True}},
@@ -479,51 +459,54 @@ def free_port() -> int:
         return port
 
 
-REFUSED = [
-    ("slrm digits_96 --nodes 2", '"slrm"'),
-    ("pbs digits_96 --nodes 5", "batch.global_batch"),
-    ("pbs digit_96 --nodes 2", "digit_96"),
-    ("slurm digits_96 --nodes 2 --namespace a", "--namespace"),
-    ("jobset digits_96 --nodes 2 --time 1h", "--time"),
-    ("mpirun digits_96 --nodes 2 --memory 1G", "--memory"),
-    ("slurm digits_96 --nodes 2 --memory lots", "--memory"),
-    ("slurm digits_96 --nodes 2 --partition a=b;c", "--partition"),
-    ("slurm digits_96 --nodes 2 --time 60s", "--time 60s"),
-    ("slurm digits_96 --nodes 2 --cluster abci-v100", "--gpus-per-node 8"),
-    ("slurm digits_96 --nodes 2 --cluster x --time 1h", "--cluster"),
-    ("slurm digits_96 --nodes 2 --image no.sif", "--image"),
-    ("slurm digits_96 --nodes 2 --image a.io/b", "a.io#b"),
-    ("slurm digits_96 --nodes 2 --image localhost:5000/b:1", "localhost:5000#b:1"),
-    ("slurm digits_96 --nodes 2 --image ./no.sqsh", "--image"),
-    ("slurm digits_96 --nodes 2 --data d", "--data d"),
-    ("slurm digits_96 --nodes 2 --out {tmp}/a", "--out: {tmp}/a"),
-    (f"slurm {FOLDER} --nodes 2 --data {{tmp}}/a", "--data: {tmp}/a"),
-    ("pbs digits_96 --nodes 2 --image registry/a:1", "--image registry/a:1"),
-    ("pbs digits_96 --nodes 2 --set model.weights=w.pth", "model.weights"),
-    ("pbs {tmp}/own.yaml --nodes 2", "{tmp}/own.yaml"),
-    ("pbs resnet50_8192_mlperf --nodes 2", "--data"),
-    ("jobset digits_96 --nodes 2", "--image"),
-    ("jobset digits_96 --nodes 2 --image a.io#b", "a.io#b"),
-    ("jobset digits_96 --nodes 2 --image a/B", "a/B"),
-    ("jobset digits_96 --nodes 2 --image a/b..c", "a/b..c"),
-    ("jobset digits_96 --nodes 2 --image a/b:1:2", "a/b:1:2"),
-    ("jobset digits_96 --nodes 2 --image a/x.sif", "a/x.sif"),
-    ("jobset digits_96 --nodes 2 --image a/b --namespace My_NS", "--namespace"),
-    ("jobset digits_96 --nodes 2 --image a/b --rdma hca", "--rdma"),
-    ("jobset digits_96 --nodes 2 --image a/b --env-secret a_b", "--env-secret"),
-    ("jobset digits_96 --nodes 2 --image a/b --data-claim a..b", "--data-claim"),
-    ("jobset digits_96 --nodes 2 --image a/b --runs-claim A", "--runs-claim"),
-    ("jobset digits_96 --nodes 2 --image a/b --out /a", "/runs"),
-    ("jobset digits_96 --nodes 2 --image a/b --set model.weights=w.pth", "model.weights"),
-    (f"jobset {FOLDER} --nodes 2 --image a/b --data d", "/data"),
-]
-"""Words after `launch`, and the option, key or value that the error must name."""
-
-
-@pytest.mark.parametrize(("words", "name"), REFUSED)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("slrm digits_96 --nodes 2", 'launch: Invalid value "slrm"'),
+        ("pbs digits_96 --nodes 5", "--nodes 5 with 8 GPUs each: batch.global_batch"),
+        ("pbs digit_96 --nodes 2", "digit_96: neither a file nor an installed recipe;"),
+        ("slurm digits_96 --nodes 2 --namespace a", "launch slurm has no --namespace"),
+        ("jobset digits_96 --nodes 2 --time 1h", "launch jobset has no --time"),
+        ("mpirun digits_96 --nodes 2 --memory 1G", "launch mpirun has no --memory"),
+        ("slurm digits_96 --nodes 2 --memory lots", "--memory: expected"),
+        ("slurm digits_96 --nodes 2 --partition a=b;c", "--partition"),
+        ("slurm digits_96 --nodes 2 --time 60s", "--time 60s"),
+        ("slurm digits_96 --nodes 2 --cluster abci-v100", "--gpus-per-node 8"),
+        ("slurm digits_96 --nodes 2 --cluster x --time 1h", "--cluster"),
+        ("slurm digits_96 --nodes 2 --image no.sif", "--image: "),
+        ("slurm digits_96 --nodes 2 --image a.io/b", "give a.io#b"),
+        ("slurm digits_96 --nodes 2 --image localhost:5000/b:1", "give localhost:5000#b:1"),
+        ("slurm digits_96 --nodes 2 --image ./no.sqsh", "--image: "),
+        ("slurm digits_96 --nodes 2 --data d", "--data d would not be read"),
+        ("jobset digits_96 --nodes 2", "--image HOST/NAME:TAG"),
+        *(
+            (f"jobset digits_96 --nodes 2 --image {name}", name)
+            for name in ("a.io#b", "a/B", "a/b..c", "a/b:1:2", "a/x.sif")
+        ),
+        *(
+            (f"jobset digits_96 --nodes 2 --image a/b {words}", words.split()[0])
+            for words in (
+                *("--namespace My_NS", "--rdma hca", "--env-secret a_b"),
+                *("--data-claim a..b", "--runs-claim A"),
+            )
+        ),
+        (f"jobset {FOLDER} --nodes 2 --image a/b --data d", "d: pods have /data "),
+        ("jobset digits_96 --nodes 2 --image a/b --out /a", "/a: pods have /runs "),
+        (
+            "jobset digits_96 --nodes 2 --image registry/lb:1 --set model.weights=w.pth",
+            "model.weights: w.pth",
+        ),
+        ("pbs digits_96 --nodes 2 --image registry/a:1", "--image registry/a:1"),
+        ("pbs digits_96 --nodes 2 --set model.weights=w.pth", "model.weights: "),
+        ("pbs {tmp}/own.yaml --nodes 2", "RECIPE: {tmp}/own.yaml: "),
+        (f"slurm {FOLDER} --nodes 2 --data {{tmp}}/a", "--data: {tmp}/a: "),
+        ("slurm digits_96 --nodes 2 --out {tmp}/a", "--out: {tmp}/a: "),
+        ("pbs resnet50_8192_mlperf --nodes 2", "--data"),
+    ],
+)
 def test_a_job_that_cannot_be_launched_is_a_one_line_error(
     words: str,
-    name: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -531,43 +514,37 @@ def test_a_job_that_cannot_be_launched_is_a_one_line_error(
     (tmp_path / "own.yaml").write_text(DIGITS)
     monkeypatch.setattr(launch, "LOCAL", (tmp_path,))
     assert main(["launch", *words.format(tmp=tmp_path).split()]) == USER
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert name.format(tmp=tmp_path) in printed.err
-    assert printed.err.count("\n") == 1
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert message.format(tmp=tmp_path) in found.err
+    assert found.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("words", "needs"),
     [
-        (["digits_96_softsync"], "protocol"),
-        (["digits_96", "--set", "reduction.dtype=bf16"], "reduction.dtype"),
+        (["digits_96_softsync"], "protocol: Horovod cannot send to one worker alone"),
+        (["digits_96", "--set", "reduction.dtype=bf16"], "reduction.dtype: bf16: Horovod has no"),
     ],
     ids=["protocol", "bf16"],
 )
 def test_a_recipe_that_horovod_cannot_train_has_no_horovod_job(
-    kind: str, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    kind: str, words: list[str], needs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = IMAGE if kind in KUBERNETES else []
-    code = main(["launch", kind, *words, "--nodes", "1", "--gpus-per-node", "6", *image])
-    printed = capsys.readouterr()
-    if kind in BY_TORCH:
-        assert code == DONE
-        return
-    assert code == USER
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    for name in (key, *BY_TORCH):  # and what trains it
-        assert name in printed.err
+    expected = DONE if kind in BY_TORCH else USER
+    words = [*words, "--nodes", "1", "--gpus-per-node", "6", *(IMAGE * (kind in KUBERNETES))]
+    assert main(["launch", kind, *words]) == expected
+    found = capsys.readouterr()
+    if expected == USER:
+        assert found.out == ""
+        assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
+        assert "use launch jobset, pytorchjob, slurm, torchrun or trainjob" in found.err
+        assert found.err.count("\n") == 1
 
 
 WORKER = """
-save() {
-    sleep 0.2
-    mkdir -p runs/digits_96
-    echo '{"status": "interrupted"}' >runs/digits_96/summary.json
-}
+save() { sleep 0.2; mkdir -p runs/digits-96; echo '"interrupted"' >runs/digits-96/summary.json; }
 trap 'save; exit CODE' SIGNAL
 touch running
 for _ in {1..600}; do sleep 0.1; done
@@ -575,11 +552,9 @@ for _ in {1..600}; do sleep 0.1; done
 """Waits to be interrupted, then takes a moment to save."""
 
 
-def interrupted(script: str, running: Path, *, sent: int = signal.SIGTERM) -> int:
+def interrupted(path: Path, running: Path, *, sent: int = signal.SIGTERM) -> int:
     """Start a job, send it a signal once `running` exists, and return its exit code."""
-    job = subprocess.Popen(
-        with_default_signals("bash", ROOT / "launch" / script), stdout=subprocess.DEVNULL
-    )
+    job = subprocess.Popen(with_default_signals("bash", path), stdout=subprocess.DEVNULL)
     for _ in range(1200):
         if not running.exists():
             time.sleep(0.05)
@@ -592,62 +567,64 @@ def interruptible(answers: str, code: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "again"),
+    ("kind", "program", "again"),
     [
-        pytest.param("slurm.sh", "srun", "scontrol requeue 7", id="srun"),
-        pytest.param("pbs.sh", "mpirun", "qrerun 7.head", id="PBS"),
+        pytest.param("slurm", "srun", "scontrol requeue 7", id="srun"),
+        pytest.param("pbs", "mpirun", "qrerun 7.head", id="PBS"),
     ],
 )
 @pytest.mark.parametrize("code", [75, 1])
 def test_an_interrupted_job_is_queued_again(
-    cluster: Path, name: str, program: str, again: str, code: int
+    cluster: Path,
+    kind: str,
+    program: str,
+    again: str,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The warning reaches the run, and only its exit code 75 asks for another turn."""
     add_program(cluster / "bin", program, interruptible("USR1", code))
-    assert interrupted(name, cluster / "running") == code
+    assert interrupted(script(capsys, kind), cluster / "running") == code
     assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
 
 
-def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(cluster: Path) -> None:
+def test_a_signal_after_the_end_of_the_run_does_not_change_the_exit_code(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     add_program(cluster / "bin", "srun", "exit 75")
     add_program(cluster / "bin", "scontrol", "touch queuing; sleep 1")
-    assert interrupted("slurm.sh", cluster / "queuing") == 75
+    assert interrupted(script(capsys, "slurm"), cluster / "queuing") == 75
 
 
-def test_a_signal_before_horovods_first_worker_ends_nothing(cluster: Path) -> None:
+def test_a_signal_before_horovods_first_worker_ends_nothing(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     add_program(cluster / "bin", "horovodrun", "touch running; sleep 2; touch over; exit 7")
-    assert interrupted("slurm_horovod.sh", cluster / "running") == 7
+    assert interrupted(script(capsys, "slurm-horovod"), cluster / "running") == 7
     assert (cluster / "over").exists()
-
-
-@pytest.fixture
-def run_of_another_job() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the name of a run, which a job must leave alone."""
-    other = subprocess.Popen(["bash", "-c", "exec -a 'python3 -m largebatch ' sleep 600"])
-    yield other
-    other.kill()
-    other.wait()
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "saved long ago"])
 def test_horovods_job_is_queued_again_based_on_the_run_folder(
-    cluster: Path, saves: bool, run_of_another_job: subprocess.Popen[bytes]
+    cluster: Path, saves: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """horovodrun makes a 1 of 75; a summary that is older than this start proves nothing."""
-    summary = cluster / "runs" / "digits_96" / "summary.json"
-    summary.parent.mkdir(parents=True)
-    summary.write_text('{"status": "interrupted"}')
-    os.utime(summary, (0, 0))
+    folder = cluster / "runs" / "digits-96"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text('{"status": "interrupted"}')
+    os.utime(folder / "summary.json", (0, 0))
     add_program(cluster / "bin", "worker", interruptible("TERM", 75))
-    worker = cluster / "bin" / "worker"
-    as_a_run = f"(exec -a 'python3 -m largebatch ' bash {worker}) & wait $!"
-    does = as_a_run if saves else "touch running"
-    add_program(cluster / "bin", "horovodrun", f"{does}; exit 1")
+    worker = f"(exec -a 'python3 -m largebatch ' bash {cluster / 'bin' / 'worker'}) & wait $!"
+    other = subprocess.Popen(["bash", "-c", "exec -a 'python3 -m largebatch ' sleep 600"])
+    start = worker if saves else "touch running"
+    add_program(cluster / "bin", "horovodrun", f"{start}; exit 1")
     sent = signal.SIGTERM if saves else 0
-    assert interrupted("slurm_horovod.sh", cluster / "running", sent=sent) == 1
+    assert interrupted(script(capsys, "slurm-horovod"), cluster / "running", sent=sent) == 1
     calls = (cluster / "calls").read_text().splitlines()
     assert ("scontrol requeue 7" in calls) == saves
-    assert run_of_another_job.poll() is None
+    assert other.poll() is None  # a run of another job is left alone
+    other.kill()
+    other.wait()
 
 
 def test_images_copy_existing_files_and_their_commands_pass_shellcheck() -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from largebatch.audit.replicas import settings_of
 from largebatch.audit.restoring import generators_of
 from largebatch.audit.subject import scores_in
 from largebatch.models.wrappers import device_of
+from largebatch.replacing import replaced
 
 
 @dataclass(slots=True, eq=False)
@@ -219,10 +219,10 @@ class Recorder:
                     self._forget()
                 return result
 
-            stack.enter_context(mock.patch.object(torch.amp.GradScaler, "step", step))
+            stack.enter_context(replaced(torch.amp.GradScaler, "step", step))
             for kind in _with_step(LRScheduler):
                 counted = self._counted(vars(kind)["step"])
-                stack.enter_context(mock.patch.object(kind, "step", counted))
+                stack.enter_context(replaced(kind, "step", counted))
             yield
 
     def _counted(self, own_step: Callable[..., object]) -> Callable[..., object]:

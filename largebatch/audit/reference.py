@@ -6,10 +6,9 @@ seen as a difference.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -19,6 +18,7 @@ from largebatch.audit.recording import Micro, first_logits, samples_in
 from largebatch.audit.restoring import Snapshot, generators_of
 from largebatch.audit.subject import Subject
 from largebatch.models.wrappers import device_of
+from largebatch.replacing import replaced
 
 Gradients = list[Tensor | None]
 
@@ -92,7 +92,7 @@ def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
     try:
         with (
             _emptied(own),
-            mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", _NotRecomputed),
+            replaced(torch.utils.checkpoint, "CheckpointFunction", _NotRecomputed),
         ):
             with _emptied(layers):
                 passes = [_pass(micro, subject, parameters) for micro in micros]
@@ -118,10 +118,15 @@ def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 @contextmanager
 def _emptied(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
     """Take all hooks out of these containers in this block; autograd refers to the containers."""
-    with ExitStack() as stack:
-        for container in hooks:
-            stack.enter_context(mock.patch.dict(container, clear=True))
+    removed = [(container, dict(container)) for container in hooks]
+    for container, _ in removed:
+        container.clear()
+    try:
         yield
+    finally:
+        for container, content in removed:
+            container.clear()
+            container.update(content)
 
 
 class _NotRecomputed:

@@ -15,11 +15,11 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -384,6 +384,19 @@ def whole(dataset: Any) -> tuple[Any, Numbers]:  # noqa: ANN401 -- any data set
     return chain[-1], places
 
 
+@contextmanager
+def _with_attributes(loader: DataLoader[Any], changes: Mapping[str, object]) -> Iterator[None]:
+    """Give a loader other attributes within this block; DataLoader refuses assignments."""
+    attributes = vars(loader)
+    before = dict(attributes)
+    attributes.update(changes)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
+
+
 def epochs_of(
     loader: object, number: int, set_epoch: Callable[[int], object] | None = None
 ) -> list[Epoch]:
@@ -410,7 +423,7 @@ def epochs_of(
         "_iterator": None,
         "iterator": None,  # of timm's MultiEpochsDataLoader
     }
-    with mock.patch.dict(vars(base), changes):  # DataLoader refuses assignments
+    with _with_attributes(base, changes):
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)

@@ -20,7 +20,6 @@ from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
 from largebatch.models.wrappers import device_of
 from largebatch.optional import require_torchvision
+from largebatch.replacing import replaced
 
 _LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
@@ -184,10 +184,10 @@ class _Watch:
                 self._hooks.callback(handle.remove)
             for name in _LOSSES:
                 seen = partial(self._call_loss, getattr(F, name))
-                self._hooks.enter_context(mock.patch.object(F, name, seen))
-            stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
-            stack.enter_context(mock.patch.object(DistributedSampler, "set_epoch", set_epoch))
-            stack.enter_context(mock.patch.object(dist, "destroy_process_group", leave_group))
+                self._hooks.enter_context(replaced(F, name, seen))
+            stack.enter_context(replaced(DataLoader, "__iter__", iterate))
+            stack.enter_context(replaced(DistributedSampler, "set_epoch", set_epoch))
+            stack.enter_context(replaced(dist, "destroy_process_group", leave_group))
             yield
 
     def _is_of_script(self) -> bool:
@@ -336,7 +336,7 @@ def _no_exit(path: Path, watch: _Watch) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("_exit", "execv", "execve", "abort"):
-            stack.enter_context(mock.patch.object(os, name, guard(name)))
+            stack.enter_context(replaced(os, name, guard(name)))
         yield
 
 

@@ -79,8 +79,8 @@ def _end(findings: "Findings", target: Path) -> None:
 def _check(make: Callable[[], Any], function: str) -> "Findings":
     from largebatch.audit import audit as check
 
-    given = make()
-    values = [*given] if isinstance(given, tuple) else [given]
+    arguments_given = make()
+    values = [*arguments_given] if isinstance(arguments_given, tuple) else [arguments_given]
     keywords = values.pop() if isinstance(values[-1], dict) else {}
     arguments = signature(check)
     try:

@@ -84,8 +84,8 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
     from largebatch.data.index.index import check_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
-    for split, found in zip(SPLITS, (train, val), strict=True):
-        if ignored := describe(found.ignored, where=split, folder=folder / split):
+    for split, index in zip(SPLITS, (train, val), strict=True):
+        if ignored := describe(index.ignored, where=split, folder=folder / split):
             print(printable(ignored))
     check_classes(train.root, train.classes, val.classes)
     bad = len(train.bad) + len(val.bad)
@@ -129,8 +129,8 @@ def import_(  # noqa: PLR0913 -- its options
         seed: Seed of that part (0).
         drop_bad: Leave out images that cannot be used.
     """
-    given = {"val_name": val_name, "val_fraction": val_fraction, "seed": seed}
-    options = {key: value for key, value in given.items() if value is not None}
+    possible = {"val_name": val_name, "val_fraction": val_fraction, "seed": seed}
+    options = {key: value for key, value in possible.items() if value is not None}
     for key in sorted(options.keys() - _OPTIONS.get(name, set())):
         raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
     from largebatch.data.datasets import import_data
@@ -217,10 +217,15 @@ def init(  # noqa: PLR0913 -- its options
     """
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
 
-    home, place = Path.home(), folder.resolve()
-    places = (one for one in (place, *place.parents) if not home.is_relative_to(one))
-    above = (one.name for one in places if one.name not in GENERIC)
-    name = recipe_name(name or (out.stem if out else next(above, "")), otherwise="own-data")
+    home = Path.home()
+    start_folder = folder.resolve()
+    # Named after the nearest folder that says something: of /data/flowers/images it is flowers.
+    names = (
+        above.name
+        for above in (start_folder, *start_folder.parents)
+        if not home.is_relative_to(above) and above.name not in GENERIC
+    )
+    name = recipe_name(name or (out.stem if out else next(names, "")), otherwise="own-data")
     out = out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: exists already; choose another file with --out")
@@ -230,11 +235,11 @@ def init(  # noqa: PLR0913 -- its options
     for remark in remarks(train, val, pretrained=pretrained):
         print(printable(remark))
     epochs = None
-    found = survey(train, val, start, image_size=image_size)
+    statistics = survey(train, val, start, image_size=image_size)
     if minutes is not None:
-        found, epochs, text = fitted(found, minutes=minutes, fixed=image_size is not None)
+        statistics, epochs, text = fitted(statistics, minutes=minutes, fixed=image_size is not None)
         print(text)
-    write_recipe(out, draft(found, name=name, epochs=epochs))
+    write_recipe(out, draft(statistics, name=name, epochs=epochs))
     print("every assumption is a comment of the recipe")
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))

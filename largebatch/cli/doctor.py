@@ -12,7 +12,7 @@ from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import LargebatchError
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import plural, table
 from largebatch.runs.options import AsJson, Given, Workers
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _show_network(options: Workers) -> None:
         rate = bandwidth(size, workers=workers, seconds=seconds)
         rows.append((f"{size // 1024:,}", f"{1e3 * seconds:,.2f}", f"{rate / 1e6:,.0f}"))
     if backend.rank == 0:
-        print(aligned(rows, right=(0, 1, 2)), flush=True)
+        print(table(rows, right=(0, 1, 2)), flush=True)
     backend.close()
 
 
@@ -149,12 +149,12 @@ def _decode_one(open_decoder: Callable[..., AbstractContextManager[Any]]) -> Non
     from largebatch.data.types import Resources, View
 
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "train" / "grey"
-        place.mkdir(parents=True)
-        Image.new("RGB", (8, 8), "grey").save(place / "one.png")
-        found = read_folder(Path(folder), "train")
-        request = clean_request(found, np.array([0]), image_size=8, resize=None)
+        class_folder = Path(folder) / "train" / "grey"
+        class_folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8), "grey").save(class_folder / "one.png")
+        index = read_folder(Path(folder), "train")
+        request = clean_request(index, np.array([0]), image_size=8, resize=None)
         view = View(image_size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
         resources = Resources(torch.device("cpu"), threads=1, batch_size=1)
-        with open_decoder(found, view, resources) as decode:
+        with open_decoder(index, view, resources) as decode:
             next(decode([request]))

@@ -13,7 +13,7 @@ from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrappe
 from largebatch.cli.recipe import ClusterName, write_planned, write_recipe
 from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable, shorten
-from largebatch.formatting import MISSING, aligned, plural
+from largebatch.formatting import MISSING, plural, table
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.plan import describe_division, describe_spans, make_plan
 from largebatch.recipe.loading import load_recipe
@@ -76,13 +76,15 @@ def study(  # noqa: PLR0913 -- its options
     from largebatch.lab.studies.study import Machine as StudyMachine
 
     folders: dict[str, Path] = {}
-    for one in data:
-        name, folder = one.split("=", 1) if "=" in one else ("", one)
+    for data_set in data:
+        name, folder = data_set.split("=", 1) if "=" in data_set else ("", data_set)
         if name in folders:
-            raise LargebatchError(f"--data {one}: give one folder, or RECIPE=DIR for each recipe")
+            raise LargebatchError(
+                f"--data {data_set}: give one folder, or RECIPE=DIR for each recipe"
+            )
         folders[name] = Path(folder)
-    own = Options(dataset=dataset, imports=tuple(imports), timeout=timeout)
-    machine = StudyMachine(data=folders, options=own)
+    run_options = Options(dataset=dataset, imports=tuple(imports), timeout=timeout)
+    machine = StudyMachine(data=folders, options=run_options)
 
     done = runner.study(
         file, out=out, jobs=jobs, dry_run=dry_run, page=page, machine=machine,
@@ -159,14 +161,14 @@ def noise(
         from largebatch.runs.run import start
 
         if min(planned, max_steps or planned) < LEAST:
-            found = (
+            setting = (
                 f"--max-steps {max_steps}"
                 if max_steps
                 else f"duration has {plural(planned, 'update')}"
             )
             raise LargebatchError(
-                f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave "
-                f"it without an upper bound; train for {BOUNDED} or more"
+                f"{setting}: the noise scale needs at least {LEAST} updates, and so few often "
+                f"leave it without an upper bound; train for {BOUNDED} or more"
             )
         folder = chosen_folder(out, loaded.name)
         resume: Resume = "auto" if out != NEW_FOLDER else False
@@ -209,10 +211,10 @@ def suggest(
     from largebatch.lab.planner.suggest import suggest as suggest_recipe
 
     base = None if recipe is None else load_recipe(recipe)
-    found = suggest_recipe(batch, base=base, epochs=epochs)
-    out = out or Path(f"{found.recipe.name}.yaml")
-    write_planned(out, found.text)
-    print(wrapped(found.source))
+    suggestion = suggest_recipe(batch, base=base, epochs=epochs)
+    out = out or Path(f"{suggestion.recipe.name}.yaml")
+    write_planned(out, suggestion.text)
+    print(wrapped(suggestion.source))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
 
 
@@ -220,11 +222,12 @@ def suggest(
 def clusters() -> None:
     """List the installed clusters, for --cluster of plan, batch, launch and lab rehearse."""
     rows = [("cluster", "nodes", "GPUs of a node", "", "GB/s between nodes", "cores of a node")]
-    for name, found in installed_clusters().items():
-        gpu, network = found.gpu.name if found.gpu else MISSING, found.network_gigabytes_per_second
-        size = f"{found.nodes:,}", f"{found.gpus_per_node}"
-        rows.append((name, *size, gpu, f"{network or MISSING}", f"{found.cpu_cores}"))
-    print(aligned(rows, right=(1, 2, 4, 5)))
+    for name, spec in installed_clusters().items():
+        gpu = spec.gpu.name if spec.gpu else MISSING
+        network = spec.network_gigabytes_per_second
+        size = f"{spec.nodes:,}", f"{spec.gpus_per_node}"
+        rows.append((name, *size, gpu, f"{network or MISSING}", f"{spec.cpu_cores}"))
+    print(table(rows, right=(1, 2, 4, 5)))
 
 
 @app.command
@@ -251,13 +254,13 @@ def rehearse(
     for module in changes.imports:
         import_own(module)
     loaded = load_recipe(recipe, changes.changes)
-    place = load_cluster(cluster) if cluster else None
-    result = rehearsal(loaded, workers=workers, rank=rank, cluster=place)
+    target = load_cluster(cluster) if cluster else None
+    result = rehearsal(loaded, workers=workers, rank=rank, cluster=target)
     plan = result.plan
     where = ""
-    if place is not None:
-        node, gpu = divmod(rank, place.gpus_per_node)
-        where = f" on {place.name}: GPU {gpu} of node {node}"
+    if target is not None:
+        node, gpu = divmod(rank, target.gpus_per_node)
+        where = f" on {target.name}: GPU {gpu} of node {node}"
     positions = plan.positions(0, 0, rank)
     samples = shorten([str(sample) for sample in result.first_samples], most=6)
     sizes = result.memory | {"together": result.total}
@@ -315,11 +318,11 @@ def batch(
         price: Price of a GPU hour there.
         out: Folder to write.
     """
-    place = None
+    target = None
     if cluster is not None:
-        place = load_cluster(cluster)
+        target = load_cluster(cluster)
         if price is not None:
-            place = place.model_copy(update={"price_per_gpu_hour": price})
+            target = target.model_copy(update={"price_per_gpu_hour": price})
     elif price is not None:
         raise LargebatchError("--price is of a GPU hour of a cluster: give --cluster NAME too")
     loaded = load_recipe(recipe, options.changes)
@@ -335,7 +338,7 @@ def batch(
         recipe=loaded,
         options=options.options(out=out).without_changes(),
         minutes=minutes,
-        cluster=place,
+        cluster=target,
     )
     try:
         advice = advise(question)

@@ -1,9 +1,9 @@
 """The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
-The templates are the files of launch/. Its scripts also run by themselves and read variables; a
-job has values on the lines of their settings instead, so that it runs as printed. The manifests are
-Jinja's, and share pod.yaml. The plan is made first, so that a batch which cannot be divided is
-never submitted.
+Each kind of job is a Jinja template of its name, in the folder of the library that connects its
+workers: launch/torch or launch/horovod. Manifests of Kubernetes (.yaml) share pod.yaml. A kind
+takes the options whose variables are in its template. The plan is made first, so that a batch which
+cannot be divided is never submitted.
 """
 
 import json
@@ -14,15 +14,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.meta import find_referenced_templates, find_undeclared_variables
 
 from largebatch.cli.recipe import ClusterName
-from largebatch.errors import LargebatchError, PlanError, RecipeError
+from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.formatting import duration, plural
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -30,45 +32,46 @@ from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Changes, Count, Given, RecipeFile, Seconds
 
-Kind = Literal[
-    "slurm", "slurm-horovod", "pbs", "mpijob", "pytorchjob", "trainjob", "jobset", "torchrun",
-    "horovodrun", "mpirun",
-]  # fmt: skip
-
-BY_TORCH = ("slurm", "pytorchjob", "trainjob", "jobset", "torchrun")
+TEMPLATES = Path(str(files("largebatch") / "launch"))
+BY_TORCH = sorted(path.stem for path in (TEMPLATES / "torch").iterdir())
 """Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
 
-SCHEDULERS = ("slurm", "slurm-horovod", "pbs")
-KUBERNETES = ("mpijob", "pytorchjob", "trainjob", "jobset")
-
 KINDS = {
-    kind: f"{kind.replace('-', '_')}.{'yaml' if kind in KUBERNETES else 'sh'}"
-    for kind in get_args(Kind)
+    path.stem: path for path in sorted(TEMPLATES.glob("*/*"), key=lambda template: template.stem)
 }
-"""Templates in launch/, by kind of job."""
+"""Templates by kind of job."""
+
+_LOADER = FileSystemLoader([TEMPLATES, TEMPLATES / "torch", TEMPLATES / "horovod"])
+
+KUBERNETES = [kind for kind, template in KINDS.items() if template.suffix == ".yaml"]
 
 LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 -- refused
 """Folders that every host has for itself."""
 
-SHORTEST, SAVING = 300, 600
-"""Shortest time of a job, and what PBS keeps of it for saving, at most half; in seconds."""
+DEFAULT_SECONDS = 8 * 3600  # time of a job without --time
+SHORTEST_SECONDS = 300  # shortest time of a job
+
+SAVING_SECONDS = 600
+"""What PBS keeps of a job's time for saving, at most half of it."""
 
 
-def describe_kubernetes(word: str) -> str:
-    """Return the kinds that a word such as k8s stands for, in a message; empty for other words."""
-    if word.lower() not in {"k8s", "kubernetes", "kubectl", "kubeflow"}:
-        return ""
-    return (
-        f"launch: on Kubernetes {word!r} is one of: trainjob (TrainJob of Kubeflow Trainer 2), "
-        "pytorchjob (PyTorchJob of Kubeflow's Training Operator), mpijob (MPIJob), jobset (JobSet)"
-    )
+def _require_kind(_: object, word: str) -> None:
+    if word in KINDS:
+        return
+    if word.lower() in {"k8s", "kubernetes", "kubectl", "kubeflow"}:
+        raise ValueError(f"on Kubernetes it is one of: {', '.join(KUBERNETES)}")
+    expected = f"expected one of: {', '.join(KINDS)}"
+    raise ValueError(nearest(word, KINDS, otherwise=expected, most=1))
+
+
+Kind = Annotated[str, Parameter(validator=_require_kind, help=f"Kind of job: {', '.join(KINDS)}.")]
 
 
 def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
-    found = re.fullmatch(r"([1-9]\d*)([GT])", tokens[0].value)
-    if found is None:
+    size = re.fullmatch(r"([1-9]\d*)([GT])", tokens[0].value)
+    if size is None:
         raise ValueError(f"expected such as 400G or 2T, got {tokens[0].value!r}")
-    return int(found[1]) * (1024 if found[2] == "T" else 1)
+    return int(size[1]) * (1024 if size[2] == "T" else 1)
 
 
 def _matching(pattern: str, expected: str) -> Parameter:
@@ -177,21 +180,10 @@ class Job(Changes):
 
 
 def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> None:
-    """Print the job that trains a recipe on a cluster.
-
-    Args:
-        kind: Kind of job.
-    """
-    owners: dict[tuple[str, ...], Node | Queue | Pods] = {
-        ("slurm", "pbs", *KUBERNETES): job.node, SCHEDULERS: job.queue, KUBERNETES: job.pods,
-    }  # fmt: skip
-    for kinds, options in owners.items():
-        for field in fields(options):
-            if kind not in kinds and getattr(options, field.name) != field.default:
-                flag = f"--{field.name.replace('_', '-')}"
-                raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
+    """Print the job that trains a recipe on a cluster."""
     if job.queue.time and job.queue.cluster:
         raise LargebatchError("--time and --cluster each choose the time; leave one out")
+    _refuse_unused_options(kind, job)
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
         use = f"launch {', '.join(BY_TORCH[:-1])} or {BY_TORCH[-1]}"
@@ -206,8 +198,57 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
         make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
         raise PlanError(f"--nodes {job.nodes} with {plural(gpus, 'GPU')} each: {error}") from None
-    render = _manifest if kind in KUBERNETES else _script
-    sys.stdout.write(render(kind, recipe, loaded, replace(job, name=name)))
+    job = replace(job, name=name)
+    values = _values_of_all_kinds(job)
+    if kind in KUBERNETES:
+        values |= _values_of_manifest(kind, recipe, loaded, job)
+    else:
+        values |= _values_of_script(kind, recipe, loaded, job)
+    template = _templates().get_template(KINDS[kind].name)
+    sys.stdout.write(template.render(values))
+
+
+def _templates() -> Environment:
+    """Return Jinja's environment of all templates; a variable that is not given is an error."""
+    templates = Environment(  # noqa: S701 -- no HTML: words are quoted for the shell or for YAML
+        loader=_LOADER,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    del templates.globals["namespace"]  # a function of Jinja; here the option is meant
+    templates.filters["quote"] = shlex.quote
+    # A string of YAML. Kubernetes expands $(NAME) in it, and reads $$ as $.
+    templates.filters["word"] = lambda word: json.dumps(word.replace("$", "$$"), ensure_ascii=False)
+    return templates
+
+
+@cache
+def _variables(kind: str) -> set[str]:
+    """Return the variables of a template and of those that it imports."""
+    templates = _templates()
+    names: set[str | None] = {KINDS[kind].name}
+    variables: set[str] = set()
+    while names:
+        source, _, _ = _LOADER.get_source(templates, names.pop() or "")
+        syntax = templates.parse(source)
+        variables |= find_undeclared_variables(syntax)
+        names |= set(find_referenced_templates(syntax))
+    return variables
+
+
+def _refuse_unused_options(kind: str, job: Job) -> None:
+    for options in (job.node, job.queue, job.pods):
+        for field in fields(options):
+            if getattr(options, field.name) == field.default:
+                continue
+            # --cluster chooses the time.
+            variable = "time" if field.name == "cluster" else field.name
+            if variable not in _variables(kind):
+                flag = f"--{field.name.replace('_', '-')}"
+                kinds = [other for other in KINDS if variable in _variables(other)]
+                raise LargebatchError(f"launch {kind} has no {flag}; it is for {', '.join(kinds)}")
 
 
 def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
@@ -220,125 +261,120 @@ def _predict_time(job: Job, recipe: Recipe, name: str) -> float:
             f"--gpus-per-node {job.gpus_per_node}: a node of {cluster.name} has "
             f"{cluster.gpus_per_node}; give that, or leave out --cluster"
         )
-    found = predict(workload(recipe, workers=job.nodes * job.gpus_per_node), cluster)
-    time = SHORTEST * math.ceil((found.high + SAVING) / SHORTEST)
+    prediction = predict(workload(recipe, workers=job.nodes * job.gpus_per_node), cluster)
+    time = SHORTEST_SECONDS * math.ceil((prediction.high + SAVING_SECONDS) / SHORTEST_SECONDS)
     print(
-        f"largebatch: --time {time // 60}m: {duration(found.seconds)} predicted on {cluster.name} "
-        f"({duration(found.low)} to {duration(found.high)}), 10 min to start and save",
+        f"largebatch: --time {time // 60}m: {duration(prediction.seconds)} predicted on "
+        f"{cluster.name} ({duration(prediction.low)} to {duration(prediction.high)}), 10 min to "
+        "start and save",
         file=sys.stderr,
     )
     return time
 
 
-def _places(kind: str, source: Path, weights: str | None, job: Job) -> dict[str, Path]:
+def _values_of_all_kinds(job: Job) -> dict[str, object]:
+    """Return the values of variables that have the names of options, and the number of workers."""
+    options = {**vars(job.node), **vars(job.queue), **vars(job.pods)}
+    return {
+        **options,
+        "name": job.name,
+        "nodes": job.nodes,
+        "gpus_per_node": job.gpus_per_node,
+        "workers": job.nodes * job.gpus_per_node,
+    }
+
+
+def _absolute_paths(kind: str, source: Path, weights: str | None, job: Job) -> dict[str, Path]:
     """Return the files and folders of this host that a job uses, by option or key."""
     files_of_job = {
         "RECIPE": source if source.is_file() else None,
         "model.weights": Path(weights) if weights else None,
         "--image": Path(job.image) if job.image and _FILE.match(job.image) else None,
     }
-    given = files_of_job | {"--data": job.data, "--out": job.out}
-    places = {
-        key: Path(posixpath.normpath(place.absolute()))
-        for key, place in given.items()
-        if place is not None
+    named = files_of_job | {"--data": job.data, "--out": job.out}
+    paths = {
+        key: Path(posixpath.normpath(path.absolute()))
+        for key, path in named.items()
+        if path is not None
     }
-    for key, place in places.items():
-        if key in files_of_job and not place.is_file():
-            raise LargebatchError(f"{key}: {place}: there is no such file; correct the path")
-        is_remote = job.nodes > 1 or (key in files_of_job and kind in SCHEDULERS)
-        if is_remote and any(place.is_relative_to(folder) for folder in LOCAL):
+    # A scheduler starts even a job of one node on another host.
+    is_scheduled = "time" in _variables(kind)
+    for key, path in paths.items():
+        if key in files_of_job and not path.is_file():
+            raise LargebatchError(f"{key}: {path}: there is no such file; correct the path")
+        is_remote = job.nodes > 1 or (key in files_of_job and is_scheduled)
+        if is_remote and any(path.is_relative_to(folder) for folder in LOCAL):
             raise LargebatchError(
-                f"{key}: {place}: each host has this folder for itself; use a shared file system"
+                f"{key}: {path}: each host has this folder for itself; use a shared file system"
             )
-    return places
+    return paths
 
 
-def _script(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
-    """Return a script whose settings have the job's values; each key is the start of a line."""
-    gpus, node, queue = job.gpus_per_node, job.node, job.queue
-    places = _places(kind, source, recipe.model.weights, job)
+def _values_of_script(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, object]:
+    paths = _absolute_paths(kind, source, recipe.model.weights, job)
     options = _options(job)
-    if weights := places.get("model.weights"):
+    if weights := paths.get("model.weights"):
         options += ["--set", f"model.weights={weights}"]
-    if data := places.get("--data"):
+    if data := paths.get("--data"):
         options += ["--data", str(data)]
     elif recipe.data.source == "folder":
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
-    if places.get("--out", Path()).is_relative_to(Path.cwd()):
-        del places["--out"]  # its folder may not exist yet
-    image_file = places.pop("--image", None)
-    folders = [place if key == "--data" else place.parent for key, place in places.items()]
-    mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
-    python, image = [sys.executable], str(image_file or job.image or "")
-    if image.endswith(".sif"):
-        binds = [word for mount in mounts for word in ("--bind", mount)]
-        python = ["apptainer", "exec", "--nv", *binds, image, "python3"]
-        image = ""
-    elif image:
-        python = ["python3"]
-        if kind != "slurm":
-            raise LargebatchError(
-                f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are "
-                f"for slurm, {', '.join(KUBERNETES)}"
-            )
-        if found := re.fullmatch(r"((?:docker://)?[\w.-]+(?:\.[\w-]+|:\d+))/([^#]+)", image):
-            raise LargebatchError(
-                f"--image {image}: pyxis expects REGISTRY#IMAGE; give {found[1]}#{found[2]}"
-            )
-    seconds, cpus = queue.time or 8 * 3600, node.cpus or 8
-    if queue.cluster is not None:
-        seconds = _predict_time(job, recipe, queue.cluster)
-    if seconds < SHORTEST:
+    python, image, mounts = _container(kind, paths, job)
+    seconds = job.queue.time or DEFAULT_SECONDS
+    if job.queue.cluster is not None:
+        seconds = _predict_time(job, recipe, job.queue.cluster)
+    if seconds < SHORTEST_SECONDS:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    name = job.name or ""
-    reserved = {"partition": queue.partition, "account": queue.account}
-    reserved["mem"] = f"{node.memory}G" if node.memory else "0" if queue.exclusive else None
-    slurm = [f"\n#SBATCH --{key}={value}" for key, value in reserved.items() if value]
-    slurm += ["\n#SBATCH --exclusive"] * queue.exclusive
-    place = "place=scatter:excl" if queue.exclusive else None
-    reserved = {"q": queue.partition, "A": queue.account, "l": place}
-    pbs = [f"\n#PBS -{key} {value}" for key, value in reserved.items() if value]
-    settings = {
-        "RECIPE=": shlex.quote(str(places.get("RECIPE", source))),
-        "OUT=": shlex.quote(str(job.out or f"runs/{name}")),
-        "OPTIONS=": f"({shlex.join(options)})",
-        "python=": f"({shlex.join(python)})",
-        "IMAGE=": image and shlex.quote(image),
-        "MOUNTS=": ",".join(["$PWD:$PWD", *map(shlex.quote, mounts)]),
-        "WORKERS=": job.nodes * gpus,
-        "NODES=": job.nodes,
-        "GPUS=": gpus,
-        "LIMIT=": f"{int(max(seconds - SAVING, seconds / 2)) // 60}m",
-        "#SBATCH --job-name=": "".join([name, *slurm]),
-        "#SBATCH --nodes=": job.nodes,
-        "#SBATCH --gpus-per-node=": gpus,
-        "#SBATCH --ntasks-per-node=": gpus,
-        "#SBATCH --cpus-per-task=": cpus,
-        "#SBATCH --time=": f"{hours:02}:{minutes:02}:00",
-        "#PBS -N ": "".join([name, *pbs]),
-        "#PBS -l select=": f"{job.nodes}:ncpus={cpus * gpus}:ngpus={gpus}:mpiprocs={gpus}"
-        + (f":mem={node.memory}gb" if node.memory else ""),
-        "#PBS -l walltime=": f"{hours:02}:{minutes:02}:00",
+    return {
+        "recipe": str(paths.get("RECIPE", source)),
+        "out": str(job.out or f"runs/{job.name}"),
+        "options": options,
+        "python": python,
+        "image": image,
+        "mounts": mounts,
+        "time": f"{hours:02}:{minutes:02}:00",
+        "time_limit": f"{int(max(seconds - SAVING_SECONDS, seconds / 2)) // 60}m",
     }
-    template = (files("largebatch") / "launch" / KINDS[kind]).read_text(encoding="utf-8")
-    template = template.replace("node1:8,node2:8", f"node1:{gpus},node2:{gpus}")
-    template = re.sub(r".*\$\{PYTHON.*\n", "", template)  # a job has its own
-    return re.sub(
-        rf"^({'|'.join(map(re.escape, settings))}).*$",
-        lambda line: f"{line[1]}{settings[line[1]]}",
-        template.replace(f"launch/{KINDS[kind]}", "job.sh"),  # in its comments
-        flags=re.MULTILINE,
-    )
 
 
-def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
-    """Return a manifest of Kubernetes; data are mounted at /data, runs at /runs."""
-    own, weights, gpus = source.is_file(), recipe.model.weights or "", job.gpus_per_node
-    options, out = _options(job), PurePosixPath("/runs", job.out or job.name or "")
-    reads_data = recipe.data.source == "folder"
-    options += ["--data", str(job.data or "/data")] * reads_data
+def _container(kind: str, paths: dict[str, Path], job: Job) -> tuple[list[str], str, list[str]]:
+    """Return the command of Python, the image of pyxis or an empty string, and what it mounts."""
+    folders = [
+        path if key == "--data" else path.parent
+        for key, path in paths.items()
+        if key != "--image"
+        # A folder below the current one is seen with it, and may not exist yet.
+        and not (key == "--out" and path.is_relative_to(Path.cwd()))
+    ]
+    mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
+    image = str(paths.get("--image") or job.image or "")
+    if not image:
+        return [sys.executable], "", mounts
+    if image.endswith(".sif"):
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return ["apptainer", "exec", "--nv", *binds, image, "python3"], "", mounts
+    if "image" not in _variables(kind):
+        kinds = [other for other in KINDS if "image" in _variables(other)]
+        raise LargebatchError(
+            f"--image {image}: launch {kind} takes a file .sif of Apptainer; other images are "
+            f"for {', '.join(kinds)}"
+        )
+    if match := re.fullmatch(r"((?:docker://)?[\w.-]+(?:\.[\w-]+|:\d+))/([^#]+)", image):
+        raise LargebatchError(
+            f"--image {image}: pyxis expects REGISTRY#IMAGE; give {match[1]}#{match[2]}"
+        )
+    return ["python3"], image, mounts
+
+
+def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> dict[str, object]:
+    """Return the values of a manifest of Kubernetes; data are mounted at /data, runs at /runs."""
+    weights = recipe.model.weights or ""
+    out = PurePosixPath("/runs", job.out or job.name or "")
+    options = _options(job)
+    reads_folder = recipe.data.source == "folder"
+    if reads_folder:
+        options += ["--data", str(job.data or "/data")]
     if not re.fullmatch(_IN_REGISTRY, job.image or "") or _FILE.match(job.image or ""):
         raise LargebatchError(
             f"launch {kind}: pods need --image HOST/NAME:TAG, built from launch/Dockerfile; "
@@ -352,25 +388,21 @@ def _manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> str:
         ("--out", str(out), ("/runs",), "give a folder there"),
     ):
         if path and not _inside(path, *folders):
-            places = " and ".join(folders)
-            raise LargebatchError(f"{option} {path}: pods have {places} for it; {remedy}")
+            expected = " and ".join(folders)
+            raise LargebatchError(f"{option} {path}: pods have {expected} for it; {remedy}")
+    # Names of Kubernetes are labels of DNS, which begin with a letter; it adds suffixes to them.
     label = re.sub(r"[^a-z0-9]+", "-", (job.name or "").lower())[:40].strip("-")
-    manifests = Environment(  # noqa: S701 -- YAML, whose words are quoted
-        loader=FileSystemLoader(str(files("largebatch") / "launch")), undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    manifests.filters["word"] = lambda word: json.dumps(word.replace("$", "$$"), ensure_ascii=False)
-    return manifests.get_template(KINDS[kind]).render(
-        vars(job) | vars(job.pods) | vars(job.node),
-        name=label if label[:1].isalpha() else f"run-{label}".rstrip("-"),
-        recipe="/recipe/recipe.yaml" if own else str(source),
-        recipe_text=read_text(source, what="recipe").rstrip() if own else "",
-        reads_data=reads_data or _inside(weights, "/data"),
-        protocol=recipe.protocol is not None,
-        out=str(out),
-        options=options,
-        workers=job.nodes * gpus,
-    )
+    is_file = source.is_file()
+    return {
+        "name": label if label[:1].isalpha() else f"run-{label}".rstrip("-"),
+        "image": job.image,
+        "recipe": "/recipe/recipe.yaml" if is_file else str(source),
+        "recipe_text": read_text(source, what="recipe").rstrip() if is_file else "",
+        "reads_data": reads_folder or _inside(weights, "/data"),
+        "protocol": recipe.protocol is not None,
+        "out": str(out),
+        "options": options,
+    }
 
 
 def _options(job: Job) -> list[str]:
@@ -381,5 +413,5 @@ def _options(job: Job) -> list[str]:
 
 def _inside(path: str, *folders: str) -> bool:
     """Return True if a path in a pod is in one of these folders, or is one."""
-    found = PurePosixPath(posixpath.normpath(path))
-    return any(found.is_relative_to(folder) for folder in folders)
+    normal = PurePosixPath(posixpath.normpath(path))
+    return any(normal.is_relative_to(folder) for folder in folders)

@@ -21,7 +21,6 @@ from typing import Literal
 
 from cyclopts import (
     App,
-    CoercionError,
     CycloptsError,
     MissingArgumentError,
     Parameter,
@@ -165,8 +164,8 @@ def make_app() -> App:
             negative=(), show_default=lambda value: None if value in (None, False, ()) else value
         ),
     )
-    for name, place in COMMANDS.items():
-        app.command(f"largebatch.cli.{place}", name=name)
+    for name, target in COMMANDS.items():
+        app.command(f"largebatch.cli.{target}", name=name)
     return app
 
 
@@ -223,11 +222,13 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
 
     In a docstring a line ends where the source does; a list has lines that end with a sentence.
     """
-    command, names = app, list[str]()
+    command = app
+    names = list[str]()
     for word in words:
         if word.startswith("-") or word not in command:
             break
-        command, names = command[word], [*names, word]
+        command = command[word]
+        names = [*names, word]
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
@@ -255,19 +256,20 @@ def _with_values(words: Sequence[str]) -> list[str]:
     A flag takes no value by itself, so that `--flag FILE` leaves the file to the command. What
     follows the script of an audit is the script's.
     """
-    given: list[str] = []
+    completed: list[str] = []
     rest = list(words)
     while rest:
-        word, value = rest.pop(0), rest[0] if rest else ""
+        word = rest.pop(0)
+        value = rest[0] if rest else ""
         if word.startswith("--") and "=" not in word:
             if value in {"yes", "no", "true", "false"}:
                 word = f"{word}={rest.pop(0)}"
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
-        given.append(word)
-        if given[0] == "audit" and word.endswith(".py"):
-            return [*given, "--", *rest]
-    return given
+        completed.append(word)
+        if completed[0] == "audit" and word.endswith(".py"):
+            return [*completed, "--", *rest]
+    return completed
 
 
 def _interrupt(*_: object) -> None:
@@ -330,7 +332,8 @@ def _show(message: str) -> None:
 
 def _reader_is_gone() -> bool:
     """Return True if the output is a closed pipe; then discard the rest of the output."""
-    out, poll = sys.stdout.fileno(), select.poll()
+    out = sys.stdout.fileno()
+    poll = select.poll()
     poll.register(out, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if gone:
@@ -351,7 +354,9 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             hint = hint or f"; `largebatch {name} --help` shows what it takes"
             return f"{name}: unexpected argument {word!r}{hint}"
         case UnknownCommandError():
-            known = [one for one in (error.app or ()) if not one.startswith("-")]
+            known = [
+                subcommand for subcommand in (error.app or ()) if not subcommand.startswith("-")
+            ]
             word = (error.unused_tokens or [""])[0]
             otherwise = f"`{' '.join(['largebatch', *name.split()])} --help` lists them"
             hint = nearest(word, known, otherwise=otherwise, most=1)
@@ -365,25 +370,23 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             missing = error.keyword or error.argument.name
             text = error.argument.field_info.help or error.argument.parameter.help
             return f"{name}: missing {missing}{f' ({text})' if text else ''}"
-        case CoercionError() if name == "launch" and error.token is not None:
-            from largebatch.cli.launch import describe_kubernetes
-
-            return describe_kubernetes(error.token.value) or f"{name}: {error}"
         case _:
             return f"{name}: {error}"
 
 
 def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
     """Return what to write instead of an unknown option."""
-    given = next(word for word in words if word.partition("=")[0] == option)
-    _, equals, value = given.partition("=")
-    following = words[words.index(given) + 1 :]
+    typed = next(word for word in words if word.partition("=")[0] == option)
+    _, equals, value = typed.partition("=")
+    following = words[words.index(typed) + 1 :]
     if not equals and following and not following[0].startswith("--"):
         value = following[0]
-    arguments = [each for each in error.argument_collection if each.parse]
-    known = [name for each in arguments for name in each.names if name.startswith("--")]
+    arguments = [argument for argument in error.argument_collection if argument.parse]
+    known = [name for argument in arguments for name in argument.names if name.startswith("--")]
     otherwise = f"`largebatch {' '.join(error.command_chain or ())} --help` lists them"
-    trains = "--set" in known and any(each.name in {"RECIPE", "RECIPES"} for each in arguments)
+    trains = "--set" in known and any(
+        argument.name in {"RECIPE", "RECIPES"} for argument in arguments
+    )
     hint = _key_hint(option.lstrip("-"), value) if trains else ""
     return hint or f"; {nearest(option, known, otherwise=otherwise, most=1, cutoff=0.72)}"
 

@@ -8,6 +8,7 @@ from pydantic_core import to_json
 
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import printable
+from largebatch.formatting import table
 
 INTERRUPTED = 75  # exit code of a command that was stopped and has saved
 WIDTH = 100  # width of wrapped sentences in characters
@@ -19,9 +20,9 @@ def wrapped(sentence: str) -> str:
 
 
 def print_rows(rows: Mapping[str, object], *, width: int = 15) -> None:
-    """Print one line per value, with its name in a column of `width` characters before it."""
-    for name, value in rows.items():
-        print(printable(f"{name:>{width}}  {value}"), flush=True)
+    """Print one line per value, with its name before it in a column of at least `width`."""
+    lines = [[name, str(value)] for name, value in rows.items()]
+    print(printable(table(lines, right=[0], min_widths=[width])), flush=True)
 
 
 def print_json(content: object) -> None:

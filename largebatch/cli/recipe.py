@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, print_rows
 from largebatch.errors import LargebatchError, RecipeError, printable
-from largebatch.formatting import aligned, duration, plural, three_digits
+from largebatch.formatting import duration, plural, table, three_digits
 from largebatch.lab.planner.cluster import installed_clusters, load_cluster
 from largebatch.recipe.arithmetic.plan import (
     describe_batch_changes,
@@ -69,7 +69,9 @@ def check(
     Args:
         mlperf_closed: List the rules of MLPerf's closed division that they break.
     """
-    problems, broken, checked = [], False, list[dict[str, object]]()
+    problems = []
+    broken = False
+    checked = list[dict[str, object]]()
     for path in (recipe, *recipes):
         result: dict[str, object] = {"recipe": str(path), "ok": False, "problems": []}
         checked.append(result)
@@ -79,18 +81,22 @@ def check(
             _require_device_batch(loaded)
         except LargebatchError as error:
             problems.append(str(error))
-            head, *each = str(error).splitlines()
-            result["problems"] = [line.strip() for line in each] or [head]
+            head, *details = str(error).splitlines()
+            result["problems"] = [line.strip() for line in details] or [head]
             continue
         if mlperf_closed:
             from largebatch.lab.mlperf.rules import broken_rules
 
             rules = broken_rules(loaded)
-            verdict, broken = _describe(rules, loaded.optimizer), broken or bool(rules)
-            listed = [{"setting": it.check, "found": it.text, "rule": it.remedy} for it in rules]
+            verdict = _describe(rules, loaded.optimizer)
+            broken = broken or bool(rules)
+            listed = [
+                {"setting": rule.check, "found": rule.text, "rule": rule.remedy} for rule in rules
+            ]
             result |= {"ok": not rules, "mlperf_closed": listed}
         else:
-            verdict, result["ok"] = "ok", True
+            verdict = "ok"
+            result["ok"] = True
             if loaded.tracking.remark:
                 verdict += f"; {loaded.tracking.remark}"
                 result["remark"] = loaded.tracking.remark
@@ -105,12 +111,12 @@ def check(
 
 def _require_device_batch(recipe: Recipe) -> None:
     """Raise RecipeError if no number of workers can use the recipe's device batch."""
-    asked = recipe.execution.device_batch or 1
+    device_batch = recipe.execution.device_batch or 1
     for key, size in recipe.batch.by_key.items():
-        if size % asked:
+        if size % device_batch:
             raise RecipeError(
-                f"execution.device_batch: {asked} does not divide {key} ({size}), so no number of "
-                "workers can use it; give a divisor, or leave it out"
+                f"execution.device_batch: {device_batch} does not divide {key} ({size}), so no "
+                "number of workers can use it; give a divisor, or leave it out"
             )
 
 
@@ -121,8 +127,9 @@ def _describe(rules: "Sequence[Finding]", optimizer: Optimizer) -> str:
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(optimizer, LARS) else ""
         return f"keeps the rules of {division}{remark}"
-    table = textwrap.indent(aligned([(it.check, it.text, it.remedy) for it in rules]), "  ")
-    return f"breaks {plural(len(rules), 'rule')} of {division}\n{table}"
+    broken = table([(rule.check, rule.text, rule.remedy) for rule in rules])
+    count = plural(len(rules), "rule")
+    return f"breaks {count} of {division}\n{textwrap.indent(broken, '  ')}"
 
 
 def plan(  # noqa: PLR0913 -- its options
@@ -196,7 +203,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     }
     if plan.steps_per_epoch < 1:
         times = plan.global_batch / plan.train_samples
-        rows["an epoch"] = f"is less than a batch, which has every image {times:.2f} times"
+        rows["batch"] = f"larger than an epoch: each image occurs {times:.2f} times in it"
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
@@ -209,16 +216,16 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
 
     for module in imports:
         import_own(module)
-    found = estimate(recipe, plan)
+    cost = estimate(recipe, plan)
     machine = (
-        f"{three_digits(1000 * found.step_seconds)} ms a step of one worker on {found.device} in "
-        f"{found.precision}, {duration(found.run_seconds)} for all; "
-        f"{found.memory_bytes / 2**30:.2g} GiB; measured on {plural(found.samples, 'sample')}"
+        f"{three_digits(1000 * cost.step_seconds)} ms a step of one worker on {cost.device} in "
+        f"{cost.precision}, {duration(cost.run_seconds)} for all; "
+        f"{cost.memory_bytes / 2**30:.2g} GiB; measured on {plural(cost.samples, 'sample')}"
     )
     rows = {"this machine": machine, "included": "forward, backward and update of every step"}
-    if found.sums:
-        sizes = ", ".join(three_digits(size / 1e6) for size in found.sums)
-        rows["gradients"] = f"summed in {plural(len(found.sums), 'group')} of {sizes} MB"
+    if cost.sums:
+        sizes = ", ".join(three_digits(size / 1e6) for size in cost.sums)
+        rows["gradients"] = f"summed in {plural(len(cost.sums), 'group')} of {sizes} MB"
     print_rows(rows)
 
 
@@ -254,20 +261,21 @@ def _draw_schedules(
     recipes = [_recipe(path, overrides) for path in paths]
     from largebatch.report.rates import Rates, write_rates_of
 
-    names, drawn = [recipe.name for recipe in recipes], list[Rates]()
+    names = [recipe.name for recipe in recipes]
+    rates = list[Rates]()
     for path, recipe in zip(paths, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
             course = follow(recipe.schedule, make_plan(recipe.mathematics))
         except RecipeError as error:  # of several recipes: which?
             raise RecipeError(f"{path}: {error}") from None
-        drawn.append(Rates(label, recipe, course))
+        rates.append(Rates(label, recipe, course))
     figure = out or Path("learning-rates.png")
-    write_rates_of(figure, drawn, by=by)
-    for each in drawn:
-        print(printable(each.legend))
-        print_rows(each.course.facts(), width=9)
-    if len(drawn) > 1:
+    write_rates_of(figure, rates, by=by)
+    for recipe_rates in rates:
+        print(printable(recipe_rates.legend))
+        print_rows(recipe_rates.course.facts(), width=9)
+    if len(rates) > 1:
         print("heights compare only with one optimizer, eta and convention of LARS")
     print(printable(f"drawn: {figure}"))
 
@@ -286,24 +294,26 @@ def _list(*, json: AsJson = False) -> None:
 
     Rows fit 80 columns; a wider terminal shows more of the source.
     """
-    found = sorted(_facts(), key=itemgetter("needs_data", "data_set"))
+    facts = sorted(_facts(), key=itemgetter("needs_data", "data_set"))
     if json:
-        print_json(found)
+        print_json(facts)
         return
     width = max(80, shutil.get_terminal_size().columns) - 51
     rows = [("recipe", "batch", "epochs", "measured here, or after whom")]
-    for it in found:
-        source = f"after {it['after']}" if it["after"] else "not measured here"
-        words = re.split(r" \(|, ", it["measured"] or "")[0] or source
+    for recipe in facts:
+        source = f"after {recipe['after']}" if recipe["after"] else "not measured here"
+        words = re.split(r" \(|, ", recipe["measured"] or "")[0] or source
         short = textwrap.shorten(words, width, placeholder="...")
-        rows.append((it["name"], f"{it['global_batch']:,}", f"{it['epochs']:.1f}", short))
-    head, *lines = aligned(rows, right=(1, 2)).splitlines()
+        rows.append(
+            (recipe["name"], f"{recipe['global_batch']:,}", f"{recipe['epochs']:.1f}", short)
+        )
+    head, *lines = table(rows, right=(1, 2)).splitlines()
     print(f"  {head}")
-    shown = iter(lines)
-    for data_set, group in groupby(found, key=itemgetter("data_set")):
+    remaining_lines = iter(lines)
+    for data_set, group in groupby(facts, key=itemgetter("data_set")):
         recipes = list(group)
         needs = "needs --data DIR" if recipes[0]["needs_data"] else "embedded, needs no --data"
-        print(f"\n{data_set} ({needs})", *islice(shown, len(recipes)), sep="\n  ")
+        print(f"\n{data_set} ({needs})", *islice(remaining_lines, len(recipes)), sep="\n  ")
     print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
 
 
@@ -311,7 +321,8 @@ def _facts() -> Iterator[dict[str, Any]]:
     """Yield what is known of each installed recipe, as --json prints it."""
     for data_set, texts in by_data_set().items():
         for name, text in texts.items():
-            recipe, (after, measured) = parse_recipe(text), origin(text)
+            recipe = parse_recipe(text)
+            after, measured = origin(text)
             plan = make_plan(recipe.mathematics)
             yield {
                 "name": name,

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, wrapped
 from largebatch.errors import printable
-from largebatch.formatting import MISSING, aligned, percent
+from largebatch.formatting import MISSING, percent, table
 from largebatch.runs.options import AsJson, Count
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def diagnose(
     from largebatch.report.logs import read_record
     from largebatch.report.verdict import verdict
 
-    judged, small = read_record(run, classes=classes, columns=columns), None
+    judged = read_record(run, classes=classes, columns=columns)
+    small = None
     if other is not None:
         small = read_record(other, classes=classes, columns=columns)
         require_comparable(judged, small)
@@ -78,8 +79,8 @@ def diagnose(
     values = [_values(record) for record in records]
     if json:
         runs = [{"name": it.name} | of_run for it, of_run in zip(records, values, strict=True)]
-        found = [{"kind": it.check, "figure": it.text, "remedy": it.remedy} for it in causes]
-        named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": found}
+        listed = [{"kind": it.check, "figure": it.text, "remedy": it.remedy} for it in causes]
+        named = {"run": judged.name, "runs": runs, "unfinished": ended, "causes": listed}
         notes = {"read": list(judged.notes), "not_checked": list(judged.unchecked)}
         print_json(named | notes)
         return
@@ -88,7 +89,7 @@ def diagnose(
         [name.replace("_1", "-1").replace("_", " "), *(_formatted(name, it[name]) for it in values)]
         for name in values[0]
     ]
-    print(printable(aligned(rows, right=range(1, len(rows[0])))))
+    print(printable(table(rows, right=range(1, len(rows[0])))))
     for record in records:
         if record.notes:
             print(wrapped(f"{record.name} was read as: {'; '.join(record.notes)}"))
@@ -98,8 +99,8 @@ def diagnose(
         print(printable(f"likely causes in {judged.name}, the most likely first:"))
     else:
         print(wrapped(f"{judged.name}: no cause found"))
-    for place, cause in enumerate(causes, start=1):
-        print(wrapped(f"{place}. {cause.check}: {cause.text}"))
+    for number, cause in enumerate(causes, start=1):
+        print(wrapped(f"{number}. {cause.check}: {cause.text}"))
         print(wrapped(f"  to change it: {cause.remedy}"))
     if judged.unchecked:
         print(wrapped(f"not checked, for lack of a record: {', '.join(judged.unchecked)}"))
@@ -108,7 +109,7 @@ def diagnose(
 def _values(record: "Record") -> dict[str, float | None]:
     """Return settings and results; None or NaN where they are not known."""
     val_loss, top1 = (
-        next((one for one in reversed(column.tolist()) if not math.isnan(one)), math.nan)
+        next((value for value in reversed(column.tolist()) if not math.isnan(value)), math.nan)
         for column in (record.val_loss, record.top1)
     )
     return {
@@ -146,5 +147,5 @@ def mlperf(run: Path, /, *runs: Path) -> int:
     for name, verdict in verdicts.items():
         first, *others = verdict.lines or [""]
         rows += [(name, _WORDS[verdict.passed], first), *(("", "", line) for line in others)]
-    print(printable(aligned(rows, right=(0,))))
+    print(printable(table(rows, right=(0,))))
     return FAILED if False in {verdict.passed for verdict in verdicts.values()} else 0

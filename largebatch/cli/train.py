@@ -125,29 +125,29 @@ def evaluate(
     """
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    found = evaluate_checkpoint(
+    evaluated = evaluate_checkpoint(
         checkpoint, options.options(out=NEW_FOLDER), model=model, training=training
     )
     if own_rank() == 0:
-        _print_metrics(found, json=json)
-    if not math.isfinite(found.metrics.loss):
+        _print_metrics(evaluated, json=json)
+    if not math.isfinite(evaluated.metrics.loss):
         raise CheckpointError(
-            f"{found.path}: gives scores that are not finite, which count as wrong; its weights or "
-            "the images are out of the range of the model's precision"
+            f"{evaluated.path}: gives scores that are not finite, which count as wrong; its "
+            "weights or the images are out of the range of the model's precision"
         )
 
 
-def _print_metrics(found: "Evaluated", *, json: bool) -> None:
-    metrics = found.metrics
+def _print_metrics(evaluated: "Evaluated", *, json: bool) -> None:
+    metrics = evaluated.metrics
     if json:
-        every = {"training": found.training and asdict(found.training), **asdict(metrics)}
-        print_json({"checkpoint": found.path, "step": found.step, **every})
+        every = {"training": evaluated.training and asdict(evaluated.training), **asdict(metrics)}
+        print_json({"checkpoint": evaluated.path, "step": evaluated.step, **every})
         return
-    after = "" if found.step is None else f", after {plural(found.step, 'update')}"
-    print(printable(f"{_scores(metrics, found.classes)}  {found.path}{after}"))
-    if found.training is not None:
-        print(f"training images: {_scores(found.training, found.classes)}")
-        gap = four_decimals(metrics.loss - found.training.loss, sign=True)
+    after = "" if evaluated.step is None else f", after {plural(evaluated.step, 'update')}"
+    print(printable(f"{_scores(metrics, evaluated.classes)}  {evaluated.path}{after}"))
+    if evaluated.training is not None:
+        print(f"training images: {_scores(evaluated.training, evaluated.classes)}")
+        gap = four_decimals(metrics.loss - evaluated.training.loss, sign=True)
         print(f"validation loss - training loss: {gap}")
 
 
@@ -197,14 +197,17 @@ def polish(  # noqa: PLR0913 -- its options
         run = read_run(out)
         assert run.drift is not None
         assert run.result is not None
-        layers, measured = run.drift.layers, run.result.samples
+        layers = run.drift.layers
+        measured = run.result.samples
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {out / REPORT}{undone}"
     else:
         from largebatch.runs.pretrained import polish_weights
 
-        found = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
-        before, after, layers = asdict(found[0]), asdict(found[1]), found[2]
+        polished = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
+        before = asdict(polished[0])
+        after = asdict(polished[1])
+        layers = polished[2]
         measured = after["samples"]
         done = f"polished weights: {out}"
     if own_rank() == 0:
@@ -254,30 +257,30 @@ def predict(
         raise DataError("predict: expected images after the run: files, or folders of them")
     from largebatch.runs.predict import predict as classify
 
-    found = classify(run, images, model=model, imports=imports)
-    best = found.probabilities.topk(min(top, len(found.classes)))
+    predictions = classify(run, images, model=model, imports=imports)
+    best = predictions.probabilities.topk(min(top, len(predictions.classes)))
     columns = range(1, best.indices.shape[1] + 1)
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["image", *(f"{what}_{n}" for n in columns for what in ("class", "probability"))])
-    for path, labels, values in zip(found.paths, best.indices, best.values, strict=True):
+    for path, labels, values in zip(predictions.paths, best.indices, best.values, strict=True):
         pairs = zip(labels.tolist(), values.tolist(), strict=True)
-        cells = [cell for label, p in pairs for cell in (found.classes[label], f"{p:.4f}")]
+        cells = [cell for label, p in pairs for cell in (predictions.classes[label], f"{p:.4f}")]
         rows.writerow([path, *cells])
     if out is not None:
         with writing(out, error=DataError):
             # The mark makes spreadsheets read UTF-8.
             write_whole(out, BOM_UTF8 + text.getvalue().encode(errors="surrogateescape"))
-        print(printable(f"{plural(len(found.paths), 'image')}: {out}"), flush=True)
+        print(printable(f"{plural(len(predictions.paths), 'image')}: {out}"), flush=True)
     else:
         print(printable(text.getvalue()), end="", flush=True)
-    lines = [f"{path}: {reason}" for path, reason in found.unreadable.items()]
-    for line in filter(None, [*lines, found.ignored]):
+    lines = [f"{path}: {reason}" for path, reason in predictions.unreadable.items()]
+    for line in filter(None, [*lines, predictions.ignored]):
         print(printable(f"largebatch: {line}"), file=sys.stderr)
     if lines:
-        total = len(found.paths) + len(lines)
+        total = len(predictions.paths) + len(lines)
         raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")
-    lost = int((~found.probabilities.isfinite()).any(1).sum())
+    lost = int((~predictions.probabilities.isfinite()).any(1).sum())
     if lost:
         raise CheckpointError(
             f"{run}: the probabilities of {plural(lost, 'image')} are not finite; its weights or "

@@ -70,13 +70,19 @@ def clean_request(
     index: Index, samples: IntArray, *, image_size: int, resize: int | None
 ) -> Request:
     """Return the request for these samples as in validation: the centre, or all if no `resize`."""
-    heights = index.heights[samples]
-    widths = index.widths[samples]
-    if resize is None:
-        boxes = whole_boxes(heights, widths)
-    else:
-        boxes = center_boxes(heights, widths, image_size=image_size, resize=resize)
+    boxes = clean_boxes(
+        index.heights[samples], index.widths[samples], image_size=image_size, resize=resize
+    )
     return Request(samples=samples, boxes=boxes, flips=np.zeros(len(samples), dtype=np.bool_))
+
+
+def clean_boxes(
+    heights: IntArray, widths: IntArray, *, image_size: int, resize: int | None
+) -> IntArray:
+    """Return the N x 4 boxes of validation: the centre, or whole images if `resize` is None."""
+    if resize is None:
+        return whole_boxes(heights, widths)
+    return center_boxes(heights, widths, image_size=image_size, resize=resize)
 
 
 def random_boxes(

@@ -57,6 +57,10 @@ class View:
     dtype: torch.dtype = torch.float32
     """Type of the images. Pixels are computed in float32 and rounded once at the end."""
 
+    def pixel_scale(self) -> Tensor:
+        """Return the mean and the deviation of pixels of 0 .. 255: 2 x 3 x 1 x 1."""
+        return torch.tensor([self.mean, self.std]).mul_(255).view(2, 3, 1, 1)
+
 
 class Resources(NamedTuple):
     """Device, threads and limits that a worker decodes with."""

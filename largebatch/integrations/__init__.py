@@ -37,8 +37,9 @@ def polished(model: nn.Module, averaged: AveragedModel, batches: Iterable[Any]) 
 @torch.no_grad()
 def exchange(model: nn.Module, averaged: AveragedModel) -> None:
     """Exchange the weights and buffers of a model and of its averaged copy, in place."""
-    pairs = ((it.parameters(), it.buffers()) for it in (model, averaged.module))
-    for one, other in zip(*map(chain.from_iterable, pairs), strict=True):
-        content = one.clone()
-        one.copy_(other)
+    pairs = ((module.parameters(), module.buffers()) for module in (model, averaged.module))
+    # In place, as optimizers, hooks and graphs hold these tensors.
+    for tensor, other in zip(*map(chain.from_iterable, pairs), strict=True):
+        content = tensor.clone()
+        tensor.copy_(other)
         other.copy_(content)

@@ -27,6 +27,8 @@ def audit_loop(
     """
 
     def step(batch: Any) -> None:
+        # These lines are those of Accelerate's documents: outside the last micro-batch the
+        # optimizer's step does nothing, so the audit sees what users run.
         with accelerator.accumulate(model):
             accelerator.backward(loss_fn(model(images_of(batch)), labels_of(batch)))
             if max_norm is not None and accelerator.sync_gradients:

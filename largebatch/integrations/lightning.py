@@ -21,7 +21,8 @@ class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read
     """
 
     def __init__(self, batches: Iterable[Any], network: str = "model") -> None:
-        self.batches, self.network = batches, network
+        self.batches = batches
+        self.network = network
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -39,11 +40,13 @@ class Audit(Callback):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], network: str = "model") -> None:
-        self.loss_fn, self.network = loss_fn, network
+        self.loss_fn = loss_fn
+        self.network = network
         self.findings: Findings | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        strategy = trainer.strategy
+        optimizer = trainer.optimizers[0]
         micros = trainer.accumulate_grad_batches
 
         calls = count(1)
@@ -51,6 +54,8 @@ class Audit(Callback):  # type: ignore[misc]  # as above
 
         def step(batch: Any) -> None:
             output = strategy.training_step(strategy.batch_to_device(batch), 0)
+            # A LightningModule may return the loss alone, or a dictionary with more for its
+            # callbacks.
             loss = output["loss"] if isinstance(output, dict) else output
             strategy.backward(loss / micros, optimizer)
             number = next(calls)
@@ -59,7 +64,10 @@ class Audit(Callback):  # type: ignore[misc]  # as above
                 optimizer.step()
                 optimizer.zero_grad()
 
-        network, loader = pl_module.get_submodule(self.network), trainer.train_dataloader
+        network = pl_module.get_submodule(self.network)
+        loader = trainer.train_dataloader
+        # Lightning calls `set_epoch` itself before an epoch; in the audit it has to be called for
+        # it.
         owner = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
         set_epoch = getattr(owner, "set_epoch", None)
         self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)

@@ -32,10 +32,12 @@ def polish_averages() -> None:
 
     >>> polish_averages()  # then run timm's script in this process  # doctest: +SKIP
     """
-    own_loader, own_update = data.create_loader, ModelEmaV3.update
+    own_loader = data.create_loader
+    own_update = ModelEmaV3.update
     loaders: dict[bool, tuple[Dataset[Any], dict[str, Any]]] = {}
 
     def create_loader(dataset: Dataset[Any], **words: Any) -> Any:
+        # A copy: timm's loader sets the transform of the data set that it is given.
         loaders[words.get("is_training", False)] = copy.copy(dataset), words
         return own_loader(dataset, **words)
 
@@ -52,12 +54,14 @@ def polish_averages() -> None:
                 ema.is_polished = True
                 polish(module, clean_loader())
 
+        # On the first update only: each hook would polish again.
         if not hasattr(ema, "is_polished"):
             for module in ema.module.modules():  # timm calls a part of what is averaged
                 module.register_forward_pre_hook(before)
         ema.is_polished = False
 
-    data.create_loader, ModelEmaV3.update = create_loader, update
+    data.create_loader = create_loader
+    ModelEmaV3.update = update
 
 
 if __name__ == "__main__":

@@ -29,20 +29,26 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     """
 
     def __init__(self, trainer: Trainer, batches: Iterable[Any], *, decay: float = 0.999) -> None:
-        self.batches, self.decay, own = batches, decay, trainer.evaluation_loop
+        self.batches = batches
+        self.decay = decay
+        own_evaluation = trainer.evaluation_loop
         self._trainer = trainer
         self._averaged: AveragedModel | None = None
 
         def evaluation_loop(*args: Any, **words: Any) -> Any:
-            result = own(*args, **words)
+            result = own_evaluation(*args, **words)
             if self._averaged is None:  # not in training
                 return result
             prefix = words.get("metric_key_prefix", "eval")
+            # The second evaluation sees the same data: its own prefix keeps the figures apart.
             with polished(trainer.model, self._averaged, self.batches):
-                average = own(*args, **words | {"metric_key_prefix": f"{prefix}_average"})
+                average = own_evaluation(
+                    *args, **words | {"metric_key_prefix": f"{prefix}_average"}
+                )
             result.metrics.update(average.metrics)
             return result
 
+        # No callback is called before an evaluation, so the loop itself is wrapped.
         trainer.evaluation_loop = evaluation_loop
 
     def on_train_begin(self, args: Any, state: Any, _: Any, *, model: nn.Module, **__: Any) -> None:
@@ -78,26 +84,36 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, trainer: Trainer, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        self.trainer, self.loss_fn = trainer, loss_fn
+        self.trainer = trainer
+        self.loss_fn = loss_fn
         self.findings: Findings | None = None
 
     def on_step_begin(self, args: Any, *_: Any, **__: Any) -> None:
         if self.findings is not None:
             return
-        trainer, model, optimizer = self.trainer, self.trainer.model_wrapped, self.trainer.optimizer
-        gradients, scheduler = trainer.accelerator.gradient_state, trainer.lr_scheduler
+        trainer = self.trainer
+        model = self.trainer.model_wrapped
+        optimizer = self.trainer.optimizer
+        gradients = trainer.accelerator.gradient_state
+        scheduler = trainer.lr_scheduler
         windows = _Windows(
             trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps
         )
-        divisor, items = trainer.current_gradient_accumulation_steps, list[Any]()
+        divisor = trainer.current_gradient_accumulation_steps
+        items = list[Any]()
 
         def step(batch: Any) -> None:
-            number, window = windows.place, windows.window
+            number = windows.place
+            window = windows.window
+            # The trainer divides the sum of the losses by all labels of an update, which it
+            # counts before the first of its passes.
             if number == 0:
                 items[:] = [_items_in(window, trainer, args.device)]
                 trainer.current_gradient_accumulation_steps = len(window)
             is_last = number == len(window) - 1
             gradients._set_sync_gradients(is_last)
+            # DistributedDataParallel sums gradients in the last pass only, as in the trainer's
+            # own loop.
             with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
                 trainer.training_step(model, batch, *items)
             if not is_last:
@@ -109,8 +125,10 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
                 scheduler.step()
             model.zero_grad()
 
-        own = windows._dataloader
-        owner = own if hasattr(own, "set_epoch") else getattr(own, "sampler", None)
+        dataloader = windows._dataloader
+        owner = (
+            dataloader if hasattr(dataloader, "set_epoch") else getattr(dataloader, "sampler", None)
+        )
         set_epoch = getattr(owner, "set_epoch", None)
         try:
             self.findings = audit(
@@ -124,7 +142,8 @@ class _Windows:
     """A loader's batches, read ahead by those of an update: the trainer counts their labels."""
 
     def __init__(self, loader: Any, micros: int) -> None:
-        self._dataloader, self._micros = loader, micros
+        self._dataloader = loader
+        self._micros = micros
         self.window: list[Any] = []
         self.place = 0
         """Place in the window of the batch that was yielded last."""
@@ -143,6 +162,6 @@ class _Windows:
 def _items_in(window: list[Any], trainer: Trainer, device: Any) -> Any:
     """Return the number of labels in the batches of an update as the trainer counts them."""
     words = {"device": device}  # since Transformers 4.49
-    known = signature(trainer.get_batch_samples).parameters
-    words = {name: it for name, it in words.items() if name in known}
+    parameters = signature(trainer.get_batch_samples).parameters
+    words = {name: value for name, value in words.items() if name in parameters}
     return trainer.get_batch_samples(iter(window), len(window), **words)[1]

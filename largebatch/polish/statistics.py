@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +48,7 @@ from largebatch.models.wrappers import (
     watch_host,
 )
 from largebatch.polish.moments import TOGETHER, Moments, pool
+from largebatch.replacing import replaced
 from largebatch.tracking.events import LayerDrift
 
 _LOG = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ def _measure(
         for owner in owners:
             for layer in owner.layers:
                 checked = _checked(owner, layer, layer.forward)
-                stack.enter_context(mock.patch.object(layer, "forward", checked))
+                stack.enter_context(replaced(layer, "forward", checked))
         for batch in batches:
             num_batches += 1
             if forward:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
+from largebatch.formatting import table
 from largebatch.recipe.problems import meant_key
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import (
@@ -118,13 +119,13 @@ def _list_fields(prefix: str, section: type[Section]) -> str:
     kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
     fields = {name: field for name, field in section.model_fields.items() if name != "kind"}
-    width = max((len(prefix + name) for name in fields), default=0) + 4
     lines = [f"{chooser_of(section)}: {' or '.join(kinds)}: {head}" if kinds else head]
-    for name, field in fields.items():
-        text = _first_sentence(section, field, name)
-        begin = f"  {prefix + name:<{width - 2}}"
-        filled = textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * width)
-        lines.append(filled.rstrip())
+    rows = [
+        [f"  {prefix}{name}", _first_sentence(section, field, name)]
+        for name, field in fields.items()
+    ]
+    if rows:
+        lines.append(table(rows, wrap_at=_WIDTH))
     return "\n".join(lines)
 
 

@@ -47,16 +47,22 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
 
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
-    axes, kept = figure.subplots(), run.kept_evaluations
-    axes.plot(values_of(kept, "epoch"), 100 * values_of(kept, "top1"), color=MUTED, lw=1)
+    axes = figure.subplots()
+    evaluations = run.kept_evaluations
+    axes.plot(
+        values_of(evaluations, "epoch"), 100 * values_of(evaluations, "top1"), color=MUTED, lw=1
+    )
     looks = looks_of(run.stage_names)
-    by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
-    for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
+    by_stage = [
+        [evaluation for evaluation in run.evaluations if evaluation.stage == stage.name]
+        for stage in run.stages
+    ]
+    for number, (stage, of_stage) in enumerate(zip(run.stages, by_stage, strict=True)):
         # A stage without updates ends where the one before it does: its mark is within that one's.
-        later = [each.epoch for those in by_stage[place + 1 :] for each in those]
-        size = 6 + 3 * later.count(found[-1].epoch) if found else 6
+        later = [evaluation.epoch for those in by_stage[number + 1 :] for evaluation in those]
+        size = 6 + 3 * later.count(of_stage[-1].epoch) if of_stage else 6
         axes.plot(
-            values_of(found, "epoch"), 100 * values_of(found, "top1"),
+            values_of(of_stage, "epoch"), 100 * values_of(of_stage, "top1"),
             color=looks[stage.name].colour, marker=looks[stage.name].marker, ms=size, lw=0,
             clip_on=False, markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
@@ -108,10 +114,12 @@ def mark_stages(axes: "Axes", run: Run) -> None:
         axes.axvspan(start, stop, color=looks[stage].colour, alpha=0.08, lw=0)
     sizes = zip(run.plan.sizes, run.plan.sizes[1:], strict=False)
     marks = [(before.end, f"{after.image_size} px", MUTED) for before, after in sizes]
-    marks += [(one.step, f"batch {one.global_batch:,}", MUTED) for one in run.plan.batch_changes]
+    marks += [
+        (change.step, f"batch {change.global_batch:,}", MUTED) for change in run.plan.batch_changes
+    ]
     marks += [(start, stage, looks[stage].colour) for start, stage in starts]
-    shown = [mark for mark in sorted(marks) if first <= mark[0] < end]
-    for row, (step, text, colour) in enumerate(shown):
+    visible_marks = [mark for mark in sorted(marks) if first <= mark[0] < end]
+    for row, (step, text, colour) in enumerate(visible_marks):
         axes.axvline(step, color=colour, lw=0.8, ls=(0, (1, 2)))
         axes.annotate(
             text, (step, 1), (-3, -3 - 11 * (row % 3)), xycoords=axes.get_xaxis_transform(),
@@ -135,10 +143,10 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     """Draw the noise scale with its intervals by step, and the global batch."""
     axes = figure.subplots()
     parts = course(run)
-    known = [part for part in parts if part.found.value > 0]
-    middle = [(part.first + part.last) / 2 for part in known]
-    found = [part.found for part in known]
-    values, low, high = (values_of(found, name) for name in ("value", "low", "high"))
+    positive = [part for part in parts if part.found.value > 0]
+    middle = [(part.first + part.last) / 2 for part in positive]
+    estimates = [part.found for part in positive]
+    values, low, high = (values_of(estimates, name) for name in ("value", "low", "high"))
     top = 2 * max([*values, *high[np.isfinite(high)]], default=1.0)
     below = values - np.maximum(low, min(values, default=1.0) / 10)
     above = np.minimum(high, top) - values

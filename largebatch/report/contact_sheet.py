@@ -55,13 +55,16 @@ class Shown(NamedTuple):
 
 def show(pipeline: Pipeline) -> Shown:
     """Decode one image of each of the classes that the run comes to first."""
-    plan, index, number = pipeline.plan, pipeline.train_index, pipeline.plan.train_samples
+    plan = pipeline.plan
+    index = pipeline.train_index
+    number = pipeline.plan.train_samples
     passes = max(1, min(PASSES, math.floor(plan.epoch(plan.train_steps))))
     orders = [pipeline.training_samples(range(p * number, (p + 1) * number)) for p in range(passes)]
     labels, first = np.unique(index.labels[orders[0]], return_index=True)
     chosen = np.sort(np.argsort(first)[:CLASSES])
-    samples, labels = orders[0][first[chosen]], labels[chosen]
-    places = [
+    samples = orders[0][first[chosen]]
+    labels = labels[chosen]
+    rows_of_positions = [
         [p * number + int(np.flatnonzero(order == sample)[0]) for sample in samples]
         for p, order in enumerate(orders)
     ]
@@ -71,13 +74,17 @@ def show(pipeline: Pipeline) -> Shown:
 
     training: list[Tensor] = []
     size_of = partial(plan.image_size, otherwise=pipeline.data.image_size)
-    for size, positions in groupby([place for row in places for place in row], key=size_of):
+    every_position = [position for row in rows_of_positions for position in row]
+    for size, positions in groupby(every_position, key=size_of):
         wanted = requests(positions, clean=False)
         training += _images(pipeline.decode(index, wanted, image_size=size))
-    clean = _images(pipeline.decode(index, requests(places[0], clean=True)))
-    evaluated, validation = pipeline.evaluated_samples, pipeline.val_index
+    clean = _images(pipeline.decode(index, requests(rows_of_positions[0], clean=True)))
+    evaluated = pipeline.evaluated_samples
+    validation = pipeline.val_index
     checks = [evaluated[validation.labels[evaluated] == label][:CHECKS] for label in labels]
-    of_checks = (pipeline.clean_request(validation, one[None]) for row in checks for one in row)
+    of_checks = (
+        pipeline.clean_request(validation, sample[None]) for row in checks for sample in row
+    )
     evaluation = iter([*_images(pipeline.decode(validation, of_checks))])
     return Shown(
         classes=tuple(printable(index.classes[label]) for label in labels),
@@ -131,8 +138,8 @@ def draw_sheet(figure: "Figure", shown: Shown, data: Data) -> None:
     for axes, width, (title, rows) in zip(panels, widths, groups.items(), strict=True):
         for row, images in enumerate(rows):
             for column, image in enumerate(images):
-                place = column, column + 0.95, row + 0.95, row
-                axes.imshow(denormalized(image, data), extent=place, interpolation="nearest")
+                extent = column, column + 0.95, row + 0.95, row
+                axes.imshow(denormalized(image, data), extent=extent, interpolation="nearest")
         axes.set(xlim=(0, width), ylim=(len(rows), 0), xticks=[], yticks=[], title=title)
         axes.spines["bottom"].set_visible(False)
     names = [clip(name, 20) for name in shown.classes]

@@ -119,6 +119,7 @@ def parse_columns(texts: Sequence[str]) -> dict[str, Named]:
     """
     columns: dict[str, Named] = {}
     for text in texts:
+        # Only before a known kind: names of columns may contain commas.
         for item in re.split(rf",(?=(?:{'|'.join(KINDS)})=)", text):
             kind, _, column = item.partition("=")
             if kind not in KINDS or not column:
@@ -143,6 +144,7 @@ def read_record(path: Path, *, classes: int | None = None, columns: Sequence[str
     Raises:
         CheckpointError: No log, no training loss, or columns with several readings.
     """
+    # Our own logs have types and a plan; all others are read by the names of their columns.
     file = find_log(path)
     if is_of_run(file):
         return record_of(read_run(file.parent))
@@ -179,6 +181,7 @@ def find_log(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: holds no log of a run; expected {LOG} or {', '.join(FILES)}"
         )
+    # Beside our log there may be files of trackers, which hold the same.
     if logs[0].name != LOG and len(logs) > 1:
         names = ", ".join(log.name for log in logs)
         raise CheckpointError(f"{path}: holds several logs ({names}); give one of the files")
@@ -189,6 +192,7 @@ def find_log(path: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[Row]:
+    # Spreadsheets write a byte-order mark, which would be part of the first name.
     text = path.read_text(encoding="utf-8-sig")
     is_json = text.lstrip()[:1] in {"{", "["}
     table = list(_read_json(text) if is_json else _read_csv(text, path))
@@ -201,15 +205,17 @@ def _rows(path: Path) -> Iterator[Row]:
 def _read_json(text: str) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of JSON lines, of a list, or of the `log_history` of Trainer."""
     decoder = json.JSONDecoder()
-    place = 0
-    while begin := re.compile(r"[\s,]*(?=\S)").match(text, place):
+    position = 0
+    while begin := re.compile(r"[\s,]*(?=\S)").match(text, position):
         try:
-            content, place = decoder.raw_decode(text, begin.end())
+            content, position = decoder.raw_decode(text, begin.end())
         except json.JSONDecodeError as error:
-            if place and "\n" not in text[begin.end() :].rstrip():
+            if position and "\n" not in text[begin.end() :].rstrip():
                 return  # a killed program leaves its last line incomplete
             line = text.count("\n", 0, begin.end()) + 1
             raise ValueError(f"line {line} is not JSON: {error.msg}") from None
+        # Trainer writes one object with a list in it, W&B's export a list, most others an object
+        # a line.
         entries = content.get("log_history", [content]) if isinstance(content, dict) else content
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict):
@@ -232,6 +238,7 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
     header = _exported(first, path)
     for line in lines:
         cells = [cell.strip() for cell in line]
+        # Two equal names or more: one alone may be a value, such as a split.
         if len(({*cells} & {*header}) - {""}) > 1 or cells == first:
             # A program that appends after a restart may write its columns in another order.
             header = _exported(cells, path)
@@ -249,6 +256,7 @@ def _read_csv(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _exported(header: list[str], path: Path) -> list[str]:
     """Return the names of columns, as charts exported by W&B and TensorBoard mean them."""
+    # TensorBoard's export has the name of the metric in the file's name only.
     if {name.lower() for name in header} == {"wall time", "step", "value"}:
         tag = re.search(r"tag-(.+)", path.stem)
         return [tag[1] if tag and name.lower() == "value" else name for name in header]
@@ -282,10 +290,12 @@ def _numbers(row: Mapping[str, Any]) -> Row:
     group = next(
         (v for name, v in row.items() if _plain(name) in GROUPS and isinstance(v, str)), ""
     )
+    # mmcv and detectron2 write rows of training and of validation with the same names.
     split = _split(_plain(group))
     numbers: Row = {}
     for column, cell in row.items():
-        name, value = column, _float(cell)
+        name = column
+        value = _float(cell)
         if isinstance(cell, str) and value is None:  # 3/90 of a counter, 45.3% of an accuracy
             parts = re.fullmatch(r"([\d.e+-]+)\s*(%|/\s*\d+)", cell.strip())
             value = _float(parts[1]) if parts else None
@@ -295,12 +305,14 @@ def _numbers(row: Mapping[str, Any]) -> Row:
                 re.fullmatch(pattern, _plain(name)) for pattern in COUNTERS.values()
             )
             numbers[name if has_split or not split else f"{split}/{name}"] = value
+    # It has a loss, which would look like the last update's.
     if _measured(numbers, "train_runtime") or _measured(numbers, "train/train_runtime"):
         return {}  # Trainer's last row: means over the whole run
     return numbers
 
 
 def _float(cell: object) -> float | None:
+    # A bool is a number in Python; in a log it is a flag.
     if isinstance(cell, bool):
         return None
     try:
@@ -323,6 +335,7 @@ def _plain(name: str) -> str:
     >>> _plain("Loss/train"), _plain("valAcc@1"), _plain("lr-SGD/pg1"), _plain("Val Acc (%)")
     ('loss_train', 'val_acc_at_1', 'lr_sgd_pg1', 'val_acc_percent')
     """
+    # valAcc becomes val_acc; SGD stays one word.
     words = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name).lower()
     words = words.replace("@", " at ").replace("%", " percent ")
     words = re.sub(r"\b(train|valid|val|test|eval)(?=loss|acc|top)", r"\1_", words)
@@ -371,7 +384,7 @@ class Columns:
         trained = Columns([row for row in self.rows if loss in row], self.named)
         val_loss = self._choose("val_loss", self._of_validation("loss"), prefer="epoch")
         norms = self._alike("grad_norm", "train", "")
-        found = {
+        by_kind = {
             "loss": loss,
             "val_loss": val_loss,
             "top1": self._choose("top1", self._accuracies(loss), prefer="epoch"),
@@ -380,7 +393,8 @@ class Columns:
             "epoch": trained._counter("epoch"),
             "grad_norm": self._choose("grad_norm", norms),
         }
-        columns = {kind: column for kind, column in found.items() if column is not None}
+        columns = {kind: column for kind, column in by_kind.items() if column is not None}
+        # Trackers count `step` by calls of log(), which many loops make once an epoch.
         if "step" in columns and "epoch" not in columns and trained._are_epochs(columns):
             columns["epoch"] = columns.pop("step")
         return columns
@@ -414,7 +428,9 @@ class Columns:
 
     def _rates(self) -> list[str]:
         rates = self._alike("lr", "train", "")
-        if {"lr/pg0", "lr/pg1"} <= {*rates} and any(it.startswith("metrics/") for it in self.names):
+        if {"lr/pg0", "lr/pg1"} <= {*rates} and any(
+            name.startswith("metrics/") for name in self.names
+        ):
             return ["lr/pg1"]  # Ultralytics: group 0 is the biases, whose warm-up begins high
         return rates
 
@@ -446,6 +462,8 @@ class Columns:
             return self._given(kind)
         finite = [name for name in alike if self._known(name).size]
         chosen = finite or alike
+        # Lightning logs train_loss_step and train_loss_epoch; the other kind of mean is dropped,
+        # not a column that names neither.
         preferred = [name for name in chosen if prefer and prefer in _plain(name).split("_")]
         other = {"step": "epoch", "epoch": "step"}.get(prefer, "")
         means = [name for name in chosen if other and other in _plain(name).split("_")]
@@ -455,9 +473,9 @@ class Columns:
             return None
         first = chosen[0]
         for name in chosen[1:]:
-            both = [row for row in self.rows if _measured(row, first) and _measured(row, name)]
-            pair = [np.array([row[column] for row in both]) for column in (first, name)]
-            if not both or not is_same(*pair):
+            with_both = [row for row in self.rows if _measured(row, first) and _measured(row, name)]
+            pair = [np.array([row[column] for row in with_both]) for column in (first, name)]
+            if not with_both or not is_same(*pair):
                 raise UnclearError(
                     f"{first} and {name} may both be the {kind} column",
                     f"{kind}={first}", f"{kind}={name}",
@@ -523,12 +541,14 @@ def _record(
     table = _without_repeats(renamed)
     is_percent = "top1" in columns and _is_percent(columns["top1"], table, classes, named)
     training = _training(table)
+    # A row takes the rate and the epoch of the row before it.
     for before, row in pairwise(table):  # Lightning has rates, mmengine epochs in rows of their own
         for kind in ("lr", "epoch"):
             if kind in before and not _measured(row, kind):
                 row[kind] = before[kind]
     losses, steps, epochs = (_values(training, kind) for kind in ("loss", "step", "epoch"))
     filtered = _filtered(losses, training, table)
+    # What the logger hid is shown again as not finite.
     losses[filtered:] = math.nan
     if (np.diff(steps[np.isfinite(steps)]) < 0).any():  # counted from the start of each epoch
         steps[:] = math.nan
@@ -602,6 +622,7 @@ def _counts_from_zero(steps: FloatArray) -> bool:
     known = steps[np.isfinite(steps)]
     if known.size < 2 or known[0] == 0:
         return bool(known.size and known[0] == 0)
+    # The most frequent distance: restarts and evaluations add others.
     distances, counts = np.unique(np.diff(known), return_counts=True)
     every = distances[np.argmax(counts)]
     return bool(every > 1 and (known[0] + 1) % every == 0)
@@ -614,7 +635,7 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
     Updates that are counted from the start of each epoch go back too, but their epochs do not.
     """
     kinds = [kind for kind in ("epoch", "step") if any(kind in row for row in rows)]
-    kept: list[Row] = []
+    unique: list[Row] = []
     places: list[tuple[tuple[float, ...], int]] = []
     restarts = False
     for row in rows:
@@ -627,14 +648,15 @@ def _without_repeats(rows: list[Row]) -> list[Row]:
                 if counters <= places[0][0] and not restarts:
                     # A lone counter of the updates of an epoch is no counter of the run.
                     if kinds == ["step"]:
-                        return [each for each in rows if HEADER not in each]
+                        return [content for content in rows if HEADER not in content]
                     raise ValueError("its epochs or updates go back; give the rows of one run")
+                # What a resumed run made again replaces the rows before the restart.
                 while places and places[-1][0] >= counters:
-                    del kept[places.pop()[1] :]
-            places.append((counters, len(kept)))
+                    del unique[places.pop()[1] :]
+            places.append((counters, len(unique)))
             restarts = False
-        kept.append(row)
-    return kept
+        unique.append(row)
+    return unique
 
 
 def _training(rows: list[Row]) -> list[Row]:
@@ -643,22 +665,33 @@ def _training(rows: list[Row]) -> list[Row]:
     If cells that were not measured are blank, NaN is a loss that was not finite. Otherwise the loss
     was lost if it is missing up to the end, for more rows than before, in rows of the same kind.
     """
-    known = [place for place, row in enumerate(rows) if not math.isnan(row.get("loss", math.nan))]
-    measured = {key for place in known for key in rows[place] if _measured(rows[place], key)}
+    with_loss = [
+        row_number
+        for row_number, row in enumerate(rows)
+        if not math.isnan(row.get("loss", math.nan))
+    ]
+    measured = {
+        key
+        for row_number in with_loss
+        for key in rows[row_number]
+        if _measured(rows[row_number], key)
+    }
     alike = [all(key in measured for key in row if _measured(row, key)) for row in rows]
-    lost = [place for place, row in enumerate(rows) if math.isnan(row.get("loss", 0))]
+    lost = [row_number for row_number, row in enumerate(rows) if math.isnan(row.get("loss", 0))]
+    # Some loggers leave cells blank that were not measured, others write NaN in them; blank cells
+    # anywhere mean that NaN is a loss.
     has_blanks = bool(lost) and any("loss" not in row for row in rows)
-    if known and not has_blanks:
-        tail = range(known[-1] + 1, len(rows))
-        is_lost = len(tail) > _gap(known) and all(alike[known[-1] + 1 :])
+    if with_loss and not has_blanks:
+        tail = range(with_loss[-1] + 1, len(rows))
+        is_lost = len(tail) > _gap(with_loss) and all(alike[with_loss[-1] + 1 :])
         lost = [*tail] if is_lost else []
-    lost = [place for place in lost if alike[place] or not known]
-    return [rows[place] for place in sorted({*known, *lost})]
+    lost = [row_number for row_number in lost if alike[row_number] or not with_loss]
+    return [rows[row_number] for row_number in sorted({*with_loss, *lost})]
 
 
-def _gap(places: Sequence[int]) -> int:
+def _gap(numbers: Sequence[int]) -> int:
     """Return the most rows before one of these places and after the one before."""
-    return int(max(np.diff([-1, *places]), default=1)) - 1
+    return int(max(np.diff([-1, *numbers]), default=1)) - 1
 
 
 def _filtered(losses: FloatArray, training: list[Row], rows: list[Row]) -> int:
@@ -671,15 +704,16 @@ def _filtered(losses: FloatArray, training: list[Row], rows: list[Row]) -> int:
     has_norms = any("grad_norm" in row for row in training)
     known = np.flatnonzero(np.isfinite(norms)).tolist()
     zeros = len(losses)
+    # The first row of the tail of zeros.
     while zeros and (losses[zeros - 1] == 0 or not math.isfinite(losses[zeros - 1])):
         zeros -= 1
     begin = known[-1] + 1 if known else 0
     tail = len(losses) - begin
 
-    def is_fitted(place: int) -> bool:
-        if place >= len(losses):
+    def is_fitted(row_number: int) -> bool:
+        if row_number >= len(losses):
             return True
-        later = rows[rows.index(training[place]) :]
+        later = rows[rows.index(training[row_number]) :]
         return any(_measured(row, "val_loss") for row in later)
 
     # Only a loss of 0, or norms that were numbers before, show that NaN is not "not measured".
@@ -708,19 +742,23 @@ def _evaluations(rows: list[Row]) -> FloatArray:
         if _split(_plain(key)) in {"val", "test"}
         and re.search("acc|top|prec|f1|auc|err", _rest(_plain(key)))
     } | {"top1"}
-    known = [place for place, row in enumerate(rows) if _measured(row, "val_loss")]
+    with_loss = [row_number for row_number, row in enumerate(rows) if _measured(row, "val_loss")]
     has_blanks = any("val_loss" not in row for row in rows)
     has_others = any(_measured(row, key) for row in rows for key in others)
-    is_lost = not has_others and len(known) > 1 and len(rows) - 1 - known[-1] > _gap(known)
+    is_lost = (
+        not has_others and len(with_loss) > 1 and len(rows) - 1 - with_loss[-1] > _gap(with_loss)
+    )
     evaluations: list[list[float]] = []
-    for place, row in enumerate(rows):
+    for row_number, row in enumerate(rows):
         epoch, loss, top1 = (row.get(kind, math.nan) for kind in ("epoch", "val_loss", "top1"))
         if "val_loss" in row and not math.isfinite(loss):
             is_measured = has_blanks or any(_measured(row, key) for key in others)
-            is_measured = is_measured or (is_lost and place > known[-1])
+            is_measured = is_measured or (is_lost and row_number > with_loss[-1])
             loss = math.inf if is_measured or math.isinf(loss) else math.nan
         if math.isnan(loss) and math.isnan(top1):
             continue
+        # Loss and accuracy of one evaluation may be in two rows: they have the same epoch, and no
+        # metric twice.
         last = evaluations[-1] if evaluations else [math.nan] * 3
         if last[0] == epoch and all(map(math.isnan, (last[1] + loss, last[2] + top1))):
             last[1:] = np.fmax(last[1:], [loss, top1]).tolist()  # one evaluation in two rows
@@ -747,6 +785,7 @@ def _is_percent(
     unit = named["top1"].unit if "top1" in named else ""
     if unit == "fraction" and most > ROUNDED:
         raise ValueError(f"{column} is {most:.6g}; expected a fraction from 0 to 1")
+    # Top-5, which is above 1 earlier, says as well which unit the log has.
     names = {name for row in rows for name in row} | {column}
     alike = [name for name in names if _is_metric(name.replace("5", "1"), "top1")]
     others = [row[name] for name in alike for row in rows if _measured(row, name)]

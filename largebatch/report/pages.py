@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from largebatch.errors import LargebatchError
-from largebatch.formatting import MISSING, aligned
+from largebatch.formatting import MISSING, table
 from largebatch.report.style import (
     COLOURS,
     MORE_COLOURS,
@@ -108,16 +108,16 @@ class Column:
 
     def cells(self) -> Iterator[dict[str, Any]]:
         """Yield what a table shows of each value."""
-        for place, value in enumerate(self.values):
+        for row, value in enumerate(self.values):
             missing = _is_missing(value)
-            shown = f"{value:{self.form}}" if self.is_number and not missing else value
+            text = f"{value:{self.form}}" if self.is_number and not missing else value
             yield {
-                "text": MISSING if missing else shown,
+                "text": MISSING if missing else text,
                 "number": value if self.is_number and not missing else None,
                 "missing": missing,
-                "before": self.before[place] if self.before else "",
-                "detail": self.details[place] if self.details else "",
-                "link": self.links[place] if self.links else "",
+                "before": self.before[row] if self.before else "",
+                "detail": self.details[row] if self.details else "",
+                "link": self.links[row] if self.links else "",
             }
 
 
@@ -158,7 +158,7 @@ class Table:
     @property
     def shown(self) -> list[Column]:
         """The columns that have a value."""
-        return [one for one in self.columns if not all(map(_is_missing, one.values))]
+        return [column for column in self.columns if not all(map(_is_missing, column.values))]
 
     def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""
@@ -167,17 +167,22 @@ class Table:
 
     def text(self) -> str:
         """Return the table as aligned lines for a terminal."""
-        columns = [one for one in self.shown if not self.printed or one.title in self.printed]
+        columns = self.shown
+        if self.printed:
+            columns = [column for column in columns if column.title in self.printed]
         cells = ([str(cell["text"]) for cell in column.cells()] for column in columns)
-        rows = [[one.title for one in columns], *zip(*cells, strict=True)]
-        return aligned(rows, right=[n for n, one in enumerate(columns) if one.is_number])
+        rows = [[column.title for column in columns], *zip(*cells, strict=True)]
+        return table(rows, right=[n for n, column in enumerate(columns) if column.is_number])
 
     def csv(self) -> str:
         """Return the table with all digits, for a spreadsheet; nothing for a missing value."""
         text = StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.title for column in self.shown])
-        columns = [["" if _is_missing(one) else one for one in each.values] for each in self.shown]
+        columns = [
+            ["" if _is_missing(value) else value for value in column.values]
+            for column in self.shown
+        ]
         writer.writerows(zip(*columns, strict=True))
         return text.getvalue()
 
@@ -274,13 +279,14 @@ class Chart:
 
     def svg(self) -> Markup:
         """Return the chart."""
-        size, label = (_WIDTH, self.height), self.title or self.caption
-        drawn = make_svg(self.draw, size=size, name=self.name, label=label)
-        return Markup(drawn)  # noqa: S704 -- matplotlib escapes the text in it
+        size = (_WIDTH, self.height)
+        label = self.title or self.caption
+        markup = make_svg(self.draw, size=size, name=self.name, label=label)
+        return Markup(markup)  # noqa: S704 -- matplotlib escapes the text in it
 
     def save(self, path: Path, *, legend: "Sequence[Series]") -> None:
         """Write the chart for a column of text with a legend; .pdf or .svg, as the path ends."""
-        names = [(one.label, one.colour, one.dash) for one in legend]
+        names = [(entry.label, entry.colour, entry.dash) for entry in legend]
         save_figure(path, self.draw, size=(_PAPER_WIDTH, self.height), legend=names)
 
 
@@ -298,35 +304,36 @@ def line_chart(name: str, *panels: Panel, title: str = "", caption: str = "") ->
 
 def draw_panel(axes: "Axes", panel: Panel) -> None:
     """Draw the lines of a panel; limits, ticks and titles as in the report of a run."""
-    for one in panel.lines:
-        if len(one.x):
-            _draw_line(axes, one)
+    for line in panel.lines:
+        if len(line.x):
+            _draw_line(axes, line)
     if "x" in panel.log:
         axes.set_xscale("log")
         _set_log_ticks(axes.xaxis, axes.get_xlim())
     if "y" in panel.log:
         axes.set_yscale("log")
         _set_log_ticks(axes.yaxis, axes.get_ylim())
-    if not any(isinstance(x, str) for one in panel.lines for x in one.x):
+    if not any(isinstance(x, str) for line in panel.lines for x in line.x):
         axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
-    if panel.from_zero and any(len(one.y) for one in panel.lines):
+    if panel.from_zero and any(len(line.y) for line in panel.lines):
         axes.set_ylim(bottom=0)
     name_axes(axes, y=panel.y, x=panel.x)
 
 
-def _draw_line(axes: "Axes", one: Line) -> None:
-    colour, place = one.series.colour, one.series.place
-    gid = None if place is None else f"series-{place}"  # make_svg turns it into an attribute
-    if one.line:
-        style = (0, one.series.dash) if one.series.dash else "-"
-        axes.plot(one.x, one.y, color=colour, ls=style, gid=gid)
-    if len(one.low):
-        axes.vlines(one.x, one.low, one.high, color=colour, lw=1.2, gid=gid)
-    if len(one.left):
-        axes.hlines(one.y, one.left, one.right, color=colour, lw=1.2, gid=gid)
-    if one.points:
-        axes.scatter(one.x, one.y, 25, colour, zorder=3, gid=gid)
+def _draw_line(axes: "Axes", line: Line) -> None:
+    colour = line.series.colour
+    number = line.series.place
+    gid = None if number is None else f"series-{number}"  # make_svg turns it into an attribute
+    if line.line:
+        style = (0, line.series.dash) if line.series.dash else "-"
+        axes.plot(line.x, line.y, color=colour, ls=style, gid=gid)
+    if len(line.low):
+        axes.vlines(line.x, line.low, line.high, color=colour, lw=1.2, gid=gid)
+    if len(line.left):
+        axes.hlines(line.y, line.left, line.right, color=colour, lw=1.2, gid=gid)
+    if line.points:
+        axes.scatter(line.x, line.y, 25, colour, zorder=3, gid=gid)
 
 
 def _set_log_ticks(axis: "Axis", limits: tuple[float, float]) -> None:

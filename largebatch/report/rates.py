@@ -40,21 +40,22 @@ class Rates(NamedTuple):
         return f"{self.label}: batch {self.course.plan.global_batch:,}, {self.kind}{eta}"
 
 
-def write_rates_of(path: Path, drawn: Sequence[Rates], *, by: By) -> None:
+def write_rates_of(path: Path, rates: Sequence[Rates], *, by: By) -> None:
     """Draw the rates of several recipes into a PNG file. Raises as write_chart."""
-    kinds = list(dict.fromkeys(each.kind for each in drawn))
+    kinds = list(dict.fromkeys(recipe_rates.kind for recipe_rates in rates))
 
     def draw(figure: "Figure") -> None:
         charts = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
-        for place, each in enumerate(drawn):
-            course, look = each.course, series(place, each.label)
+        for number, recipe_rates in enumerate(rates):
+            course = recipe_rates.course
+            look = series(number, recipe_rates.label)
             at: dict[By, Callable[[int], float]] = {
                 "step": float, "epoch": course.plan.epoch, "samples": course.plan.position,
             }  # fmt: skip
             x = [at[by](step) for step in range(len(course.rates) + 1)]  # the last one's end, too
-            charts[kinds.index(each.kind)].plot(
+            charts[kinds.index(recipe_rates.kind)].plot(
                 x, [*course.rates, course.rates[-1]], drawstyle="steps-post", color=look.colour,
-                ls=(0, look.dash) if look.dash else "-", label=each.legend,
+                ls=(0, look.dash) if look.dash else "-", label=recipe_rates.legend,
             )  # fmt: skip
         for axes in charts:
             axes.set(xlim=(0, None), ylim=(0, None))

@@ -11,24 +11,24 @@ from largebatch.recipe.keys import Loss
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
-EARLY = 0.15  # least share of the rows that are the start of a run; a longer warm-up counts whole
-SHORT = 5  # updates of the shortest running median: a spike of two does not count
+EARLY = 0.15  # smallest share of the rows that is the start of a run, unless the warm-up is longer
+SHORT = 5  # updates of the shortest running median, which ignores a spike of two
 
 RISE = 0.25
-"""Rise of the smoothed training loss that is a spike, as a part of the loss of guessing: a quarter
-of all that can be learned is lost again."""
+"""Smallest rise of the smoothed training loss that counts as a spike, as a fraction of the loss of
+a uniform guess: a quarter of all that can be learned is lost again."""
 
-RISEN = 1.25  # least factor of such a rise, and of a rise of the validation loss
-NEAR = 20  # least number of rows in which the scatter of losses is estimated
+RISEN = 1.25  # smallest factor of such a rise, and of a rise of the validation loss
+NEAR = 20  # smallest number of rows from which the scatter of losses is estimated
 
 SCATTER = 4
 """Standard deviations of single updates' losses that a rise must exceed. Without any spike the
 highest and lowest running median of five are 2.5 (150 updates) to 4.0 (10,000) of them apart."""
 
-OUTLIER = 8  # standard deviations by which one update of a rise is no noise, however short
-LEAST_ROWS = 6  # fewest rows before a rise for an estimate from these alone
+OUTLIER = 8  # standard deviations above the low with which a rise of one update is not noise
+LEAST_ROWS = 6  # smallest number of rows before a rise that alone give its scatter
 
-DEVIATION = 1.4826  # of a normal distribution, over the median of its absolute values
+DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute value
 
 
 class Spike(NamedTuple):
@@ -132,8 +132,10 @@ class Record:
         """
         if not self.by_update or not self.loss.size:
             return self._finite
-        early, size = self.early, max(SHORT, len(self.loss) // 40)
-        start, rest = (running_median(self._finite, each) for each in (SHORT, size))
+        # At the start a short median: while the rate is high a few bad updates decide a run.
+        early = self.early
+        size = max(SHORT, len(self.loss) // 40)
+        start, rest = (running_median(self._finite, length) for length in (SHORT, size))
         return np.concatenate((start[:early], rest[early:]))
 
     @property
@@ -176,11 +178,16 @@ class Record:
             return None
         row = int(np.argmax(rises)) + (rows.start or 0)
         low, high = float(self.lows[row]), float(self.trend[row])
-        outlier = float(self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1].max()) - low
-        scatter = self._scatter(int(np.argmin(self.trend[: max(1, row)])), (low + high) / 2)
+        # A fraction of the loss of guessing alone would miss a loss of 0.02 that rises tenfold, and
+        # a factor alone would count the rise from 0.001 to 0.002.
+        has_risen = high - low > RISE * self.unit and high > RISEN * low
+        # The median of five that made the trend is low beside a single very high loss.
+        around = self._finite[max(0, row - SHORT // 2) : row + SHORT // 2 + 1]
+        outlier = float(around.max()) - low
+        row_of_low = int(np.argmin(self.trend[: max(1, row)]))
+        scatter = self._scatter(row_of_low, (low + high) / 2)
         exceeds_noise = max((high - low) / SCATTER, outlier / OUTLIER) > scatter
-        risen = high - low > RISE * self.unit and high > RISEN * low
-        return Spike(low, high, row) if risen and exceeds_noise else None
+        return Spike(low, high, row) if has_risen and exceeds_noise else None
 
     def onset(self) -> int | None:
         """Return the first row at which the smoothed loss has risen; None without."""
@@ -195,23 +202,27 @@ class Record:
         It is that of the difference to the mean of both neighbours, which a falling loss hardly
         changes. At the start of a run, rows after it with a trend below the middle count too.
         """
-        sides = self._finite[:-2] / 2 + self._finite[2:] / 2
+        neighbours = self._finite[:-2] / 2 + self._finite[2:] / 2
         with np.errstate(invalid="ignore"):  # an infinite loss beside another
-            off = np.abs(self._finite[1:-1] - sides)
+            differences = np.abs(self._finite[1:-1] - neighbours)
         near = max(NEAR, len(self.loss) // 20)
         if start < LEAST_ROWS:
-            off = np.where(self.trend[1:-1] <= middle, off, math.inf)
+            # Infinity takes the rows of the rise itself out of the estimate.
+            differences = np.where(self.trend[1:-1] <= middle, differences, math.inf)
             start += near
-        off = off[max(0, start - near) : start + 1]
-        off = off[off < math.inf]
-        if not self.by_update or not off.size:
+        differences = differences[max(0, start - near) : start + 1]
+        differences = differences[differences < math.inf]
+        if not self.by_update or not differences.size:
             return 0.0
-        return float(np.median(off) * DEVIATION / math.sqrt(1.5))
+        # A median, which one outlier does not move. The difference of a loss to the mean of two
+        # others has 1 + 1/4 + 1/4 times the variance of a loss.
+        return float(np.median(differences) * DEVIATION / math.sqrt(1.5))
 
     @property
     def noise(self) -> float:
         """Two standard errors of the last top-1; a point if not known."""
         top1 = float(self.top1[-1])
+        # Other programs do not log how many images were evaluated.
         if not self.val_samples:
             return 0.01
         return 2 * math.sqrt(max(top1 * (1 - top1), 1e-9) / self.val_samples)
@@ -220,8 +231,9 @@ class Record:
 def record_of(run: Run) -> Record:
     """Return the record of a run folder, without skipped updates."""
     steps = [step for step in run.steps if step.stage in SCHEDULE and not step.skipped]
-    kept = run.kept_evaluations
-    recipe, mistakes = run.parsed, run.final_mistakes
+    evaluations = run.kept_evaluations
+    recipe = run.parsed
+    mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
     return Record(
         name=run.folder,
@@ -232,10 +244,10 @@ def record_of(run: Run) -> Record:
         by_update=True,
         updates=run.num_steps,
         epochs=run.plan.epoch(run.num_steps),
-        val_epoch=values_of(kept, "epoch"),
-        val_loss=bounded(values_of(kept, "loss")),
-        top1=values_of(kept, "top1"),
-        val_samples=kept[-1].samples if kept else None,
+        val_epoch=values_of(evaluations, "epoch"),
+        val_loss=bounded(values_of(evaluations, "loss")),
+        top1=values_of(evaluations, "top1"),
+        val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
         floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
         batch=run.plan.global_batch,
@@ -258,6 +270,7 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     """
     before = size // 2
     padded = np.pad(values, (before, size - 1 - before), mode="edge")
+    # A loop over windows: np.median of a matrix would sort copies of all of them at once.
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)
     return np.array([np.partition(window, before)[before] for window in windows])
 
@@ -269,6 +282,7 @@ def smoothing_floor(loss: Loss, num_classes: int) -> float:
     0.199
     """
     others = num_classes if loss.off_target == "all" else num_classes - 1
-    each = loss.label_smoothing / others
-    labelled = 1 - each * (num_classes - 1)
-    return -sum(p * math.log(p) * n for p, n in ((labelled, 1), (each, num_classes - 1)) if p)
+    off_target = loss.label_smoothing / others
+    on_target = 1 - off_target * (num_classes - 1)
+    targets = ((on_target, 1), (off_target, num_classes - 1))
+    return -sum(p * math.log(p) * count for p, count in targets if p)

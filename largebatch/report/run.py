@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -124,8 +125,10 @@ class Run:
     def workers(self) -> str:
         """The workers of each part of the run, such as `2, then 4 workers`."""
         parts = [start.plan.workers for start in self.starts]
-        changes = [one for one, before in zip(parts, [0, *parts], strict=False) if one != before]
-        return "".join(f"{one:,}, then " for one in changes[:-1]) + plural(changes[-1], "worker")
+        changes = [number for number, _ in groupby(parts)]
+        return "".join(f"{number:,}, then " for number in changes[:-1]) + plural(
+            changes[-1], "worker"
+        )
 
     @property
     def num_steps(self) -> int:
@@ -148,10 +151,10 @@ class Run:
     @cached_property
     def by_stage(self) -> dict[StageName, list[Step]]:
         """The updates of each stage, in order."""
-        found: dict[StageName, list[Step]] = {}
+        steps: dict[StageName, list[Step]] = {}
         for step in self.steps:
-            found.setdefault(step.stage, []).append(step)
-        return found
+            steps.setdefault(step.stage, []).append(step)
+        return steps
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -159,12 +162,14 @@ class Run:
         results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
-        mistakes = {found.stage: found for found in self.mistakes}
+        mistakes = {event.stage: event for event in self.mistakes}
         stages: list[Stage] = []
         before = None
         for name, after in last.items():
             ends = results.get(name), decisions.get(name), mistakes.get(name)
             stages.append(Stage(name, before, after, *ends))
+            # A stage that was rolled back left the model as it was, so the next one continues
+            # from the one before it.
             before = stages[-1] if stages[-1].kept else before
         return tuple(stages)
 
@@ -184,8 +189,8 @@ class Run:
 
         Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
         """
-        own = [stage for stage in self.stages if stage.kept and stage.name in SCHEDULE]
-        return own[-1] if own else next(iter(self.stages), None)
+        of_schedule = [stage for stage in self.stages if stage.kept and stage.name in SCHEDULE]
+        return of_schedule[-1] if of_schedule else next(iter(self.stages), None)
 
     @property
     def polishing(self) -> tuple[Stage, ...]:
@@ -195,8 +200,8 @@ class Run:
     @property
     def last_stage(self) -> Stage | None:
         """The stage that left the model as it is; None if none was evaluated."""
-        kept = [stage for stage in self.stages if stage.kept]
-        return kept[-1] if kept else None
+        kept_stages = [stage for stage in self.stages if stage.kept]
+        return kept_stages[-1] if kept_stages else None
 
     @property
     def result(self) -> Evaluation | None:
@@ -212,7 +217,7 @@ class Run:
     def kept_evaluations(self) -> list[Evaluation]:
         """The evaluations of the stages that were kept."""
         discarded = {stage.name for stage in self.stages if not stage.kept}
-        return [found for found in self.evaluations if found.stage not in discarded]
+        return [evaluation for evaluation in self.evaluations if evaluation.stage not in discarded]
 
     @property
     def last_gap(self) -> GeneralizationGap | None:
@@ -232,7 +237,7 @@ class Change:
 
     samples: int
     images: int
-    """Fewer, if negative."""
+    """Negative: fewer."""
 
     noise: float
     """Two standard errors, in images."""
@@ -254,12 +259,15 @@ def change_from(before: Stage, after: Stage) -> Change:
     changed could as well have changed the other way. Else it is that of two independent samples,
     which is larger.
     """
-    samples, ends = after.after.samples, (before.after.top1, after.after.top1)
+    samples = after.after.samples
+    ends = (before.after.top1, after.after.top1)
     images = round((ends[1] - ends[0]) * samples)
     if before.mistakes is None or after.mistakes is None:
+        # A count of right images is binomial; the variances of two independent counts add up.
         variance = sum(top1 * (1 - top1) for top1 in ends) * samples
         return Change(samples, images, 2 * math.sqrt(variance))
-    then, now = set(before.mistakes.samples), set(after.mistakes.samples)
+    then = set(before.mistakes.samples)
+    now = set(after.mistakes.samples)
     fixed, broken = len(then - now), len(now - then)
     return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
 
@@ -293,6 +301,7 @@ def shares(run: Run) -> tuple[float, float]:
 
     The first update, which warms up, does not count.
     """
+    # Without it: kernels are compiled and buffers allocated in the first update.
     steps = run.timed[1:] or run.timed
     whole = sum(step.step_seconds for step in steps)
     data, reduction = (values_of(steps, name) for name in ("data_seconds", "reduction_seconds"))
@@ -306,7 +315,9 @@ def read_run(folder: Path) -> Run:
     def all_of(kind: type[_E]) -> tuple[_E, ...]:
         return tuple(event for event in log if isinstance(event, kind))
 
-    starts, recipe = all_of(Start), folder / RECIPE
+    # A resumed run appends to its log, with a start record of its own.
+    starts = all_of(Start)
+    recipe = folder / RECIPE
     if not starts:
         raise CheckpointError(
             f"{folder / LOG}: holds no start record; expected it in the first line"

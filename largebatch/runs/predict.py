@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.data.augment import center_boxes, whole_boxes
+from largebatch.data.augment import clean_boxes
 from largebatch.data.datasets.own import import_own
-from largebatch.data.decoders.pixel_cache import resized
+from largebatch.data.decoders.crops import crop_and_resize
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
-from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright, show
+from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import measure_bytes
 from largebatch.data.types import Batches, Bytes, Floats, IntArray, Resources, View
@@ -137,19 +137,19 @@ def _decode(
         content = file.read_bytes()
         size = measure_bytes(content)
         image = decode_upright(content, size.orientation)
-        height, width = np.array([size.height]), np.array([size.width])
-        (box,) = whole_boxes(height, width)
-        if data.eval_resize is not None:
-            (box,) = center_boxes(
-                height, width, image_size=data.image_size, resize=data.eval_resize
-            )
-        if not cached:
-            show(image, view, box, np.False_, out)
-            return
-        # The resizing of cached pixels rounds otherwise, and a prediction has the run's own bits.
-        top, left, high, wide = box
-        cropped = np.array(image)[top : top + high, left : left + wide]
-        out[:] = resized(cropped, size=out.shape[:2], interpolation=view.interpolation)
+        (box,) = clean_boxes(
+            np.array([size.height]),
+            np.array([size.width]),
+            image_size=data.image_size,
+            resize=data.eval_resize,
+        )
+        out[:] = crop_and_resize(
+            np.array(image) if cached else image,  # as in the run's evaluations
+            box.tolist(),
+            flip=False,
+            size=data.image_size,
+            interpolation=data.interpolation,
+        )
 
     def fill(rows: Sequence[int], pixels: Bytes | Floats) -> None:
         for row, out in zip(rows, pixels, strict=True):

@@ -50,7 +50,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("data import mnist a", "data import: missing --out"),
         ("data import mnist a --out b --label x", "--label"),
         ("lab suggest digits_96", "lab suggest: missing --batch"),
-        ("launch slrm digits_96 --nodes 2", 'Did you mean "slurm"?'),
+        ("launch slrm digits_96 --nodes 2", "did you mean 'slurm'?"),
         ("compare a b", "largebatch report A B"),
         ("report diagnose nowhere", "nowhere"),
         ("report diagnose a b c", "'c'"),

@@ -35,9 +35,8 @@ def test_images_are_decoded_once_for_all_runs(
     monkeypatch.setattr(pixel_cache, "to_pillow", None)  # would fail if it were called
     assert np.array_equal(open_cache(folder).pixels, first.pixels)
     for sample in range(13):
-        box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
         with Image.open(folder.locate(sample).path) as image:
-            assert np.array_equal(first.part(sample, box), np.asarray(image.convert("RGB")))
+            assert np.array_equal(first.image(sample), np.asarray(image.convert("RGB")))
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["common folder", "a folder each"])
@@ -124,4 +123,4 @@ def test_cached_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     ours = [mapping for mapping in mappings if folder.digest in mapping]
     assert [re.findall(r"Anonymous: +(\d+) kB", mapping) for mapping in ours] == [["0"]]
-    assert np.shares_memory(kept.part(3, [5, 5, 20, 20]), kept.pixels)
+    assert np.shares_memory(kept.image(3), kept.pixels)

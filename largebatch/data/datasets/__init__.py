@@ -38,7 +38,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
 
     official = ("cifar10", "cifar100", "mnist", "fashion-mnist")
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
-        **{each: partial(arrays.open_official, name=each) for each in official},
+        **{name: partial(arrays.open_official, name=name) for name in official},
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
         "webdataset": open_packed,

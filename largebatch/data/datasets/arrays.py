@@ -60,9 +60,11 @@ def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
     if issubclass(kind, CIFAR10):
         named = source.is_file() or source.name == kind.filename
         archive = source if named else source / kind.filename
-        archives, url = {archive: kind.tgz_md5}, kind.url.removesuffix(kind.filename)
+        archives = {archive: kind.tgz_md5}
+        url = kind.url.removesuffix(kind.filename)
     else:
-        archives, url = {source / file: md5 for file, md5 in kind.resources}, kind.mirrors[0]
+        archives = {source / file: md5 for file, md5 in kind.resources}
+        url = kind.mirrors[0]
     for archive, md5 in archives.items():
         if not check_integrity(archive, md5):
             raise DataError(
@@ -77,8 +79,8 @@ def open_official(source: Path, *, name: str) -> Iterator[DataSet]:
             extract_archive(archive, root if issubclass(kind, CIFAR10) else raw)
         read = {split: kind(root, train=split == TRAIN) for split in SPLITS}
     splits = {
-        split: (torch.as_tensor(each.data).numpy(), torch.as_tensor(each.targets).numpy())
-        for split, each in read.items()
+        split: (torch.as_tensor(subset.data).numpy(), torch.as_tensor(subset.targets).numpy())
+        for split, subset in read.items()
     }
     classes = tuple(map(str, range(10))) if kind is MNIST else read[TRAIN].classes
     yield data_set(classes, splits)

@@ -72,6 +72,8 @@ def _look(content: bytes) -> Bytes | None:
     with Image.open(io.BytesIO(content)) as image:
         if min(image.size) < SMALLEST:
             return None
+        # libjpeg scales by powers of two before it computes pixels; four times the size needed
+        # leaves enough for the filter.
         image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a part of its size
         # A filter with weights: a box of whole pixels would differ with the size of the image.
         small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
@@ -84,6 +86,7 @@ def copies_in_folder(train: Index, val: Index) -> list[str]:
     None for shards, whose import named them, and for more images than are compared by their looks.
     """
     indexes = {"train": train, "val": val}
+    # An import has compared them already.
     is_imported = train.offsets is not None or val.offsets is not None
     if is_imported or len(train) + len(val) > MOST:
         return []
@@ -95,8 +98,8 @@ def copies_in_folder(train: Index, val: Index) -> list[str]:
         warnings.simplefilter("ignore")  # of Pillow, about images that were checked
         for split, index in indexes.items():
             locations = map(index.locate, range(len(index)))
-            found = pool.map(lambda location: fingerprint(read(location)), locations)
-            for row, (label, of_row) in enumerate(zip(index.labels, found, strict=True)):
+            fingerprints = pool.map(lambda location: fingerprint(read(location)), locations)
+            for row, (label, of_row) in enumerate(zip(index.labels, fingerprints, strict=True)):
                 copies.add(split, row, int(label), of_row)
     return list(copies.remarks())
 
@@ -113,15 +116,15 @@ class Copies:
         self._looks: list[Bytes] = []
         self._looking: list[int] = []  # images that `_looks` belong to
 
-    def add(self, split: str, position: int, label: int, found: Fingerprint) -> None:
+    def add(self, split: str, position: int, label: int, print_of_image: Fingerprint) -> None:
         """Add an image; those of training come first."""
-        if found.look is not None:
-            self._looks.append(found.look)
+        if print_of_image.look is not None:
+            self._looks.append(print_of_image.look)
             self._looking.append(len(self._labels))
         self._split_of.append(split)
         self._positions.append(position)
         self._labels.append(label)
-        self._digests += found.digest
+        self._digests += print_of_image.digest
 
     def remarks(self) -> Iterator[str]:
         """Yield lines about copies between the splits, between classes, and in one class."""
@@ -145,30 +148,39 @@ class Copies:
         A film has many images that look alike: each image comes at most once with one of the other
         split, of another class, and of its own class and split.
         """
+        # Equal bytes have equal looks, and are reported already.
         is_first = originals[self._looking] == self._looking
         images = np.array(self._looking, dtype=np.int64)[is_first]
         grey = np.array(self._looks, np.float32).reshape(-1, SIDE * SIDE)[is_first]
-        means, contrasts = grey.mean(1), grey.std(1)
+        means = grey.mean(1)
+        contrasts = grey.std(1)
+        # Images of one colour correlate with anything.
         structured = contrasts >= CONTRAST
-        images, grey = images[structured], grey[structured]
-        means, contrasts = means[structured], contrasts[structured]
+        images = images[structured]
+        grey = grey[structured]
+        means = means[structured]
+        contrasts = contrasts[structured]
         unit = (grey - means[:, None]) / (SIDE * contrasts[:, None])  # of length 1
         splits = self._splits()[images]
         labels = np.array(self._labels)[images]
         for start in range(0, len(images), AT_ONCE):
-            block, before = slice(start, start + AT_ONCE), slice(0, start + AT_ONCE)
+            block = slice(start, start + AT_ONCE)
+            before = slice(0, start + AT_ONCE)
             alike = unit[block] @ unit[before].T >= CORRELATION
+            # Rows of the block begin at `start`, so the diagonal of the whole matrix is there.
             alike = np.tril(alike, k=start - 1)  # of each image the earlier ones
             rows = np.flatnonzero(alike.any(1))
-            alike, places = alike[rows], rows + start
-            alike &= np.abs(means[places, None] - means[before]) <= DIFFERENCE
-            alike &= np.abs(contrasts[places, None] - contrasts[before]) <= DIFFERENCE
-            is_across = splits[places, None] != splits[before]
-            is_relabelled = labels[places, None] != labels[before]
+            alike = alike[rows]
+            numbers = rows + start
+            # Correlation ignores brightness and contrast; a copy has kept both.
+            alike &= np.abs(means[numbers, None] - means[before]) <= DIFFERENCE
+            alike &= np.abs(contrasts[numbers, None] - contrasts[before]) <= DIFFERENCE
+            is_across = splits[numbers, None] != splits[before]
+            is_relabelled = labels[numbers, None] != labels[before]
             for kind in (is_across, is_relabelled, ~(is_across | is_relabelled)):
                 chosen = alike & kind
                 for row in np.flatnonzero(chosen.any(1)):
-                    yield int(images[chosen[row].argmax()]), int(images[places[row]])
+                    yield int(images[chosen[row].argmax()]), int(images[numbers[row]])
 
     def _splits(self) -> IntArray:
         """Return a number for the split of each image."""
@@ -194,12 +206,12 @@ class Copies:
             (within, "twice in a class"),
         ):
             if copies:
-                shown = [
+                descriptions = [
                     f"{self._name(copy)} = {self._name(original)}"
                     for copy, original in islice(copies.items(), SHOWN + 1)
                 ]
                 number = plural(len(copies), "image")
-                yield f"copies, {how}: {number} {text}: {shorten(shown, most=SHOWN)}"
+                yield f"copies, {how}: {number} {text}: {shorten(descriptions, most=SHOWN)}"
 
     def _name(self, image: int) -> str:
         return self._name_of(self._split_of[image], self._positions[image])

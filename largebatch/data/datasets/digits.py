@@ -41,8 +41,8 @@ def load_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 def _write_images(folder: Path) -> None:
     images, labels = load_digits()
-    for place, sample in enumerate(np.argsort(labels, kind="stable")):
-        split = "train" if place % 5 else "val"
+    for number, sample in enumerate(np.argsort(labels, kind="stable")):
+        split = "train" if number % 5 else "val"
         pixels = np.rint(images[sample] * (255 / FULL_SCALE)).astype(np.uint8)
         path = folder / split / str(labels[sample]) / f"{sample:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -128,13 +128,13 @@ def _list_images(
             raise DataError(
                 f"{archive}: not a whole, readable zip or uncompressed tar ({error})"
             ) from error
-        shown = [path for path in files.paths if all(map(visible, path.split("/")))]
-        images = [path for path in shown if is_image(path.rpartition("/")[2])]
+        visible_paths = [path for path in files.paths if all(map(visible, path.split("/")))]
+        images = [path for path in visible_paths if is_image(path.rpartition("/")[2])]
         placed = _placed(archive, images, (split,) if split else names)
         for path, (name, class_name, rest) in placed.items():
             image = _Image(archive, path, rest, files)
             splits[name].setdefault(class_name, []).append(image)
-        unread += [path for path in shown if path not in placed]
+        unread += [path for path in visible_paths if path not in placed]
     unpacked = source if source.is_dir() and source in archives else None
     ignored = describe(by_suffix(unread), where=str(source), folder=unpacked)
     return splits, [ignored] if ignored else []
@@ -178,7 +178,8 @@ def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
                 f"class {name}: its {len(images)} images are copies of one, byte for byte, which "
                 "cannot be used for both training and validation: add other images"
             )
-        moved[name], classes[name] = of_val, of_train
+        moved[name] = of_val
+        classes[name] = of_train
     return moved
 
 
@@ -238,10 +239,10 @@ def _placed(
     around: dict[tuple[str, ...], str] = {}
     for path in paths:
         parts = path.split("/")
-        place = next((n for n, part in enumerate(parts[:-1]) if part in names), None)
-        if place is not None:
-            inside[path] = parts[place], parts[place + 1 :]
-            around[tuple(parts[:place])] = path
+        depth = next((n for n, part in enumerate(parts[:-1]) if part in names), None)
+        if depth is not None:
+            inside[path] = parts[depth], parts[depth + 1 :]
+            around[tuple(parts[:depth])] = path
     if len(around) > 1:
         raise DataError(
             f"{archive}: {' and '.join(list(around.values())[:2])} are not in the same "
@@ -301,11 +302,11 @@ def _open_files(archive: Path, stack: ExitStack) -> _Files:
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     if start != b"PK":
-        places = _unique(_tar_places(archive, file, end=length))
+        locations = _unique(_tar_places(archive, file, end=length))
         return _Files(
-            paths=list(places),
-            read=lambda path: os.pread(file.fileno(), *places[path]),
-            num_bytes=lambda path: places[path][0],
+            paths=list(locations),
+            read=lambda path: os.pread(file.fileno(), *locations[path]),
+            num_bytes=lambda path: locations[path][0],
         )
     opened = stack.enter_context(zipfile.ZipFile(file))
     files = [info for info in opened.infolist() if not info.is_dir()]
@@ -325,12 +326,12 @@ def _open_files(archive: Path, stack: ExitStack) -> _Files:
 
 def _unique(files: Iterable[tuple[str, _File]]) -> dict[str, _File]:
     """Return files by their path; raise DataError for two images of one path."""
-    found: dict[str, _File] = {}
+    by_path: dict[str, _File] = {}
     for path, file in files:
-        if path in found and is_image(posixpath.basename(path)):
+        if path in by_path and is_image(posixpath.basename(path)):
             raise DataError(f"{path}: the archive has two images of this path; unpack it")
-        found[path] = file
-    return found
+        by_path[path] = file
+    return by_path
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -338,12 +339,12 @@ def _walk(root: Path) -> Iterator[str]:
         raise error
 
     seen: dict[str, str] = {}
-    for place, folders, names in os.walk(root, followlinks=True, onerror=fail):
-        other = seen.setdefault(os.path.realpath(place), place)
-        if other != place:  # a link: its images would have two labels, or the walk have no end
-            raise DataError(f"{place}: links to {other}, whose images would be imported twice")
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        other = seen.setdefault(os.path.realpath(folder), folder)
+        if other != folder:  # a link: its images would have two labels, or the walk have no end
+            raise DataError(f"{folder}: links to {other}, whose images would be imported twice")
         folders[:] = filter(visible, folders)
-        yield from (os.path.relpath(f"{place}/{name}", root) for name in names)
+        yield from (os.path.relpath(f"{folder}/{name}", root) for name in names)
 
 
 def _clean(path: str) -> str:

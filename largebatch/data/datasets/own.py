@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from largebatch.data.decoders.crops import crop_and_resize
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
-from largebatch.data.decoders.torchvision import AT_A_TIME, show
+from largebatch.data.decoders.torchvision import AT_A_TIME
 from largebatch.data.index.headers import BadImageError, require_mode
 from largebatch.data.index.index import Index, pack, unpack
 from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
@@ -64,7 +65,8 @@ def import_own(module: str) -> ModuleType:
     require_torchvision()  # needed by timm and most data sets
     folder = str(Path.cwd())
     if module.endswith(".py"):
-        folder, module = str(Path(module).parent.resolve()), Path(module).stem
+        folder = str(Path(module).parent.resolve())
+        module = Path(module).stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not module or module.startswith("."):  # Python's message for these does not help
@@ -96,7 +98,7 @@ def open_own(name: str) -> tuple[Items, Items]:
     result = own_function(name)()
     needed = ("__len__", "__getitem__")
     is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not all(hasattr(split, each) for split in result for each in needed):
+    if not is_pair or not all(hasattr(split, method) for split in result for method in needed):
         raise DataError(
             f"{name}: expected it to return two data sets with a length and items, (train, val)"
         )
@@ -163,18 +165,26 @@ def _fill(
     items: Items, index: Index, view: View, request: Request, rows: slice, pixels: Bytes | Floats
 ) -> None:
     samples = request.samples[rows].tolist()
-    images = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
+    boxes = request.boxes[rows].tolist()
+    flips = request.flips[rows].tolist()
+    images = zip(samples, boxes, flips, pixels, strict=True)
     for sample, box, flip, out in images:
         image, label = items.read(sample)
-        found = image.height, image.width, label
+        read = image.height, image.width, label
         indexed = index.heights[sample], index.widths[sample], index.labels[sample]
-        if indexed != found:
+        if indexed != read:
             raise DataError(
-                f"{items.name}, item {sample}: its height, width and class are {found}, but were "
+                f"{items.name}, item {sample}: its height, width and class are {read}, but were "
                 f"{tuple(map(int, indexed))} when the run started; items must not change: random "
                 "crops and flips belong into the recipe's data section"
             )
-        show(image, view, box, flip, out)
+        out[:] = crop_and_resize(
+            image,
+            box,
+            flip=flip,
+            size=view.image_size,
+            interpolation=view.interpolation,
+        )
 
 
 def _to_pillow(image: object) -> Image.Image:

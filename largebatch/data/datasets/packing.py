@@ -86,26 +86,29 @@ def write_shards(
         raise DataError(
             f"{broken[0]!r} is not a valid class name: {CLASSES} has one per line; rename it"
         )
-    total, done = sum(data_set.sizes.values()), 0
+    total = sum(data_set.sizes.values())
+    done = 0
     bad: list[str] = []
     copies = Copies(data_set.name)
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
+        # Training first: `Copies` calls an image of validation the copy.
         for split in data_set.sizes:
             used: set[int] = set()
             with open_shards(folder / split, shard_bytes=shard_bytes) as write:
                 samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
-                for position, (sample, found) in enumerate(samples):
+                for position, (sample, packed) in enumerate(samples):
                     done += 1
                     if isinstance(sample, Unusable):
                         bad.append(str(sample))
                     else:
                         write(sample)
                         used.add(sample.label)
-                        copies.add(split, position, sample.label, found)
+                        copies.add(split, position, sample.label, packed)
                     if done % PART == 0 or done == total:
                         progress(done, total)
+            # Bad images are reported first: they are often the reason for a missing class.
             missing = set(range(len(data_set.classes))) - used
             if missing and (drop_bad or not bad):
                 names = [data_set.classes[label] for label in sorted(missing)]
@@ -141,6 +144,7 @@ def _with_fingerprints(
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
     """Call `prepare` for 0 .. number - 1 in threads; yield the results in order, holding few."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
+        # pool.map submits all of its items at once, and would hold every image of the data set.
         for start in range(0, number, PART):
             yield from pool.map(prepare, range(start, min(start + PART, number)))
 
@@ -161,13 +165,15 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
     Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
     the same bytes: owners, modes and times are omitted.
     """
-    num_samples, used = 0, shard_bytes
+    num_samples = 0
+    used = shard_bytes
     shards: list[tarfile.TarFile] = []
 
     def add(sample: Sample) -> None:
         nonlocal num_samples, used
         files = {sample.extension.lower(): sample.content, LABEL: f"{sample.label}".encode("ascii")}
         length = sum(BLOCK * (1 + math.ceil(len(data) / BLOCK)) for data in files.values())
+        # A tar ends with two zero blocks, padded to a whole record.
         if used + length + tarfile.RECORDSIZE > shard_bytes:  # the longest end of a tar
             if shards:
                 shards[-1].close()
@@ -179,7 +185,8 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
             member = tarfile.TarInfo(f"{num_samples:09d}.{name}")
             member.size = len(data)
             shards[-1].addfile(member, io.BytesIO(data))
-        num_samples, used = num_samples + 1, used + length
+        num_samples += 1
+        used += length
 
     try:
         yield add

@@ -93,11 +93,11 @@ HIVE = "split="
 def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     """Return the files of both splits in order; raise DataError unless they are one whole set."""
     names = [path.relative_to(source) for path in source.rglob("*.parquet")]
-    shown = sorted(name.as_posix() for name in names if all(map(visible, name.parts)))
+    visible_names = sorted(name.as_posix() for name in names if all(map(visible, name.parts)))
     if TRAIN in val_names:
         raise DataError(f"--val-name {TRAIN}: that is the training split; choose another name")
     configurations: dict[str, dict[str, list[_File]]] = defaultdict(lambda: defaultdict(list))
-    for file in (_parsed(name, {TRAIN, *val_names}) for name in shown):
+    for file in (_parsed(name, {TRAIN, *val_names}) for name in visible_names):
         configurations[file.configuration][file.split].append(file)
     pairs = [
         (splits[TRAIN], splits[name])
@@ -111,7 +111,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
             TRAIN: [source / file.path for file in train],
             VAL: [source / file.path for file in val],
         }
-    found = [
+    parsed = [
         f"{configuration or '.'}: "
         + ", ".join(split + _fault(files) for split, files in sorted(splits.items()))
         for configuration, splits in configurations.items()
@@ -119,7 +119,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     raise DataError(
         f"{source}: expected one configuration with the splits {TRAIN} and "
         f"{' or '.join(val_names)}, each one whole set of files (data/train-00000-of-00002.parquet "
-        f"or default/train/0000.parquet); found {shorten(found, between='; ')}. Choose a "
+        f"or default/train/0000.parquet); found {shorten(parsed, between='; ')}. Choose a "
         "configuration by its folder, as DIR/default; a split that validates by --val-name test; "
         "move files of other sets away"
     )
@@ -134,20 +134,24 @@ def _parsed(name: str, known: Collection[str]) -> _File:
     stem = file.removesuffix(".parquet")
     match = _OF_TOTAL.fullmatch(stem) or _NUMBERED.fullmatch(stem)
     parts: dict[str, str | None] = match.groupdict() if match else {}
-    text, number, total = parts.get("text") or "", parts.get("number"), parts.get("total")
+    text = parts.get("text") or ""
+    number = parts.get("number")
+    total = parts.get("total")
     rest = parts.get("rest") or ""
     if _FINGERPRINT.fullmatch(rest):
         rest = ""
     words, _, split = text.lower().rpartition("-")
     if rest or not text:  # as `train-0-extra`, which is not a part of train
-        words, split = "", stem
+        words = ""
+        split = stem
     if split not in known:
         of_folders = [folder.lower().removeprefix(HIVE) for folder in folders]
         inner = next((folder for folder in reversed(of_folders) if folder in known), None)
         if inner is None and folders and not text:
             inner = of_folders[-1]  # a folder of numbered files is a split, such as `test`
         if inner is not None:
-            words, split = "", inner
+            words = ""
+            split = inner
     around = [folder for folder in folders if folder.lower().removeprefix(HIVE) != split]
     return _File(
         path=name,
@@ -187,15 +191,16 @@ def _columns(schema: Any, path: Path) -> _Columns:  # noqa: ANN401 -- pyarrow is
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         kinds = {name: about.get("_type") for name, about in features.items()}
     except (ValueError, AttributeError, TypeError, KeyError):
-        features, kinds = {}, {}
+        features = {}
+        kinds = {}
     images = [name for name, kind in kinds.items() if kind == "Image"]
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     labels = [name for name in labels if isinstance(features[name].get("names"), list)]
     if len(images) != 1 or len(labels) != 1:
-        found = [f"{name} ({kinds.get(name, 'not described')})" for name in schema.names]
+        described = [f"{name} ({kinds.get(name, 'not described')})" for name in schema.names]
         raise DataError(
             f"{path}: expected one column of images and one of class labels in the metadata "
-            f"written by the library `datasets`; found {shorten(found)}"
+            f"written by the library `datasets`; found {shorten(described)}"
         )
     return images[0], labels[0], tuple(map(str, features[labels[0]]["names"]))
 

@@ -41,7 +41,8 @@ from largebatch.data.types import (
 )
 from largebatch.optional import require_dali
 
-UPSIDE, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+UPSIDE = (3, 4, 7, 8)  # orientations that are flipped vertically
+MIRRORED = (2, 3, 6, 7)  # orientations that are flipped horizontally
 AHEAD = 2  # number of runs of DALI finished or in progress when a batch is requested
 
 RUN = 256
@@ -50,9 +51,12 @@ RUN = 256
 HARDWARE_SHARE = 0.99
 """Part of the images that a GPU's JPEG decoder takes; that of MLPerf's entries on H100 and H200."""
 
-QUANTILE, LONGEST = 0.99, 1200
-"""The hardware decoder keeps memory for RUN images, 1.1 GB at most: of the side that 99 % of the
-images have, up to 1,200 pixels. It allocates more for the others."""
+QUANTILE = 0.99
+"""Part of the images for whose longer side the hardware decoder keeps memory, RUN times; it
+allocates more for the others."""
+
+LONGEST = 1200
+"""Largest such side in pixels: 1.1 GB for RUN images."""
 
 PADDINGS = 2**24, 2**26
 """Smallest and largest number of bytes that DALI keeps on the device for each thread."""
@@ -79,7 +83,8 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
 
     The batches of one run are views of one tensor, whose memory is free when all are.
     """
-    dali, device = require_dali(), resources.device
+    dali = require_dali()
+    device = resources.device
     on_gpu = device.type == "cuda"
     if on_gpu and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -152,7 +157,8 @@ def _gpu_hints(index: Index) -> dict[str, float]:
 def _graph(
     dali: ModuleType, source: SimpleNamespace, view: View, hints: dict[str, float], *, on_gpu: bool
 ) -> Any:  # noqa: ANN401 -- DALI is optional
-    fn, types = dali.fn, dali.types
+    fn = dali.fn
+    types = dali.types
     encoded, corners, shapes, flips = fn.external_source(
         source=lambda: next(source.inputs),
         num_outputs=4,
@@ -202,7 +208,8 @@ def _join(
         )
 
     for request in requests:
-        if several and sum(len(it.samples) for it in (*several, request)) > most:
+        num_images = sum(len(other.samples) for other in (*several, request))
+        if several and num_images > most:
             yield join()
             several = []
         several.append(request)
@@ -287,7 +294,8 @@ def _turn_resized(images: Tensor, index: Index, request: Request) -> None:
     if orientations is None:
         return
     for row in np.flatnonzero(orientations != 1).tolist():
-        orientation, image = int(orientations[row]), images[row]
+        orientation = int(orientations[row])
+        image = images[row]
         if orientation in TRANSPOSED:
             image = image.transpose(1, 2)
         axes = [1] if orientation in UPSIDE else []

@@ -72,8 +72,10 @@ class Part(NamedTuple):
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
-    each = min(most, -(-number // threads)) or 1
-    return (slice(first, min(first + each, number)) for first in range(0, number, each))
+    rows_in_part = min(most, -(-number // threads)) or 1
+    return (
+        slice(first, min(first + rows_in_part, number)) for first in range(0, number, rows_in_part)
+    )
 
 
 Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]
@@ -95,9 +97,10 @@ class _Pending(NamedTuple):
 @contextmanager
 def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]]:
     """Yield a function that fills in batches with threads, which end with the block."""
-    size, transfer = view.image_size, Transfer(resources.device)
-    scale = [torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)]
-    scale_there = transfer.send(*scale)
+    size = view.image_size
+    transfer = Transfer(resources.device)
+    scale = view.pixel_scale()
+    (scale_there,) = transfer.send(scale)
 
     def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
         if transfer.is_remote:
@@ -140,7 +143,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         yield batches
 
 
-def _make(part: Part, batch: Tensor, scale: Sequence[Tensor]) -> None:
+def _make(part: Part, batch: Tensor, scale: Tensor) -> None:
     """Fill in rows, with NumPy, whose operations start no threads."""
     images = batch.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))

@@ -82,7 +82,8 @@ def _read_into(
 def _fill(content: Bytes, file: int, offset: int) -> None:
     """Read from an offset of an open file; raise OSError if the file is too short."""
     num_bytes = len(content)
-    done, got = 0, 1
+    done = 0
+    got = 1
     while done < num_bytes and got > 0:
         got = os.preadv(file, [content.data[done:]], offset + done)
         done += got

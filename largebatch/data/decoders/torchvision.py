@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 
-import numpy as np
 from PIL import Image
 
+from largebatch.data.decoders.crops import crop_and_resize
 from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.headers import is_heic
@@ -104,22 +104,17 @@ def decode_upright(content: bytes | memoryview, orientation: int) -> Image.Image
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
     request = reading.request
-    samples, boxes, flips = request.samples[rows].tolist(), request.boxes[rows], request.flips[rows]
-    images = zip(samples, reading.contents[rows], boxes, flips, pixels, strict=True)
-    for sample, content, box, flip, out in images:
-        show(to_pillow(reading.index, sample, content), view, box, flip, out)
-
-
-def show(
-    image: Image.Image, view: View, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
-) -> None:
-    """Write the requested part of an image into `pixels`, H x W x 3."""
-    from torchvision.transforms import InterpolationMode, functional
-
-    part = functional.resized_crop(
-        image,
-        *box.tolist(),
-        list(pixels.shape[:2]),
-        InterpolationMode(view.interpolation),
+    samples = request.samples[rows].tolist()
+    boxes = request.boxes[rows]
+    flips = request.flips[rows]
+    images = zip(
+        samples, reading.contents[rows], boxes.tolist(), flips.tolist(), pixels, strict=True
     )
-    pixels[:] = functional.hflip(part) if flip else part
+    for sample, content, box, flip, out in images:
+        out[:] = crop_and_resize(
+            to_pillow(reading.index, sample, content),
+            box,
+            flip=flip,
+            size=view.image_size,
+            interpolation=view.interpolation,
+        )

@@ -53,6 +53,8 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
             f"0.2 --out {shlex.quote(f'{root}-data')} (for a split of another name: --val-name)"
         )
     with os.scandir(folder) as scanned:
+        # By bytes: labels are numbers of sorted names, which must be the same on every machine,
+        # also for names that are not UTF-8.
         entries = sorted(
             (entry for entry in scanned if visible(entry.name)), key=lambda e: os.fsencode(e.name)
         )
@@ -124,9 +126,10 @@ def list_ignored(root: Path, split: str) -> dict[str, int]:
     """Count the files that the index of `root/split` leaves out, by their suffix."""
 
     def left_out() -> Iterator[str]:
-        for place, folders, names in os.walk(root / split):
+        for directory, folders, names in os.walk(root / split):
+            # In place: os.walk does not enter what is missing from its own list.
             folders[:] = filter(visible, folders)
-            depth = len(Path(place).relative_to(root).parts)  # 1: the split, 2: a class
+            depth = len(Path(directory).relative_to(root).parts)  # 1: the split, 2: a class
             for name in filter(visible, names):
                 if not (is_image(name) if depth == 2 else depth == 1 and name.endswith(".tar")):
                     yield name
@@ -157,12 +160,13 @@ def describe(ignored: Mapping[str, int], *, where: str, folder: Path | None = No
         text += f". To read {' and '.join(HEIC)}: {INSTALL_HEIF}"
     convertible = [kind for kind in ignored if kind in CONVERTIBLE]
     if convertible:
-        place = "DIR" if folder is None else shlex.quote(str(folder))
+        argument = "DIR" if folder is None else shlex.quote(str(folder))
         names = " -o ".join(f"-iname '*{kind}'" for kind in convertible)
+        # find's -o binds less than the -exec that follows it.
         if len(convertible) > 1:
             names = rf"\( {names} \)"
         # The name of each file is kept, so that none replaces a JPEG beside it.
-        command = rf"find {place} {names} -exec convert {{}} {{}}.jpg \;"
+        command = rf"find {argument} {names} -exec convert {{}} {{}}.jpg \;"
         unpack = "unpack it into DIR, and " if folder is None else ""
         text += f". To convert them, with ImageMagick: {unpack}{command}"
     return text

@@ -29,7 +29,8 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 MAX_SIDE = 32_768  # maximum side in pixels: hardware decoders have limits of this order
 MAX_BYTES = 2**29  # twice the bytes of Pillow's maximum number of pixels
 
-HEAD, TAIL = 4096, 64  # bytes read from either end; MAX_HEADER bytes if the header is longer
+HEAD = 4096  # bytes read from the beginning; MAX_HEADER if the header is longer
+TAIL = 64  # bytes read from the end
 MAX_HEADER = 2**23  # bytes of a header: Pillow takes seconds for the worst content
 
 START = 12  # bytes from which the format is known
@@ -37,11 +38,13 @@ JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24  # position of the byte of a PNG that holds the bits per channel
 
-RIFF, WEBP = b"RIFF", b"WEBP"  # the first four bytes of a WebP, and those after its length
+RIFF = b"RIFF"  # the first four bytes of a WebP
+WEBP = b"WEBP"  # those after its length
 FTYP = b"ftyp"  # after the four bytes of a length: the first box of a HEIC
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
-ORIENTATION, MOST_ORIENTATION = 274, 8  # EXIF's tag of orientation, and its largest value
+ORIENTATION = 274  # EXIF's tag of orientation
+MOST_ORIENTATION = 8  # its largest value
 TRANSPOSED = (5, 6, 7, 8)  # orientations that exchange height and width
 
 
@@ -73,6 +76,7 @@ def measure(read: Read, num_bytes: int) -> Size:
         _require_end(read, num_bytes, JPEG_END, after=len(header))
     elif start.startswith(PNG):
         size, header = _header(read, PngImageFile)
+        # Decoders reduce 16 bits to 8 in different ways; results must not depend on the decoder.
         if header[PNG_DEPTH] > 8:
             raise BadImageError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
         _require_end(read, num_bytes, PNG_END, after=len(header))
@@ -98,17 +102,20 @@ def is_heic(content: bytes | memoryview) -> bool:
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
     """Return the size of the image in these bytes of an open file, or raise BadImageError."""
     return measure(
-        lambda place, length: os.pread(file, min(length, num_bytes - place), offset + place),
+        lambda position, length: os.pread(
+            file, min(length, num_bytes - position), offset + position
+        ),
         num_bytes,
     )
 
 
 def measure_bytes(content: bytes) -> Size:
     """Return the size of an encoded image, or raise BadImageError."""
-    return measure(lambda place, length: content[place : place + length], len(content))
+    return measure(lambda position, length: content[position : position + length], len(content))
 
 
 def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size, bytes]:
+    # Most headers are short; a long one, of thumbnails and colour profiles, takes a second read.
     for length in (HEAD, MAX_HEADER):
         content = read(0, length)
         file = io.BytesIO(content)
@@ -120,6 +127,7 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
         else:
             if image.tile:  # the pixel data starts here
                 return _displayed(image), content[: file.tell()]
+        # Bytes are left that the header did not need: more of them would not help.
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
     raise BadImageError("it is truncated in the header")
@@ -150,6 +158,7 @@ def _heic_size(content: bytes) -> Size:
         if length == 0:  # the last box
             break
         start += max(length, 8)
+    # Only the lengths of the boxes show this here: pixels are not decoded.
     if start > len(content):
         raise BadImageError(f"it is truncated: it has {len(content):,} of {start:,} bytes")
     try:
@@ -175,14 +184,17 @@ def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None
 
 def _displayed(image: Image.Image) -> Size:
     """Return the displayed size; EXIF after the pixels of a PNG is ignored, as by both decoders."""
-    height, width, limit = image.height, image.width, Image.MAX_IMAGE_PIXELS
+    height = image.height
+    width = image.width
+    limit = Image.MAX_IMAGE_PIXELS
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise BadImageError(f"it has {height} x {width} pixels, expected 1 to {MAX_SIDE} per side")
     if limit is not None and height * width > limit:
         raise BadImageError(
             f"it has {height} x {width} pixels; above {limit:,} Pillow suspects an attack"
         )
-    exif, orientation = Image.Exif(), 1
+    exif = Image.Exif()
+    orientation = 1
     with contextlib.suppress(Exception):  # Pillow raises many types for damaged EXIF
         exif.load(image.info.get("exif", b""))
         orientation = int(exif.get(ORIENTATION, 1))

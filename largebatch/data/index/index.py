@@ -189,6 +189,7 @@ def pack(header: Mapping[str, Any], arrays: Arrays) -> bytes:
 
 def unpack(content: bytes) -> tuple[dict[str, Any], Arrays]:
     """Return header and arrays from the content of a file; raise ValueError if it is damaged."""
+    # The checksum first: the parsers trust the lengths that they read.
     whole = content[:-CHECKSUM_BYTES]
     try:
         if content != whole + checksum([whole]):
@@ -224,6 +225,8 @@ def open_content(
     `every_file` compares all files now. Raises DataError if the folder has changed since.
     """
     reasons = []
+    # Both places may have one: a user who may not write to the folder stores it in the cache, and
+    # its owner may store one beside the images later.
     for content in find_stored(root, split):
         changed = _read_now(content) or difference(content, root, every_file=every_file)
         if changed is None:
@@ -246,11 +249,11 @@ def require_stored(root: Path, *, purpose: str) -> None:
 
 def find_stored(root: Path, split: str) -> Iterator[Content]:
     """Yield the undamaged indexes stored for this folder, the preferred place first."""
-    for place in places(root, split):
+    for path in places(root, split):
         with contextlib.suppress(OSError, ValueError):
-            header, arrays = unpack(place.read_bytes())
+            header, arrays = unpack(path.read_bytes())
             if header.get("format") == FORMAT and header["split"] == split:
-                yield Content(header, arrays, place)
+                yield Content(header, arrays, path)
 
 
 def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
@@ -259,17 +262,18 @@ def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress =
     Raises BadImagesError if there are bad images, unless `drop_bad`.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
-    for place in places(root, split):
+    for path in places(root, split):
         with contextlib.suppress(OSError):
-            write_whole(place, pack(content.header, content.arrays))
-            return content._replace(file=place)
+            write_whole(path, pack(content.header, content.arrays))
+            return content._replace(file=path)
     return content
 
 
 def index_of(content: Content, root: Path) -> Index:
     """Return the index with this content, for the images in `root`."""
     header, arrays, _ = content
-    split, labels = header["split"], arrays["labels"]
+    split = header["split"]
+    labels = arrays["labels"]
     if "shards" in arrays:
         paths = Paths([f"{split}/{name}" for name, *_ in header["shards"]], arrays["shards"])
     else:
@@ -296,7 +300,8 @@ def index_of(content: Content, root: Path) -> Index:
 def check_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
     """Raise DataError for one class, or other classes in val, where labels differ in meaning."""
     if tuple(train) != tuple(val):
-        only_train, only_val = sorted(set(train) - set(val)), sorted(set(val) - set(train))
+        only_train = sorted(set(train) - set(val))
+        only_val = sorted(set(val) - set(train))
         raise DataError(
             f"{root}: the splits must have the same classes; only in train: {shorten(only_train)}; "
             f"only in val: {shorten(only_val)}"
@@ -318,12 +323,13 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
     try:
         names, shards = layout(root, split)
         stored: dict[str, object] = {name: tuple(about) for name, *about in header["shards"]}
-        found: dict[str, object] = {shard.name: shard[1:] for shard in shards}
+        names_and_sizes: dict[str, object] = {shard.name: shard[1:] for shard in shards}
+        # Class folders are compared by their names here, and by their times in `_files_differ`.
         if not shards:
-            found |= dict.fromkeys(names)
+            names_and_sizes |= dict.fromkeys(names)
         if not stored:
             stored = dict.fromkeys(header["classes"])
-        changed = _first_change(split, stored, found)
+        changed = _first_change(split, stored, names_and_sizes)
         if not shards:
             changed = changed or _files_differ(content, root, every_file=every_file)
         elif not changed and list(read_classes(root)) != header["classes"]:
@@ -333,33 +339,39 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
     return changed
 
 
-def _first_change(place: str, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+def _first_change(label: str, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     for name in sorted(then.keys() | now.keys()):
         if name not in then or name not in now:
-            return f"{place}/{name} is {'new' if name in now else 'missing'}"
+            return f"{label}/{name} is {'new' if name in now else 'missing'}"
         if then[name] != now[name]:
-            return f"{place}/{name} was changed"
+            return f"{label}/{name} was changed"
     return None
 
 
 def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | None:
-    header, arrays, split = content.header, content.arrays, content.header["split"]
-    paths, sizes, mtimes = index_of(content, root).paths, arrays["num_bytes"], arrays["mtimes"]
+    header = content.header
+    arrays = content.arrays
+    split = content.header["split"]
+    paths = index_of(content, root).paths
+    sizes = arrays["num_bytes"]
+    mtimes = arrays["mtimes"]
     bad = {path for path, _ in content.bad}
 
     def folder(label: int) -> str | None:
-        name, mtime = header["classes"][label], header["folders"][label]
-        place = f"{split}/{name}"
-        if not every_file and (root / place).stat().st_mtime_ns == mtime:
+        name = header["classes"][label]
+        mtime = header["folders"][label]
+        label_folder = f"{split}/{name}"
+        if not every_file and (root / label_folder).stat().st_mtime_ns == mtime:
             return None
         _, images = scan_class(root / split, name)
-        now = {file: facts for file, *facts in images if f"{place}/{file}" not in bad}
+        now = {file: facts for file, *facts in images if f"{label_folder}/{file}" not in bad}
+        # Images are sorted by class, so a class is one range of rows.
         rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
         then = {
-            paths[row].removeprefix(f"{place}/"): [int(sizes[row]), int(mtimes[row])]
+            paths[row].removeprefix(f"{label_folder}/"): [int(sizes[row]), int(mtimes[row])]
             for row in rows
         }
-        return _first_change(place, then, now)
+        return _first_change(label_folder, then, now)
 
     def files(rows: range) -> str | None:
         for row in rows:
@@ -368,8 +380,8 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
                 return f"{paths[row]} was changed"
         return None
 
-    some = range(0, 0 if every_file else len(sizes), -(-len(sizes) // MOST))
-    parts = [some[start : start + PART] for start in range(0, len(some), PART)]
+    examined = range(0, 0 if every_file else len(sizes), -(-len(sizes) // MOST))
+    parts = [examined[start : start + PART] for start in range(0, len(examined), PART)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="compare") as pool:
         labels = range(len(header["folders"]))
         return next(filter(None, chain(pool.map(folder, labels), pool.map(files, parts))), None)
@@ -384,6 +396,7 @@ def _read(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is checked here
             if shards:
+                # Labels of shards are numbers, whose names are in one file.
                 names = read_classes(root)
                 arrays, bad = _measure_shards(root / split, shards, len(names), progress)
                 folders: list[int] = []
@@ -400,6 +413,8 @@ def _read(
         "shards": shards,
         "bad": bad,
     }
+    # Class folders' times are in it: a restored copy of the data with other times is another
+    # index.
     # The digest does not depend on the location of the folder, nor on ignored files.
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode("ascii"))
     for name in sorted(arrays):
@@ -407,6 +422,8 @@ def _read(
     content = Content({**header, "digest": digest.hexdigest(), "ignored": ignored}, arrays)
     if bad and not drop_bad:
         raise BadImagesError(root, split, content)
+    # A class without images cannot be learned, which accuracy would show late and without its
+    # name.
     counts = np.bincount(arrays["labels"], minlength=len(names))
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing:
@@ -421,7 +438,7 @@ def _measure_folders(
     root: Path, split: str, classes: Sequence[str], progress: Progress
 ) -> tuple[Arrays, list[Unusable], list[int]]:
     folders = {name: scan_class(root / split, name) for name in classes}
-    images = [image for _, found in folders.values() for image in found]
+    images = [image for _, class_images in folders.values() for image in class_images]
     paths = [
         f"{split}/{name}/{image.name}" for name, (_, all_) in folders.items() for image in all_
     ]
@@ -444,9 +461,11 @@ def _measure_folders(
     with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
         for done in pool.map(measure, parts):
             progress(done, len(paths))
+    # A bad image has kept the zeros of its row.
     usable = np.flatnonzero(measured[:, 0])
+    # One array of bytes: a list of a million strings would take about 100 MB in each worker.
     names = np.array([os.fsencode(image.name) for image in images] or [b"-"])[usable]
-    counts = [len(found) for _, found in folders.values()]
+    counts = [len(class_images) for _, class_images in folders.values()]
     facts = np.array([image[1:] for image in images], dtype=np.int64).reshape(-1, 2)[usable]
     arrays = {
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
@@ -482,7 +501,9 @@ def _measure_shards(
 ) -> tuple[Arrays, list[Unusable]]:
     def measure(number: int) -> tuple[IntArray, list[Unusable]]:
         path = folder / shards[number].name
-        rows, bad = [], []
+        rows = []
+        bad = []
+        # Without a buffer: headers are read at positions far from each other.
         with path.open("rb", buffering=0) as file:
             for member in read_shard(path, num_classes):
                 try:
@@ -509,6 +530,8 @@ def _measure_shards(
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
     """Return worker 0's index of the images in `root` on every worker; other workers pass None."""
+    # Worker 0 alone reads the folder: a thousand workers would ask a shared file system for the
+    # same million entries at once.
     packed = None
     if content is not None:
         packed = pack({**content.header, "root": str(root)}, content.arrays)

@@ -51,6 +51,8 @@ def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
                 raise tarfile.ReadError(f"it is truncated in {member.name}")
             yield member
         start = tar.offset
+    # tarfile takes the end of the file for that of the archive, so one that was cut off between
+    # two members looks whole.
     if end - start < END:
         raise tarfile.ReadError("the zeros at its end are missing")
     file.seek(start)
@@ -72,6 +74,7 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
             shown = (m for m in members(file, end) if visible(m.name.rpartition("/")[2]))
+            # Members of a sample follow each other: this is what makes a tar a WebDataset.
             for key, parts in groupby((m for m in shown if not m.isdir()), _key):
                 yield _sample(key, list(parts), file.fileno(), num_classes)
     except OSError as error:
@@ -101,6 +104,7 @@ def _sample(
     (image,) = images
     if not labels:
         return Unusable(image.name, f"there is no {key}.{LABEL} with its label")
+    # The last of equal names wins, as when a tar is unpacked.
     content = os.pread(file, min(labels[-1].size, LABEL_BYTES), labels[-1].offset_data)
     label = content.decode("ascii", errors="replace").strip()
     if not label.isdecimal() or int(label) >= num_classes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from largebatch.errors import LargebatchError, PlanError, RecipeError
-from largebatch.formatting import aligned, duration, plural, three_digits
+from largebatch.formatting import duration, plural, table, three_digits
 from largebatch.lab.measure.calibrate import ROUNDS, cluster_of, measure
 from largebatch.lab.measure.estimate import estimate
 from largebatch.lab.measure.lr_range import derived, plan_range, train_in, train_range
@@ -419,7 +419,7 @@ def _table(advice: Advice) -> str:
         rows.append(
             [f"{row.batch:,}", f"{row.epochs:.3g}", ends, duration(row.seconds), *cost, mark]
         )
-    return aligned(rows, right=range(len(rows[0]) - 1))
+    return table(rows, right=range(len(rows[0]) - 1))
 
 
 def _rate_rule(advice: Advice) -> str:

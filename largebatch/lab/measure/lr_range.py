@@ -27,7 +27,7 @@ import numpy as np
 
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
-from largebatch.formatting import aligned, plural
+from largebatch.formatting import plural, table
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe, validate_tree
 from largebatch.recipe.optimizers import SGD
@@ -369,12 +369,12 @@ def describe(test: RangeTest) -> Iterator[str]:
         "upper": f"mean of turn and turn / {test.overshoot:.2g}, by the momentum",
     }
     known = {name: found for name, found in test.bounds.items() if found is not None}
-    table = [("bound", "rate", "seeds", "meaning")]
+    rows = [("bound", "rate", "seeds", "meaning")]
     for name, found in known.items():
         seeds = f"{rate(found.low)} to {rate(found.high)}"
-        table.append((name, rate(found.value), seeds, meanings[name]))
+        rows.append((name, rate(found.value), seeds, meanings[name]))
     if known:
-        yield from aligned(table, right=[1]).split("\n")
+        yield from table(rows, right=[1]).split("\n")
     curves = test.curves
     number = plural(len(test.curves), "seed")
     low, high = (rate(curves[0].rates[end]) for end in (0, -1))

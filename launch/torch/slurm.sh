@@ -1,30 +1,43 @@
 #!/usr/bin/env bash
 # Train under SLURM: srun starts a worker for each GPU; torch.distributed connects them.
 #
-#   sbatch --nodes=4 launch/slurm.sh          overrides the options below
-#   sbatch launch/slurm.sh doctor --network   measure the network instead
-#   DRY_RUN=1 bash launch/slurm.sh            print the command only
+#   sbatch --nodes=4 job.sh          overrides the options below
+#   sbatch job.sh doctor --network   measure the network instead
+#   DRY_RUN=1 bash job.sh            print the command only
 #
 # Two minutes before the time limit the run saves, exits with code 75 and is requeued; it resumes in
 # its next allocation.
-#SBATCH --job-name=largebatch
-#SBATCH --nodes=2
-#SBATCH --gpus-per-node=8
-#SBATCH --ntasks-per-node=8
-#SBATCH --cpus-per-task=8
-#SBATCH --time=08:00:00
+#SBATCH --job-name={{ name }}
+{% if partition %}
+#SBATCH --partition={{ partition }}
+{% endif %}
+{% if account %}
+#SBATCH --account={{ account }}
+{% endif %}
+{% if memory %}
+#SBATCH --mem={{ memory }}G
+{% elif exclusive %}
+#SBATCH --mem=0
+{% endif %}
+{% if exclusive %}
+#SBATCH --exclusive
+{% endif %}
+#SBATCH --nodes={{ nodes }}
+#SBATCH --gpus-per-node={{ gpus_per_node }}
+#SBATCH --ntasks-per-node={{ gpus_per_node }}
+#SBATCH --cpus-per-task={{ cpus or 8 }}
+#SBATCH --time={{ time }}
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.txt
 set -euo pipefail
-RECIPE=${RECIPE:-digits_96}
-OUT=${OUT:-runs/digits_96}
-OPTIONS=(--resume auto)
-python=(python3)
-[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-IMAGE=${IMAGE:-} # nvcr.io#team/largebatch, a container of pyxis and enroot
-MOUNTS=${MOUNTS:-$PWD:$PWD}
+RECIPE={{ recipe | quote }}
+OUT={{ out | quote }}
+OPTIONS=({{ options | map('quote') | join(' ') }})
+python=({{ python | map('quote') | join(' ') }})
+IMAGE={{ image | quote if image else '' }}
+MOUNTS={{ (['$PWD:$PWD'] + mounts | map('quote') | list) | join(',') }}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # torch.distributed connects the workers, so srun does not set up MPI.

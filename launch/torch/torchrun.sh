@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
 # Train on several hosts with torch.distributed: to be started on each of them.
 #
-#   FIRST=node1 NODE=0 bash launch/torchrun.sh                    on node1; NODE=1 on the next, ...
-#   FIRST=node1 NODE=0 bash launch/torchrun.sh doctor --network   measure the network instead
-#   DRY_RUN=1 FIRST=node1 NODE=0 bash launch/torchrun.sh          print the command only
+#   FIRST=node1 NODE=0 bash job.sh                    on node1; NODE=1 on the next, ...
+#   FIRST=node1 NODE=0 bash job.sh doctor --network   measure the network instead
+#   DRY_RUN=1 FIRST=node1 NODE=0 bash job.sh          print the command only
 #
 # A single node needs neither FIRST nor NODE, and its workers listen only on the loopback interface;
 # with several, FIRST listens on its PORT, on all interfaces. The same command resumes an interrupted
 # run.
 set -euo pipefail
-RECIPE=${RECIPE:-digits_96}
-OUT=${OUT:-runs/digits_96}
-OPTIONS=(--resume auto)
-python=(python3)
-[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-NODES=${NODES:-2}
-GPUS=${GPUS:-8}
+RECIPE={{ recipe | quote }}
+OUT={{ out | quote }}
+OPTIONS=({{ options | map('quote') | join(' ') }})
+python=({{ python | map('quote') | join(' ') }})
+NODES={{ nodes }}
+GPUS={{ gpus_per_node }}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 command=("${python[@]}" -m)

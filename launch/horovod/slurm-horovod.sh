@@ -1,31 +1,40 @@
 #!/usr/bin/env bash
 # Train under SLURM with Horovod: horovodrun starts a worker for each GPU, over ssh.
 #
-#   sbatch --nodes=4 launch/slurm_horovod.sh          overrides the options below
-#   sbatch launch/slurm_horovod.sh doctor --network   measure the network instead
-#   DRY_RUN=1 bash launch/slurm_horovod.sh            print the command only
+#   sbatch --nodes=4 job.sh          overrides the options below
+#   sbatch job.sh doctor --network   measure the network instead
+#   DRY_RUN=1 bash job.sh            print the command only
 # Two minutes before the time limit the run saves and is requeued; it then resumes.
-#SBATCH --job-name=largebatch
-#SBATCH --nodes=2
-#SBATCH --gpus-per-node=8
+#SBATCH --job-name={{ name }}
+{% if partition %}
+#SBATCH --partition={{ partition }}
+{% endif %}
+{% if account %}
+#SBATCH --account={{ account }}
+{% endif %}
+{% if exclusive %}
+#SBATCH --mem=0
+#SBATCH --exclusive
+{% endif %}
+#SBATCH --nodes={{ nodes }}
+#SBATCH --gpus-per-node={{ gpus_per_node }}
 #SBATCH --exclusive
 #SBATCH --mem=0
-#SBATCH --time=08:00:00
+#SBATCH --time={{ time }}
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 # shellcheck disable=SC2329 # functions that a trap calls
 set -euo pipefail
-RECIPE=${RECIPE:-digits_96}
-OUT=${OUT:-runs/digits_96}
-OPTIONS=(--resume auto)
-python=(python3)
-[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
+RECIPE={{ recipe | quote }}
+OUT={{ out | quote }}
+OPTIONS=({{ options | map('quote') | join(' ') }})
+python=({{ python | map('quote') | join(' ') }})
 found=$(type -P "${python[0]}") && PATH=${found%/*}:$PATH # with its horovodrun
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 mapfile -t hosts < <(scontrol show hostnames)
 slots=("${hosts[@]/%/:${SLURM_GPUS_ON_NODE:-8}}")
-command=(horovodrun --gloo -np $((${#hosts[@]} * ${SLURM_GPUS_ON_NODE:-8}))
+command=(horovodrun --gloo -np $(({% raw %}${#hosts[@]}{% endraw %} * ${SLURM_GPUS_ON_NODE:-8}))
     -H "$(IFS=, && echo "${slots[*]}")" "${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0

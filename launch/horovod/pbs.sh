@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
 # Train under PBS with a Horovod that was built with MPI: mpirun starts a worker for each GPU.
 #
-#   qsub launch/pbs.sh             from the folder that OUT is relative to
-#   DRY_RUN=1 bash launch/pbs.sh   print the command only
+#   qsub job.sh             from the folder that OUT is relative to
+#   DRY_RUN=1 bash job.sh   print the command only
 #
 # When LIMIT ends, ten minutes before the walltime, the run saves and exits with code 75, and qrerun
 # requeues it; if that needs an operator's rights, submit it again: it resumes.
-#PBS -N largebatch
-#PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8
-#PBS -l walltime=08:00:00
+#PBS -N {{ name }}
+{% if partition %}
+#PBS -q {{ partition }}
+{% endif %}
+{% if account %}
+#PBS -A {{ account }}
+{% endif %}
+{% if exclusive %}
+#PBS -l place=scatter:excl
+{% endif %}
+#PBS -l select={{ nodes }}:ncpus={{ (cpus or 8) * gpus_per_node }}:ngpus={{ gpus_per_node }}:mpiprocs={{ gpus_per_node }}{{ ':mem=%dgb' | format(memory) if memory else '' }}
+#PBS -l walltime={{ time }}
 #PBS -r y
 #PBS -j oe
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
-RECIPE=${RECIPE:-digits_96}
-OUT=${OUT:-runs/digits_96}
-OPTIONS=(--resume auto)
-python=(python3)
-[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-LIMIT=${LIMIT:-470m}
+RECIPE={{ recipe | quote }}
+OUT={{ out | quote }}
+OPTIONS=({{ options | map('quote') | join(' ') }})
+python=({{ python | map('quote') | join(' ') }})
+LIMIT={{ time_limit }}
 NODEFILE=${PBS_NODEFILE:-/dev/null}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"

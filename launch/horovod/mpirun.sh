@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
 # Train on several hosts with a Horovod that was built with MPI, whose workers mpirun starts.
 #
-#   HOSTS=node1:8,node2:8 bash launch/mpirun.sh                    Open MPI
-#   HOSTS=node1:8,node2:8 bash launch/mpirun.sh doctor --network   measure the network instead
-#   DRY_RUN=1 HOSTS=... bash launch/mpirun.sh                      print the command only
+#   HOSTS=node1:{{ gpus_per_node }},node2:{{ gpus_per_node }} bash job.sh                    Open MPI
+#   HOSTS=node1:{{ gpus_per_node }},node2:{{ gpus_per_node }} bash job.sh doctor --network   measure the network instead
+#   DRY_RUN=1 HOSTS=... bash job.sh                      print the command only
 #
 # SIGUSR1 makes the run save and end with exit code 75; on SIGTERM mpirun kills it. The same command
 # resumes an interrupted run.
 set -euo pipefail
-RECIPE=${RECIPE:-digits_96}
-OUT=${OUT:-runs/digits_96}
-OPTIONS=(--resume auto)
-python=(python3)
-[[ ! ${PYTHON:-} ]] || read -ra python <<<"$PYTHON" # apptainer exec --nv largebatch.sif python3
-WORKERS=${WORKERS:-16}
-HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
+RECIPE={{ recipe | quote }}
+OUT={{ out | quote }}
+OPTIONS=({{ options | map('quote') | join(' ') }})
+python=({{ python | map('quote') | join(' ') }})
+WORKERS={{ workers }}
+HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:{{ gpus_per_node }},node2:{{ gpus_per_node }}}
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
 # Not bound to a core: a worker's threads decode images on all cores of its host.
