@@ -20,6 +20,7 @@ SHORT = ["--max-steps", "60"]
 ELSEWHERE = {
     "docs/your-own-data.md": "test_own_data.py",
     "docs/own-code.md": "test_own_code.py",
+    "docs/own-package.md": "test_own_package.py",
 }
 """Pages whose commands need photographs or modules: the tests that run them with these."""
 

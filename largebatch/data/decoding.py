@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from largebatch import accelerator
+from largebatch import accelerator, registry
 from largebatch.data.images import Images, read_indexes
 from largebatch.data.index.index import Index
 from largebatch.data.types import Decode, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
-from largebatch.optional import require_dali, require_torchvision
 from largebatch.recipe.data import Data
-from largebatch.recipe.execution import Cache, Execution
+from largebatch.recipe.execution import DEFAULT_DECODER, Cache, Execution
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
@@ -130,15 +129,11 @@ def _decoder(data: Data, execution: Execution) -> OpenDecoder:
         from largebatch.data.decoders import synthetic
 
         return synthetic.open_decoder
-    if execution.decoder == "dali":
-        from largebatch.data.decoders import dali
-
-        require_dali()  # a missing decoder is an error here, not in the run
-        return dali.open_decoder
-    from largebatch.data.decoders import torchvision
-
-    require_torchvision()
-    return torchvision.open_decoder
+    # It says that a package is missing here, not when the run has begun.
+    require: Callable[[], OpenDecoder] = registry.load(
+        "decoders", execution.decoder or DEFAULT_DECODER
+    )
+    return require()
 
 
 def _open_chosen(

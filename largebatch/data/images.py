@@ -23,6 +23,7 @@ from largebatch.data.types import IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.recipe.data import Data
+from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import Progress, silent
 
@@ -170,7 +171,7 @@ def _read_own(
         f"--data {folder}": folder is not None,
         f"execution.cache: {execution.cache}": execution.cache not in {None, "none"},
         f"execution.reads: {execution.reads}": execution.reads is not None,
-        "execution.decoder: dali": execution.decoder == "dali",
+        f"execution.decoder: {execution.decoder}": execution.decoder not in {None, DEFAULT_DECODER},
     }
     for setting, is_set in unused.items():
         if is_set:

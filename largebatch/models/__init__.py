@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from largebatch import registry
 from largebatch.errors import RecipeError
 from largebatch.models import networks, zoo
 from largebatch.models.batchnorm import Spans as Spans
@@ -39,7 +40,9 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head_std: float | None = None,
 ) -> nn.Module:
-    """Build a model of this package, timm or torchvision: N x 3 x H x W to N x num_classes.
+    """Build a model of this package, an installed one, timm or torchvision.
+
+    It maps N x 3 x H x W to N x num_classes.
 
     The weights are newly initialised. `arguments` are passed to the model's constructor; `head_std`
     draws the classifier from N(0, head_std) with zero bias. Raises RecipeError for an unknown name
@@ -48,8 +51,8 @@ def build(
     >>> classifier(build("cifar_resnet8", num_classes=10))
     Linear(in_features=64, out_features=10, bias=True)
     """
-    if name in _OURS:
-        construct, fixed = _OURS[name]
+    construct, fixed = _own(name)
+    if construct is not None:
         try:
             model = construct(num_classes, **fixed, **(arguments or {}))
         except (TypeError, ValueError) as error:
@@ -65,15 +68,29 @@ def build(
     return model
 
 
+def _own(name: str) -> tuple[Callable[..., nn.Module] | None, dict[str, int]]:
+    """Return the class of a network that is ours or of an installed package, and our arguments."""
+    if name not in registry.installed("networks"):
+        return _OURS.get(name, (None, {}))
+    construct: Callable[..., nn.Module] = registry.load("networks", name, ours=_OURS)
+    if zoo.is_timms(name):
+        raise RecipeError(
+            f"model.name: {name!r} is in timm and in an installed package: uninstall that"
+        )
+    return construct, {}
+
+
 def require_known(name: str) -> None:
     """Raise RecipeError with the nearest names if there is no model of this name."""
-    if name not in _OURS:
-        zoo.require_known(name, others=tuple(_OURS))
+    others = (*_OURS, *registry.installed("networks"))
+    if name not in others:
+        zoo.require_known(name, others=others)
 
 
 def is_timms(name: str) -> bool:
     """Return True if the model of this name is built by timm."""
-    return name not in _OURS and not name.startswith(zoo.TORCHVISION)
+    others = (*_OURS, *registry.installed("networks"))
+    return name not in others and not name.startswith(zoo.TORCHVISION)
 
 
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

@@ -42,13 +42,18 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
     return model
 
 
+def is_timms(name: str) -> bool:
+    """Return True if timm has a model of this name, without the tag of its weights."""
+    return bool(require_timm().is_model(name))
+
+
 def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     """Raise RecipeError with the nearest names, or those of `others`, if there is no such model."""
     if name.startswith(TORCHVISION):
         models = _torchvision()
         plain = models.list_models(module=models)
         library, known = "torchvision", [TORCHVISION + model for model in plain]
-    elif "." not in name and require_timm().is_model(name):
+    elif "." not in name and is_timms(name):
         return  # faster than listing a thousand names
     else:
         library, known = "timm", require_timm().list_models()

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from largebatch import accelerator
+from largebatch.optim.building import Weights
 from largebatch.optim.kernels.numbers import Numbers
 from largebatch.optim.kernels.tabled import as_models
+from largebatch.recipe import optimizers as sections
 
 
 class FusedAdamW(AdamW):
@@ -72,3 +74,9 @@ def build_adamw(groups: list[dict[str, Any]], **settings: Any) -> AdamW:  # noqa
     kinds = {(weight.device.type, weight.dtype) for weight in weights}
     in_graphs = kinds and kinds <= {(kind, torch.float32) for kind in accelerator.GRAPHS}
     return FusedAdamW(groups, **settings) if in_graphs else AdamW(groups, **settings)
+
+
+def build(section: sections.AdamW, weights: Weights) -> AdamW:
+    """Build AdamW, without weight decay of biases and normalisation layers."""
+    groups = weights.groups(weight_decay=section.weight_decay)
+    return build_adamw(groups, lr=weights.lr, betas=(section.beta1, section.beta2), eps=section.eps)

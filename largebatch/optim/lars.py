@@ -46,8 +46,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from largebatch.errors import RecipeError
+from largebatch.optim.building import Weights
 from largebatch.optim.kernels import Rule, Update
 from largebatch.optim.kernels.tabled import SAVED, SHORT, Tabled, as_models
+from largebatch.recipe import optimizers as sections
 from largebatch.recipe.choices import Convention, Kernels
 
 Number = float | Tensor
@@ -335,3 +338,13 @@ def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any
         for every in (state["param_groups"], groups)
     )
     return zip(names, weights, strict=True)
+
+
+def build_lars(section: sections.LARS, weights: Weights) -> LARS:
+    """Build LARS; raise RecipeError where its kernels cannot update these weights."""
+    groups = weights.adapted_groups(weight_decay=section.weight_decay)
+    settings = section.model_dump(exclude={"kind", "weight_decay"})
+    try:
+        return LARS(groups, lr=weights.lr, kernels=weights.kernels, **settings)
+    except ValueError as error:
+        raise RecipeError(f"execution.kernels: {error}") from None

@@ -23,7 +23,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,15 @@ from torch.optim import Optimizer
 from largebatch import accelerator
 from largebatch.distributed.backend import Group, in_graphs
 from largebatch.distributed.connection import running_backend
+from largebatch.errors import RecipeError
+from largebatch.models import classifier_weights, hidden_matrices, param_groups
 from largebatch.optim import replay
+from largebatch.optim.adamw import build_adamw
+from largebatch.optim.building import Weights
 from largebatch.optim.kernels.numbers import Numbers
+from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_muon
+from largebatch.recipe import optimizers as sections
 
 zeropower_via_newtonschulz = require_muon().zeropower_via_newtonschulz
 AdjustLR = Literal["original", "match_rms_adamw"]
@@ -263,3 +269,46 @@ def _scale(weight: Tensor, adjust_lr: AdjustLR) -> float:
     if weight.ndim > 3:
         rows, columns = weight.shape[-2:]
     return math.sqrt(max(1, rows / columns))
+
+
+def build_muon(section: sections.Muon, weights: Weights) -> Muon:
+    """Build Muon for the hidden matrices of a model; raise RecipeError if it has none."""
+    matrices = hidden_matrices(weights.model)
+    if not matrices:
+        name = type(weights.model).__name__
+        raise RecipeError(f"optimizer.kind: muon: {name} has no hidden matrices; take another")
+    others = _build_others(section.others, weights.model, matrices, muon_lr=weights.lr)
+    settings = section.model_dump(exclude={"kind", "others"})
+    return Muon(matrices, others, weights.workers, lr=weights.lr, **settings)
+
+
+def _build_others(
+    section: sections.MuonSGD | sections.MuonAdamW,
+    model: nn.Module,
+    matrices: list[nn.Parameter],
+    *,
+    muon_lr: float,
+) -> Optimizer:
+    taken = set(matrices)
+    classifiers = classifier_weights(model)
+    decayed, plain = (group["params"] for group in param_groups(model, weight_decay=0.0))
+    head = [weight for weight in decayed if weight in classifiers]
+    rest = [weight for weight in decayed if weight not in taken | classifiers]
+    lr = section.lr or muon_lr
+    head_lr = section.head_lr or lr
+    decay = section.weight_decay
+    bias_decay = section.bias_weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": rest, "lr_ratio": lr / muon_lr, "weight_decay": decay},
+        {"params": head, "lr_ratio": head_lr / muon_lr, "weight_decay": decay},
+        {"params": plain, "lr_ratio": lr / muon_lr, "weight_decay": bias_decay},
+    ]
+    match section:
+        case sections.MuonSGD():
+            momentum, nesterov = section.momentum, section.nesterov
+            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=False)
+        case sections.MuonAdamW():
+            betas = section.beta1, section.beta2
+            return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
+        case _:
+            assert_never(section)

@@ -11,6 +11,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from largebatch.optim.building import Weights
+from largebatch.optional import require_schedulefree
+from largebatch.recipe import optimizers as sections
+
 
 def is_averaging(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if an optimizer's groups, live or saved, belong to training weights y."""
@@ -33,3 +37,16 @@ def at_average(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         model.load_state_dict(before)
         for group in optimizer.param_groups:
             group["train_mode"] = True
+
+
+def build_schedule_free(section: sections.ScheduleFree, weights: Weights) -> Optimizer:
+    """Build SGDScheduleFree of schedulefree, at its training weights y."""
+    optimizer: Optimizer = require_schedulefree().SGDScheduleFree(
+        weights.groups(weight_decay=section.weight_decay),
+        lr=weights.lr,
+        momentum=section.momentum,
+        r=section.weight_power,
+        weight_lr_power=section.weight_lr_power,
+    )
+    optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
+    return optimizer

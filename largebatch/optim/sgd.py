@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
+from largebatch.optim.building import Weights
 from largebatch.optim.kernels import Rule, works
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import hidden_gradients
+from largebatch.recipe import optimizers as sections
 
 
 class TabledSGD(Tabled, SGD):
@@ -90,3 +92,20 @@ def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
         for weight in group["params"] if group["momentum"] else ():
             if weight.grad is not None and "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def build(section: sections.SGD, weights: Weights) -> SGD:
+    """Build SGD, whose biases and normalisation layers may have a rate and a decay of their own."""
+    lr = weights.lr
+    groups = weights.groups(weight_decay=section.weight_decay)
+    groups[1] |= {
+        "weight_decay": section.bias_weight_decay,
+        "lr_factor": (section.bias_lr or lr) / lr,
+    }
+    return build_sgd(
+        groups,
+        lr=lr,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        scaled=weights.scaled,
+    )

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_optimizer import ScalableShampoo
 from torch import Tensor
 
 from largebatch.accelerator import is_remote
+from largebatch.optim.building import Weights
+from largebatch.optional import require_shampoo
+from largebatch.recipe import optimizers as sections
+
+require_shampoo()
+
+from pytorch_optimizer import ScalableShampoo  # noqa: E402 -- after a check that it is installed
 
 _MATRICES = ("statistics", "pre_conditioners")
 
@@ -79,3 +85,20 @@ def _copy(own: Tensor, saved: Tensor) -> None:
     if own.shape != saved.shape:
         raise ValueError(f"Shampoo: shape {list(saved.shape)}, expected {list(own.shape)}")
     own.copy_(saved)
+
+
+def build_shampoo(section: sections.Shampoo, weights: Weights) -> Shampoo:
+    """Build Shampoo of pytorch-optimizer."""
+    grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
+    return Shampoo(
+        weights.groups(weight_decay=section.weight_decay),
+        lr=weights.lr,
+        betas=(section.momentum, section.beta2),
+        inverse_exponent_override=section.root or 0,
+        start_preconditioning_step=section.start_step,
+        preconditioning_compute_steps=section.root_every,
+        block_size=section.block_size,
+        graft_type=grafts[section.graft.upper()],
+        nesterov=section.nesterov,
+        matrix_eps=section.matrix_eps,
+    )

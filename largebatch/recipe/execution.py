@@ -4,11 +4,13 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.choices import Compile, Kernels
+from largebatch.recipe.choices import Compile, DecoderName, Kernels
 from largebatch.recipe.section import Batch, Positive, Section, Updates
 
 Cache: TypeAlias = Literal["memory", "device", "none"]
 """Where decoded pixels are kept."""
+
+DEFAULT_DECODER = "torchvision"
 
 
 class CubicGroups(Section):
@@ -55,7 +57,7 @@ class Execution(Section):
     of the global batch and fits 80 % of a GPU's free memory, as measured at the start; on a CPU
     the largest up to 256."""
 
-    decoder: Literal["dali", "torchvision"] | None = None
+    decoder: DecoderName | None = None
     """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
     one; pixels differ from torchvision's by 1/255 at most, in the outermost rows and columns by up
     to 32/255, in the four corners and with bicubic interpolation anywhere by up to 60/255. These

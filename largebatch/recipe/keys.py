@@ -212,7 +212,7 @@ class Keys(Section):
     data: Data
     model: Model
     batch: BatchSizes
-    optimizer: Annotated[Optimizer, Field(discriminator="kind")]
+    optimizer: Optimizer
     schedule: Schedule
     loss: Loss = Loss()
     precision: Precision = "fp32"

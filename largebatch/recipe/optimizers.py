@@ -5,16 +5,59 @@ unless a setting says so, nor is what goes with them: class tokens, tables of po
 what the model names in `no_weight_decay()` (`largebatch.models.param_groups`).
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from largebatch.recipe.choices import Convention
-from largebatch.recipe.section import Momentum, NonNegative, Positive, Samples, Section, Updates
+from largebatch.recipe.section import (
+    Choice,
+    Momentum,
+    NonNegative,
+    Positive,
+    Samples,
+    Section,
+    Updates,
+)
+
+if TYPE_CHECKING:
+    from largebatch.recipe.keys import Keys
 
 
-class LARS(Section):
+class MomentumSGD(NamedTuple):
+    """Settings of the momentum SGD that takes an optimizer's place in the affine stage."""
+
+    momentum: float
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+class Optimizer(Choice):
+    """Base of the optimizers; a builder takes `largebatch.optim.building.Weights`."""
+
+    group: ClassVar = "optimizers"
+
+    takes_late_gradients: ClassVar[bool] = False
+    """True if a protocol's servers can apply its updates one gradient at a time."""
+
+    has_trust_ratios: ClassVar[bool] = False
+    """True if it has a trust ratio for every layer, for monitor: trust_ratios."""
+
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return the momentum SGD of the stage polish.affine.
+
+        By default without weight decay: that of another optimizer may be of another scale.
+        """
+        return MomentumSGD(momentum=0.9)
+
+
+class LARS(Optimizer):
     """Layer-wise adaptive rate scaling (arXiv:1708.03888)."""
+
+    builder: ClassVar = "largebatch.optim.lars:build_lars"
+    takes_late_gradients: ClassVar = True
+    has_trust_ratios: ClassVar = True
 
     kind: Literal["lars"]
 
@@ -43,9 +86,16 @@ class LARS(Section):
     """Clip every element of a gradient, weight decay included, to -clip_gradient .. clip_gradient;
     those of biases and normalisation layers too; null: no clipping. NUS's code has 10."""
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its own momentum and weight decay."""
+        return MomentumSGD(self.momentum, self.weight_decay)
 
-class SGD(Section):
+
+class SGD(Optimizer):
     """Stochastic gradient descent with momentum, as torch.optim.SGD."""
+
+    builder: ClassVar = "largebatch.optim.sgd:build"
+    takes_late_gradients: ClassVar = True
 
     kind: Literal["sgd"]
 
@@ -69,14 +119,20 @@ class SGD(Section):
             raise ValueError("nesterov: true needs a momentum above 0")
         return self
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its own settings."""
+        return MomentumSGD(self.momentum, self.weight_decay, self.nesterov)
 
-class Shampoo(Section):
+
+class Shampoo(Optimizer):
     """Shampoo in blocks, with the step lengths of another optimizer (arXiv:2002.09018).
 
     pytorch-optimizer's ScalableShampoo. Unlike Google's code it preconditions no tensor of at most
     block_size numbers and adds matrix_eps times the largest eigenvalue; and every worker computes
     all inverse roots.
     """
+
+    builder: ClassVar = "largebatch.optim.shampoo:build_shampoo"
 
     kind: Literal["shampoo"]
 
@@ -109,14 +165,20 @@ class Shampoo(Section):
     matrix_eps: Positive = 1e-6
     """Share of the largest eigenvalue that is added to all eigenvalues before taking a root."""
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its own momentum and weight decay."""
+        return MomentumSGD(self.momentum, self.weight_decay)
 
-class ScheduleFree(Section):
+
+class ScheduleFree(Optimizer):
     """Schedule-Free SGD (arXiv:2405.15682), by schedulefree's SGDScheduleFree.
 
     Gradients are computed at y; evaluations use x, an average of the weights. Every evaluation
     moves to x, measures its BatchNorm statistics and returns to y. At the end of the schedule the
     model becomes x. The schedule's decay is constant, after its warm-up.
     """
+
+    builder: ClassVar = "largebatch.optim.schedule_free:build_schedule_free"
 
     kind: Literal["schedule-free"]
 
@@ -137,9 +199,37 @@ class ScheduleFree(Section):
     """Number of clean training images on which BatchNorm's statistics are measured, before every
     evaluation and at the end of the schedule; null for a model without BatchNorm."""
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its own momentum and weight decay."""
+        return MomentumSGD(self.momentum, self.weight_decay)
 
-class LAMB(Section):
+    def conflicts(self, recipe: "Keys") -> Iterator[str]:
+        """Yield what else the recipe has to average or lower the rate with."""
+        polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
+        if recipe.schedule.decay.kind not in {"constant", "fix"}:
+            yield (
+                f"{replaces} instead of lowering the rate: schedule.decay must be "
+                f"{{kind: constant}}, got {recipe.schedule.decay.kind}"
+            )
+        for key in ("ema", "swa"):
+            if polish is not None and getattr(polish, key) is not None:
+                yield f"polish.{key}: {replaces} already; leave it out"
+        if polish is not None and polish.clean and polish.keep == "better":
+            yield (
+                f"polish.clean cannot be rolled back: {replaces} of the whole schedule; leave out "
+                "clean or keep: better"
+            )
+        if (self.statistics_samples is None) != (recipe.batch.bn_span is None):
+            yield (
+                "optimizer.statistics_samples is for models with BatchNorm: give it and "
+                "batch.bn_span, or neither"
+            )
+
+
+class LAMB(Optimizer):
     """Layer-wise adaptive moments (arXiv:1904.00962), by timm's Lamb."""
+
+    builder: ClassVar = "largebatch.optim.lamb:build_lamb"
 
     kind: Literal["lamb"]
 
@@ -160,9 +250,15 @@ class LAMB(Section):
     max_grad_norm: Positive | None = None
     """Scale gradients down if their global norm exceeds this; null: never."""
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its first decay as the momentum."""
+        return MomentumSGD(self.beta1)
 
-class AdamW(Section):
+
+class AdamW(Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101), as torch.optim.AdamW."""
+
+    builder: ClassVar = "largebatch.optim.adamw:build"
 
     kind: Literal["adamw"]
 
@@ -176,6 +272,10 @@ class AdamW(Section):
     weight_decay: NonNegative = 0.01
     """Each update first multiplies the weights by 1 - learning rate * weight_decay; biases and
     normalisation layers are not decayed."""
+
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its first decay as the momentum."""
+        return MomentumSGD(self.beta1)
 
 
 class _MuonOthers(Section):
@@ -203,6 +303,10 @@ class MuonSGD(_MuonOthers):
 
     nesterov: bool = True
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its own settings."""
+        return MomentumSGD(self.momentum, self.weight_decay, self.nesterov)
+
 
 class MuonAdamW(_MuonOthers):
     """The weights that Muon does not take, by torch.optim.AdamW."""
@@ -220,14 +324,20 @@ class MuonAdamW(_MuonOthers):
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return its first decay as the momentum."""
+        return MomentumSGD(self.beta1)
 
-class Muon(Section):
+
+class Muon(Optimizer):
     """Momentum whose matrices are orthogonalised (kellerjordan.github.io/posts/muon).
 
     Takes the filters of convolutions, as out x in*height*width, and other matrices. The first
     layer, the classifier, embeddings, depthwise convolutions, biases and normalisation layers
     are updated by `others`. Newton-Schulz is timm's; the workers share it.
     """
+
+    builder: ClassVar = "largebatch.optim.muon:build_muon"
 
     kind: Literal["muon"]
 
@@ -266,5 +376,6 @@ class Muon(Section):
             )
         return self
 
-
-Optimizer: TypeAlias = LARS | SGD | Shampoo | ScheduleFree | LAMB | AdamW | Muon
+    def in_affine_stage(self) -> MomentumSGD:
+        """Return the settings of the weights that it does not take."""
+        return self.others.in_affine_stage()

@@ -1,10 +1,15 @@
 """The section `polish`: Final Polishing, and the averages of weights before its statistics."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.section import Duration, Positive, Samples, Section
+from largebatch.recipe.section import Choice, Duration, Positive, Samples, Section
+
+
+def _is_empty(stages: tuple[object, ...]) -> bool:
+    """Return True if a record needs no key for them: older runs have none."""
+    return not stages
 
 
 class SWA(Section):
@@ -36,6 +41,15 @@ class Statistics(Section):
     """Number of clean training images that are measured."""
 
 
+class Stage(Choice):
+    """Base of the stages of other packages, which change the weights after the schedule.
+
+    A builder takes the `largebatch.training.session.Session` of every worker, and runs the stage.
+    """
+
+    group: ClassVar = "stages"
+
+
 class Polish(Section):
     """Final Polishing (Kasagi et al., HPDC 2020): fit BatchNorm to clean training data.
 
@@ -61,6 +75,10 @@ class Polish(Section):
     classifier's weight, and no trust ratio. Running statistics follow as in training. null: no
     such stage."""
 
+    others: Annotated[tuple[Stage, ...], Field(max_length=100, exclude_if=_is_empty)] = ()
+    """Stages of installed packages, each with its `kind`, one after the other: after affine, and
+    before statistics."""
+
     statistics: Statistics | None = None
     """The last stage, in which no weight moves; null: none."""
 
@@ -75,7 +93,10 @@ class Polish(Section):
 
     @model_validator(mode="after")
     def _stages_fit_each_other(self) -> Self:
-        if not any((self.clean, self.ema, self.swa, self.affine, self.statistics)):
+        kinds = [stage.kind for stage in self.others]
+        if len(kinds) > len({*kinds}):
+            raise ValueError(f"others: each stage can run once, got {', '.join(kinds)}")
+        if not any((self.clean, self.ema, self.swa, self.affine, self.others, self.statistics)):
             raise ValueError(
                 "give at least one of clean, ema, swa, affine and statistics, or leave polish out"
             )

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from largebatch import registry
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
 from largebatch.formatting import plural
 from largebatch.recipe.section import (
     Duration,
     Section,
     every_field,
+    group_of,
     kinds_of,
     sections_of,
 )
@@ -116,9 +118,10 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
             return f"{chooser}: missing"
         case "union_tag_invalid":
             given = clip(repr(context["tag"]), LONGEST_NAME)
-            wrong = f"{chooser}: expected one of {context['expected_tags']}, got {given}"
+            expected = context["expected_tags"] or "the kinds of installed packages"
+            wrong = f"{chooser}: expected one of {expected}, got {given}"
             meant = _meant(context["tag"], context["expected_tags"])
-            return "; ".join(filter(None, [wrong, meant]))
+            return "; ".join(filter(None, [wrong, _of_package(keys, context["tag"], root, meant)]))
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             message = message.replace("False, True", "false, true")  # as YAML has them
@@ -126,9 +129,21 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
                 message = f"input should be less than or equal to {context['le']:.10g}"
             given = clip(json.dumps(problem["input"]), LONGEST_NAME)
             meant = _meant(problem["input"], context.get("expected", ""))
+            if problem["type"] == "literal_error":
+                meant = _of_package(keys, problem["input"], root, meant)
             if problem["type"] in {"model_type", "dict_type"}:  # one word in place of a section
                 meant = _instead(where, root) or f"see `largebatch explain {where}`"
             return "; ".join(filter(None, [f"{where}: {message}, got {given}", meant]))
+
+
+def _of_package(keys: Sequence[str], name: object, root: type[Section], otherwise: str) -> str:
+    """Return why the package of a part cannot be used, or that it is missing; else `otherwise`."""
+    where = ".".join(key for key in keys if not key.isdigit())
+    group = next((group_of(field) for key, _, field in every_field(root) if key == where), None)
+    if group is None or not isinstance(name, str):
+        return otherwise
+    name = clip(name, LONGEST_NAME)
+    return registry.trouble(group, name) or otherwise or registry.missing(group, name)
 
 
 def _hint(keys: Sequence[str], known: Sequence[str], root: type[Section]) -> str:

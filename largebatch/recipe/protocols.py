@@ -9,13 +9,14 @@ its part of it. The number of learners decides what asynchronous training comput
 of the recipe.
 """
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from largebatch.errors import PlanError
 from largebatch.formatting import plural
-from largebatch.recipe.section import Batch, Section
+from largebatch.recipe.section import Batch, Choice, Section
 
 MAX_LEARNERS = 65_536
 
@@ -27,7 +28,7 @@ class Centralised(Section):
     """Number of servers. Each holds whole tensors, about as many bytes as the others."""
 
 
-class _Protocol(Section):
+class _Workers(Section):
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     """Workers that compute gradients (lambda)."""
 
@@ -35,6 +36,28 @@ class _Protocol(Section):
     """Where the weights are. `decentralised`: a server beside every learner, in its process, with a
     part of the weights; --workers is the number of learners. `{centralised: S}`: in S processes of
     their own, which --workers counts too: it is learners + S."""
+
+
+class Protocol(Choice, _Workers):
+    """Base of the protocols; a builder takes the recipe, the state of the run and the backend.
+
+    It returns `largebatch.training.session.Updates`.
+    """
+
+    group: ClassVar = "protocols"
+
+    waits: ClassVar[bool] = False
+    """True if a learner waits after a push for the update with its gradient. An update then has one
+    gradient of every learner."""
+
+    @property
+    def divides_by_staleness(self) -> bool:
+        """True if the learning rate of each gradient is divided by its staleness."""
+        return False
+
+    def rate_factor(self, mini_batch: int) -> float:  # noqa: ARG002 -- for subclasses
+        """Return the factor of the learning rate; `mini_batch` is in samples (mu)."""
+        return 1.0
 
     def mini_batch(self, global_batch: int) -> int:
         """Return the samples of one gradient (mu)."""
@@ -70,8 +93,11 @@ class _Protocol(Section):
             )
 
 
-class Hardsync(_Protocol):
+class Hardsync(Protocol):
     """Every update takes one gradient of each learner, and all learners wait for it."""
+
+    builder: ClassVar = "largebatch.lab.protocols.stage:open_updates"
+    waits: ClassVar = True
 
     kind: Literal["hardsync"]
 
@@ -82,6 +108,12 @@ class Hardsync(_Protocol):
     reference_batch: Batch | None = None
     """With modulation: sqrt, the batch that schedule.peak_lr was tuned for."""
 
+    def rate_factor(self, mini_batch: int) -> float:
+        """Return the square root of the batch over the reference batch, if that is given."""
+        if self.reference_batch is None:
+            return 1.0
+        return math.sqrt(self.learners * mini_batch / self.reference_batch)
+
     @model_validator(mode="after")
     def _sqrt_has_a_reference(self) -> Self:
         if (self.modulation == "sqrt") != (self.reference_batch is not None):
@@ -89,11 +121,13 @@ class Hardsync(_Protocol):
         return self
 
 
-class Softsync(_Protocol):
+class Softsync(Protocol):
     """An update takes any floor(learners / n) gradients, and no learner waits.
 
     This is n-softsync. A gradient is then about n updates late (its staleness).
     """
+
+    builder: ClassVar = "largebatch.lab.protocols.stage:open_updates"
 
     kind: Literal["softsync"]
 
@@ -110,6 +144,15 @@ class Softsync(_Protocol):
         """Number of gradients per update."""
         return self.learners // self.n
 
+    @property
+    def divides_by_staleness(self) -> bool:
+        """True with modulation: staleness."""
+        return self.modulation == "staleness"
+
+    def rate_factor(self, mini_batch: int) -> float:  # noqa: ARG002 -- the base's signature
+        """Return 1/n with modulation: n."""
+        return 1 / self.n if self.modulation == "n" else 1.0
+
     @model_validator(mode="after")
     def _an_update_takes_a_gradient(self) -> Self:
         if self.n > self.learners:
@@ -120,11 +163,13 @@ class Softsync(_Protocol):
         return self
 
 
-class Asynchronous(_Protocol):
+class Asynchronous(Protocol):
     """Every gradient is an update: softsync with n = learners.
 
     At a fixed learning rate this is Downpour SGD (Dean et al. 2012).
     """
+
+    builder: ClassVar = "largebatch.lab.protocols.stage:open_updates"
 
     kind: Literal["asynchronous"]
 
@@ -137,9 +182,15 @@ class Asynchronous(_Protocol):
         return self.learners
 
     @property
+    def divides_by_staleness(self) -> bool:
+        """True with modulation: staleness."""
+        return self.modulation == "staleness"
+
+    def rate_factor(self, mini_batch: int) -> float:  # noqa: ARG002 -- the base's signature
+        """Return 1/n with modulation: n."""
+        return 1 / self.n if self.modulation == "n" else 1.0
+
+    @property
     def gradients(self) -> int:
         """Number of gradients per update."""
         return 1
-
-
-Protocol = Annotated[Hardsync | Softsync | Asynchronous, Field(discriminator="kind")]

@@ -4,12 +4,10 @@ from typing import Any
 
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.schedule import Exponential, Inverse, WaveExp
+from largebatch.recipe.schedule import Decay
 from largebatch.recipe.section import Duration, Section
 
 _RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
-_BY_FACTOR = (Exponential, WaveExp)
-"""Schedules that multiply the rate by gamma at every step."""
 
 
 def shortened(recipe: Recipe, epochs: float, *, steps: float) -> Recipe:
@@ -42,10 +40,8 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
             changes["epochs"] = value.epochs * epochs
         elif value.steps is not None:
             changes["steps"] = max(1, round(value.steps * steps))
-    if isinstance(value, _BY_FACTOR):
-        changes["gamma"] = value.gamma ** (1 / steps)
-    elif isinstance(value, Inverse):
-        changes["gamma"] = value.gamma / steps
+    if isinstance(value, Decay):
+        changes |= value.at_other_steps(steps)
     return value.model_copy(update=changes)
 
 

@@ -5,24 +5,41 @@ longer one, and half a cosine. LRBench's k0 is peak_lr and its k1 is low_lr; its
 optimizer steps from the end of the warm-up.
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from largebatch.recipe.section import Duration, Fraction, NonNegative, Positive, Section
+from largebatch.recipe.section import Choice, Duration, Fraction, NonNegative, Positive, Section
 
 Power = Annotated[float, Field(gt=0, le=1000)]
 """Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""
 
 
-class Constant(Section):
+class Decay(Choice):
+    """Base of the policies, each of which can also be a piece of another.
+
+    A builder takes the peak and a `largebatch.schedules.build.Segment`.
+    """
+
+    group: ClassVar = "schedules"
+
+    def at_other_steps(self, factor: float) -> dict[str, float]:  # noqa: ARG002 -- for subclasses
+        """Return the settings that count per step, for a run with `factor` times the steps."""
+        return {}
+
+
+class Constant(Decay):
     """Stay at peak_lr."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_constant"
 
     kind: Literal["constant", "fix"]
 
 
-class StepDecay(Section):
+class StepDecay(Decay):
     """Multiply the rate by gamma at regular intervals."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_step_decay"
 
     kind: Literal["step"]
 
@@ -33,8 +50,10 @@ class StepDecay(Section):
     """Factor of the rate after each interval."""
 
 
-class MultiStepDecay(Section):
+class MultiStepDecay(Decay):
     """Multiply the rate by gamma at given points."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_multistep_decay"
 
     kind: Literal["steps", "nstep"]
 
@@ -46,8 +65,10 @@ class MultiStepDecay(Section):
     """Factor of the rate at each point."""
 
 
-class Exponential(Section):
+class Exponential(Decay):
     """Multiply the rate by gamma at every step, or divide it by gamma if it begins low."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_exponential"
 
     kind: Literal["exp"]
 
@@ -58,9 +79,15 @@ class Exponential(Section):
     """`low`: the rate rises to peak_lr in the last update of the run, or piece, as in a range test
     (arXiv:1506.01186). The rates are those of `peak` in reverse order."""
 
+    def at_other_steps(self, factor: float) -> dict[str, float]:
+        """Return the factor of fewer or more steps, the same over the whole run."""
+        return {"gamma": self.gamma ** (1 / factor)}
 
-class Inverse(Section):
+
+class Inverse(Decay):
     """Fall along (1 + gamma t)**-power, where t counts steps; never ends."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_inverse"
 
     kind: Literal["inv"]
 
@@ -69,6 +96,10 @@ class Inverse(Section):
 
     power: Power
     """Steepness of the fall in the long run."""
+
+    def at_other_steps(self, factor: float) -> dict[str, float]:
+        """Return the speed that leaves the same rate at the end."""
+        return {"gamma": self.gamma / factor}
 
 
 class Fall(Section):
@@ -81,8 +112,10 @@ class Fall(Section):
     """Length of the fall, from the end of the warm-up; null: until the run, or piece, ends."""
 
 
-class Polynomial(Fall):
+class Polynomial(Decay, Fall):
     """Fall to end_lr along (1 - t)**power."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_polynomial"
 
     kind: Literal["polynomial", "poly"]
 
@@ -90,8 +123,10 @@ class Polynomial(Fall):
     """1 is a straight line; MLPerf's rule is 2."""
 
 
-class Cosine(Fall):
+class Cosine(Decay, Fall):
     """Fall to end_lr along half a cosine."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_cosine"
 
     kind: Literal["cosine"]
 
@@ -110,44 +145,39 @@ class HalfCycle(Cycle):
     """Length of the rise from low_lr to peak_lr; the fall takes as long."""
 
 
-class Wave(HalfCycle):
+class Wave(Decay, HalfCycle):
     """Rise and fall in straight lines (tri) or along half a sine wave (sin)."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_wave"
 
     kind: Literal["tri", "tri2", "sin", "sin2"]
     """tri2 and sin2: each cycle rises half as far above low_lr as the one before."""
 
 
-class WaveExp(HalfCycle):
+class WaveExp(Decay, HalfCycle):
     """As tri or sin; the height above low_lr is multiplied by gamma at every step."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_wave"
 
     kind: Literal["triexp", "sinexp"]
 
     gamma: Fraction
     """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
+    def at_other_steps(self, factor: float) -> dict[str, float]:
+        """Return the factor of fewer or more steps, the same over the whole run."""
+        return {"gamma": self.gamma ** (1 / factor)}
 
-class CosineCycles(Cycle):
+
+class CosineCycles(Decay, Cycle):
     """Fall from peak_lr to low_lr along half a cosine and rise back, repeatedly."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_cosine_cycles"
 
     kind: Literal["cos"]
 
     cycle: Duration
     """Length of a fall and a rise: l in the paper, and twice the l of its code."""
-
-
-Simple: TypeAlias = (
-    Constant
-    | StepDecay
-    | MultiStepDecay
-    | Exponential
-    | Inverse
-    | Polynomial
-    | Cosine
-    | Wave
-    | WaveExp
-    | CosineCycles
-)
-"""The policies that can also be a piece of another."""
 
 
 class Piece(Section):
@@ -159,7 +189,7 @@ class Piece(Section):
     peak_lr: Positive
     """The highest rate of this piece."""
 
-    decay: Annotated[Simple, Field(discriminator="kind")]
+    decay: Decay
     """The policy of this piece."""
 
     @model_validator(mode="after")
@@ -168,8 +198,10 @@ class Piece(Section):
         return self
 
 
-class Piecewise(Section):
+class Piecewise(Choice):
     """Follow several policies in turn, each with its own peak."""
+
+    builder: ClassVar = "largebatch.schedules.build:build_piecewise"
 
     kind: Literal["piecewise"]
 
@@ -203,7 +235,7 @@ class Schedule(Section):
     start_lr: NonNegative = 0.0
     """The first rate of the warm-up."""
 
-    decay: Annotated[Simple | Piecewise, Field(discriminator="kind")]
+    decay: Annotated[Decay | Piecewise, Field(discriminator="kind")]
     """The policy: the rate after the warm-up."""
 
     first_step: Literal[0, 1] = 0
@@ -225,7 +257,7 @@ class Schedule(Section):
         return self
 
 
-def _require_below(decay: Simple, peak_lr: float) -> None:
+def _require_below(decay: Decay, peak_lr: float) -> None:
     match decay:
         case Fall(end_lr=lower):
             key = "end_lr"

@@ -1,11 +1,30 @@
 """The base of all sections, the types and bounds they share, and how to walk through their keys."""
 
-from collections.abc import Iterator
-from inspect import signature
-from typing import Annotated, Any, Self, get_args, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, Signature
+from types import MappingProxyType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Self,
+    TypeGuard,
+    get_args,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from largebatch import registry
+from largebatch.errors import RecipeError
+
+if TYPE_CHECKING:
+    from largebatch.recipe.keys import Keys
 
 MAX_UPDATES = 2_000_000
 """Updates of a run: four times those of ResNet-50's 90 epochs in batches of 256. Planning computes
@@ -46,15 +65,95 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        # Built when the first recipe is read: then the modules of this package are imported, and
+        # so the sections of other packages may import any of them.
+        defer_build=True,
     )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **words: Any) -> None:  # noqa: ANN401 -- pydantic's
         """Show plain types in the signature, without pydantic's bounds."""
         super().__pydantic_init_subclass__(**words)
-        hints, own = get_type_hints(cls), signature(cls)
-        plain = [it.replace(annotation=hints[it.name]) for it in own.parameters.values()]
-        cls.__signature__ = own.replace(parameters=plain)
+        cls._show_plain_types()
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        """Show them again: pydantic has set a signature of its own."""
+        super().__pydantic_on_complete__()
+        cls._show_plain_types()
+
+    @classmethod
+    def _show_plain_types(cls) -> None:
+        hints = get_type_hints(cls)
+        cls.__signature__ = Signature(
+            [
+                Parameter(
+                    name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if field.is_required() else field.get_default(),
+                    annotation=hints[name],
+                )
+                for name, field in cls.model_fields.items()
+            ]
+        )
+
+
+class Choice(Section):
+    """Base of the bases of sections that a recipe chooses between by `kind`.
+
+    `Optimizer`, `Decay`, `Stage` and `Protocol` are such bases: their `kind` is any word, and they
+    name their group. A subclass with words of its own for `kind` is one of the sections. Those of
+    this package are declared beside their base; those of another package are entry points.
+    """
+
+    group: ClassVar[registry.Group]
+
+    builder: ClassVar[str]
+    """The function that builds what the section describes, as `module:function`. It is imported
+    when a run needs it, so that a recipe is read without PyTorch."""
+
+    kind: str
+
+    def build(self, *arguments: Any, **words: Any) -> Any:  # noqa: ANN401 -- as the group's builders
+        """Call the section's builder with itself and these arguments."""
+        return registry.resolve(self.builder)(self, *arguments, **words)
+
+    def conflicts(self, recipe: "Keys") -> Iterator[str]:  # noqa: ARG002 -- for subclasses
+        """Yield conflicts with other sections of the recipe, a sentence for each."""
+        yield from ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:  # noqa: ANN401 -- pydantic's
+        """Return the schema of a section; of a base, that of the choice between its sections."""
+        if not is_base(cls):
+            return handler(source)
+        sections = alternatives(cls).items()
+        choices = {kind: handler.generate_schema(section) for kind, section in sections}
+        # pydantic cannot derive what writes a value where there is no section to choose.
+        writer = None if choices else core_schema.plain_serializer_function_ser_schema(dict)
+        return core_schema.tagged_union_schema(choices, "kind", serialization=writer)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Marks the type of a key whose value is the name of a part: `Annotated[str, Named(...)]`."""
+
+    group: registry.Group
+    ours: tuple[str, ...]
+    """The names of this package."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return the schema of the names that are known when the first recipe is read."""
+        names = dict.fromkeys([*self.ours, *registry.installed(self.group)])
+        for name in list(names):
+            try:
+                registry.require_one_owner(self.group, name, ours=self.ours)
+            except RecipeError as error:
+                registry.refuse(self.group, name, str(error))
+                del names[name]
+        return core_schema.literal_schema(list(names))
 
 
 class Duration(Section):
@@ -73,8 +172,58 @@ class Duration(Section):
 def sections_of(annotation: object) -> list[type[Section]]:
     """Return the sections that a field may hold: one, or several for a union."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
+        if not is_base(annotation):
+            return [annotation]
+        return list(dict.fromkeys(alternatives(annotation).values()))  # some have several kinds
     return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def group_of(field: FieldInfo) -> registry.Group | None:
+    """Return the group of the parts that a field chooses between; None if it has none."""
+    every = [field.annotation, *field.metadata]
+    for annotation in every:
+        if isinstance(annotation, Named):
+            return annotation.group
+        if isinstance(annotation, type) and issubclass(annotation, Choice):
+            return annotation.group
+        every += get_args(annotation)  # what is inside of a union or a list
+    return None
+
+
+def is_base(section: type[Section]) -> TypeGuard[type[Choice]]:
+    """Return True for the base of a group of sections, which has no word for `kind` itself."""
+    return issubclass(section, Choice) and "group" in vars(section)
+
+
+@cache
+def alternatives(base: type[Choice]) -> Mapping[str, type[Choice]]:
+    """Return the sections of a base by kind: those beside it, then those of installed packages."""
+    ours: dict[str, type[Choice]] = {
+        kind: section
+        for section in base.__subclasses__()
+        if section.__module__ == base.__module__
+        for kind in kinds_of(section)
+    }
+    every = dict(ours)
+    for name in registry.installed(base.group):
+        # A broken package must not stop recipes that do not name it: its reason is kept until one
+        # does.
+        try:
+            every[name] = _require_section(base, name, registry.load(base.group, name, ours=ours))
+        except RecipeError as error:
+            registry.refuse(base.group, name, str(error))
+            every.pop(name, None)
+    return MappingProxyType(every)
+
+
+def _require_section(base: type[Choice], name: str, section: object) -> type[Choice]:
+    """Return a section of another package; raise RecipeError if it is none of this base."""
+    if isinstance(section, type) and issubclass(section, base) and kinds_of(section) == (name,):
+        return section
+    raise RecipeError(
+        f"the entry point {name} of {registry.PREFIX}{base.group} must be a subclass of "
+        f"{base.__module__}.{base.__name__} with kind: Literal[{name!r}], got {section!r}"
+    )
 
 
 def kinds_of(section: type[Section]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.keys import Keys
-from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.protocols import Protocol
 
 
@@ -12,8 +12,7 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
     yield from _samples(recipe)
     if recipe.protocol is not None:
         yield from _protocol(recipe, recipe.protocol)
-    if isinstance(recipe.optimizer, ScheduleFree):
-        yield from _schedule_free(recipe, recipe.optimizer)
+    yield from recipe.optimizer.conflicts(recipe)
     yield from (conflict for conflict, is_given in _others(recipe).items() if is_given)
 
 
@@ -39,7 +38,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
     batch, polish, execution = recipe.batch, recipe.polish, recipe.execution
     monitored = set(recipe.monitor) - {"generalization_gap"}
     synchronous = {
-        f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
+        f"optimizer.kind: {recipe.optimizer.kind}": not recipe.optimizer.takes_late_gradients,
         "model.early": recipe.model.early is not None,
         "model.backbone": recipe.model.backbone is not None,
         "batch.schedule": bool(batch.schedule),
@@ -47,7 +46,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         "precision: fp16": recipe.precision == "fp16",
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
         f"monitor: {min(monitored, default='')}": bool(monitored),
-        "execution.decoder: dali": execution.decoder == "dali",
+        f"execution.decoder: {execution.decoder}": execution.decoder not in {None, DEFAULT_DECODER},
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,
     }
@@ -73,28 +72,6 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         )
 
 
-def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
-    polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
-    if recipe.schedule.decay.kind not in {"constant", "fix"}:
-        yield (
-            f"{replaces} instead of lowering the rate: schedule.decay must be {{kind: constant}}, "
-            f"got {recipe.schedule.decay.kind}"
-        )
-    for key in ("ema", "swa"):
-        if polish is not None and getattr(polish, key) is not None:
-            yield f"polish.{key}: {replaces} already; leave it out"
-    if polish is not None and polish.clean and polish.keep == "better":
-        yield (
-            f"polish.clean cannot be rolled back: {replaces} of the whole schedule; leave out "
-            "clean or keep: better"
-        )
-    if (optimizer.statistics_samples is None) != (recipe.batch.bn_span is None):
-        yield (
-            "optimizer.statistics_samples is for models with BatchNorm: give it and "
-            "batch.bn_span, or neither"
-        )
-
-
 def _others(recipe: Keys) -> dict[str, bool]:
     """Return the conflicts of a few keys, and True for each that a recipe has."""
     cache, smoothing = recipe.execution.cache, recipe.loss.label_smoothing
@@ -112,7 +89,7 @@ def _others(recipe: Keys) -> dict[str, bool]:
         "vanishing; or send in bf16": recipe.reduction.dtype == "fp16"
         and recipe.precision != "fp16",
         f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}": (
-            "trust_ratios" in recipe.monitor and recipe.optimizer.kind != "lars"
+            "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
         ),
         f"loss.label_smoothing ({smoothing:g}) makes the labelled one of {recipe.data.classes} "
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,

@@ -13,7 +13,7 @@ import numpy as np
 from largebatch.report.course import ceiling, needs_log_scale, thin
 from largebatch.report.noise import course
 from largebatch.report.run import Run, images_per_second, values_of
-from largebatch.report.style import COLOURS, INK, MARKERS, MUTED, name_axes, name_line
+from largebatch.report.style import COLOURS, INK, MUTED, looks_of, name_axes, name_line
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas
@@ -23,9 +23,10 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     """Draw the losses by step, and the learning rate below them on the same axis."""
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     draw_updates(top, run, "loss")
+    looks = looks_of(run.stage_names)
     for stage, steps in run.by_stage.items():
         x = values_of(steps, "step")
-        bottom.plot(x, values_of(steps, "lr"), color=COLOURS[stage], marker=_lonely(x))
+        bottom.plot(x, values_of(steps, "lr"), color=looks[stage].colour, marker=_lonely(x))
     if needs_log_scale(values_of([*run.steps, *run.evaluations], "loss")):
         top.set_yscale("log")
         top.minorticks_off()
@@ -36,7 +37,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.grid(visible=False)
     mark_stages(top, run)
     title = name_axes(top, y="Loss")
-    title = name_line(top, "training", COLOURS[run.steps[0].stage], after=title)
+    title = name_line(top, "training", looks[run.steps[0].stage].colour, after=title)
     if run.evaluations:
         x, losses = values_of(run.evaluations, "step"), values_of(run.evaluations, "loss")
         top.plot(x, losses, color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False)
@@ -48,15 +49,16 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
     axes, kept = figure.subplots(), run.kept_evaluations
     axes.plot(values_of(kept, "epoch"), 100 * values_of(kept, "top1"), color=MUTED, lw=1)
+    looks = looks_of(run.stage_names)
     by_stage = [[each for each in run.evaluations if each.stage == it.name] for it in run.stages]
     for place, (stage, found) in enumerate(zip(run.stages, by_stage, strict=True)):
         # A stage without updates ends where the one before it does: its mark is within that one's.
         later = [each.epoch for those in by_stage[place + 1 :] for each in those]
         size = 6 + 3 * later.count(found[-1].epoch) if found else 6
         axes.plot(
-            values_of(found, "epoch"), 100 * values_of(found, "top1"), color=COLOURS[stage.name],
-            marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False,
-            markerfacecolor=None if stage.kept else "none", label=stage.name,
+            values_of(found, "epoch"), 100 * values_of(found, "top1"),
+            color=looks[stage.name].colour, marker=looks[stage.name].marker, ms=size, lw=0,
+            clip_on=False, markerfacecolor=None if stage.kept else "none", label=stage.name,
         )  # fmt: skip
     if run.stages[1:]:
         axes.legend(loc="lower right", frameon=False)
@@ -79,11 +81,13 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
 
 def draw_updates(axes: "Axes", run: Run, name: str) -> None:
     """Draw a value of every update faint, and the running median over it."""
+    looks = looks_of(run.stage_names)
     for stage, steps in run.by_stage.items():
+        colour = looks[stage].colour
         thinned = thin(values_of(steps, "step"), values_of(steps, name))
         extremes = np.column_stack((thinned.low, thinned.high)).ravel()
-        axes.plot(np.repeat(thinned.step, 2), extremes, color=COLOURS[stage], lw=0.8, alpha=0.3)
-        axes.plot(thinned.step, thinned.trend, color=COLOURS[stage], marker=_lonely(thinned.step))
+        axes.plot(np.repeat(thinned.step, 2), extremes, color=colour, lw=0.8, alpha=0.3)
+        axes.plot(thinned.step, thinned.trend, color=colour, marker=_lonely(thinned.step))
 
 
 def _lonely(steps: Sized) -> str:
@@ -99,12 +103,13 @@ def mark_stages(axes: "Axes", run: Run) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     starts = [(steps[0].step, stage) for stage, steps in run.by_stage.items()][1:]
     ends = [*(start for start, _ in starts[1:]), end]
+    looks = looks_of(run.stage_names)
     for (start, stage), stop in zip(starts, ends, strict=False):
-        axes.axvspan(start, stop, color=COLOURS[stage], alpha=0.08, lw=0)
+        axes.axvspan(start, stop, color=looks[stage].colour, alpha=0.08, lw=0)
     sizes = zip(run.plan.sizes, run.plan.sizes[1:], strict=False)
     marks = [(before.end, f"{after.image_size} px", MUTED) for before, after in sizes]
     marks += [(one.step, f"batch {one.global_batch:,}", MUTED) for one in run.plan.batch_changes]
-    marks += [(start, stage, COLOURS[stage]) for start, stage in starts]
+    marks += [(start, stage, looks[stage].colour) for start, stage in starts]
     shown = [mark for mark in sorted(marks) if first <= mark[0] < end]
     for row, (step, text, colour) in enumerate(shown):
         axes.axvline(step, color=colour, lw=0.8, ls=(0, (1, 2)))
@@ -112,6 +117,18 @@ def mark_stages(axes: "Axes", run: Run) -> None:
             text, (step, 1), (-3, -3 - 11 * (row % 3)), xycoords=axes.get_xaxis_transform(),
             textcoords="offset points", ha="right", va="top", color=colour, size=9,
         )  # fmt: skip
+
+
+def draw_monitors(figure: "Canvas", run: Run) -> None:
+    """Draw the numbers of the monitors of other packages by step, each on axes of its own."""
+    names = run.measured
+    every = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, name in zip(every, names, strict=True):
+        steps = [step for step in run.steps if name in step.measured]
+        thinned = thin(values_of(steps, "step"), np.array([it.measured[name] for it in steps]))
+        axes.plot(thinned.step, thinned.trend, color=COLOURS["train"], marker=_lonely(steps))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        name_axes(axes, y=name, x="Step" if axes is every[-1] else None)
 
 
 def draw_noise(figure: "Canvas", run: Run) -> None:

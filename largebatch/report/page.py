@@ -19,7 +19,13 @@ from largebatch.formatting import (
     three_digits,
 )
 from largebatch.recipe.arithmetic.plan import describe_division
-from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise, draw_throughput
+from largebatch.report.charts import (
+    draw_accuracy,
+    draw_loss,
+    draw_monitors,
+    draw_noise,
+    draw_throughput,
+)
 from largebatch.report.noise import describe_noise, has_course
 from largebatch.report.pages import (
     Chart,
@@ -44,7 +50,7 @@ from largebatch.report.run import (
     short_commit,
     values_of,
 )
-from largebatch.report.style import COLOURS, MARGIN, MUTED, save_png, write_title
+from largebatch.report.style import MARGIN, MUTED, looks_of, save_png, write_title
 from largebatch.tracking.events import OVERVIEW, Mistakes
 
 if TYPE_CHECKING:
@@ -257,8 +263,9 @@ def _stages(run: Run) -> list[Part]:
         scores("Loss", [four_decimals(one.after.loss) for one in run.stages],
                [four_decimals(one.loss) if one else "" for one in befores]),
     ]  # fmt: skip
-    looks = [Series(None, one.name, COLOURS[one.name]) for one in run.stages]
-    return [Table(columns=columns, series=looks, sortable=False), *_stage_notes(run)]
+    looks = looks_of(run.stage_names)
+    series = [Series(None, stage.name, looks[stage.name].colour) for stage in run.stages]
+    return [Table(columns=columns, series=series, sortable=False), *_stage_notes(run)]
 
 
 def _stage_notes(run: Run) -> Iterator[str]:
@@ -315,9 +322,13 @@ def charts_of(run: Run) -> dict[str, Chart]:
               caption="tr(Σ)/|G|²: the batch at which the noise of the mean gradient is as large "
               "as the gradient, for consecutive parts of the run. Bars are 95 % intervals; one "
               "that leaves the chart has no upper end. Larger batches save few steps."),
+        Chart(name="monitors", title="Monitors of other packages",
+              height=60 + 160 * len(run.measured),
+              draw=lambda figure: draw_monitors(figure, run),
+              caption="Running medians of what they measured on worker 0 after every update."),
     )
     # fmt: on
-    shown = run.steps, run.evaluations, run.steps, has_course(run)
+    shown = run.steps, run.evaluations, run.steps, has_course(run), run.measured
     return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
 
 

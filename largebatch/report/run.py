@@ -168,6 +168,16 @@ class Run:
             before = stages[-1] if stages[-1].kept else before
         return tuple(stages)
 
+    @cached_property
+    def measured(self) -> list[str]:
+        """The names of the numbers that monitors of other packages recorded."""
+        return list(dict.fromkeys(name for step in self.steps for name in step.measured))
+
+    @cached_property
+    def stage_names(self) -> list[StageName]:
+        """The names of the stages that made updates or were evaluated, in order."""
+        return list(dict.fromkeys([*self.by_stage, *(stage.name for stage in self.stages)]))
+
     @property
     def end_of_schedule(self) -> Stage | None:
         """The last stage that was kept of those that the schedule has; else the first.

@@ -5,11 +5,12 @@ The only module that imports matplotlib. pyplot, which keeps figures in global s
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from largebatch.errors import LargebatchError
 from largebatch.optional import require_matplotlib
@@ -41,6 +42,25 @@ MORE_COLOURS = ("#7b3f00", "#c2185b", "#3b4754", "#4b7a00", "#1f2f86", "#00757f"
 """Brown, crimson, slate, leaf green, navy and teal, for pages with more series than stages."""
 
 MARKERS = dict(zip(COLOURS, "os^>vD", strict=True))
+MORE_MARKERS = "PX*hp8"
+
+
+class Look(NamedTuple):
+    """How a stage is drawn."""
+
+    colour: str
+    marker: str
+
+
+def looks_of(stages: Iterable[str]) -> dict[str, Look]:
+    """Return the look of each stage of a run; those of other packages get the next free one."""
+    looks = {}
+    others = zip(cycle(MORE_COLOURS), cycle(MORE_MARKERS), strict=False)
+    for stage in stages:
+        is_ours = stage in COLOURS
+        looks[stage] = Look(COLOURS[stage], MARKERS[stage]) if is_ours else Look(*next(others))
+    return looks
+
 
 PALETTE = {
     "ink": INK,

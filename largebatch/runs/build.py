@@ -2,12 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import entry_points
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from largebatch.distributed.agreement import Facts, require_agreement, share_wei
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
-from largebatch.errors import DeviceMemoryError, MissingPackageError, PlanError, RecipeError
+from largebatch.errors import DeviceMemoryError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
@@ -125,7 +123,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
             with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
                 updates: Updates = synchronous_updates
                 if protocol is not None:
-                    updates = plugged_in("updates", "protocol")(recipe, state, backend)
+                    updates = protocol.build(recipe, state, backend)
                 yield build_session(
                     recipe,
                     pipeline,
@@ -237,16 +235,3 @@ def with_profiler(
 
     profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler
-
-
-def plugged_in(kind: str, name: str) -> Callable[..., Any]:
-    """Load what a package plugs into a run under `name`: an entry point of `largebatch.KIND`."""
-    found = entry_points(group=f"largebatch.{kind}", name=name)
-    if not found:
-        raise MissingPackageError(
-            f"the entry point {name} of largebatch.{kind}",
-            purpose=f"this recipe's {name}",
-            install="pip install --force-reinstall --no-deps largebatch",
-        )
-    plugged: Callable[..., Any] = next(iter(found)).load()
-    return plugged

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from largebatch import registry
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import worker_rank
@@ -31,7 +32,6 @@ from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
-from largebatch.runs.build import plugged_in
 from largebatch.runs.interrupts import describe_cause, scheduler
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import WEIGHTS
@@ -50,6 +50,7 @@ from largebatch.tracking.events import (
     now,
     write_json,
 )
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.log import JsonLines, last_event, require_unlocked
 from largebatch.training.checkpoint import (
     Checkpoint,
@@ -87,25 +88,16 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         "commit": source_commit() if tracking.trackers else None,
     }
     trackers: list[Tracker] = [Console(classes=recipe.data.classes)]
-    for name in dict.fromkeys(tracking.trackers):
-        match name:
-            case "wandb":
-                from largebatch.tracking.wandb import Wandb
-
-                trackers.append(Wandb(folder, config, tracking, note=note))
-            case "tensorboard":
-                from largebatch.tracking.tensorboard import TensorBoard
-
-                trackers.append(TensorBoard(folder, config))
-            case "mlflow":
-                from largebatch.tracking.mlflow import MLflow
-
-                trackers.append(MLflow(folder, config, tracking))
-            case "mlperf":
-                tracker = plugged_in("trackers", name)
-                trackers.append(tracker(folder, recipe, began=session.began))
-            case _:
-                assert_never(name)
+    followed = FollowedRun(
+        folder=folder,
+        recipe=recipe,
+        tracking=tracking,
+        config=config,
+        began=session.began,
+        note=note,
+    )
+    names = dict.fromkeys(tracking.trackers)  # a recipe may name one twice
+    trackers += [registry.load("trackers", name)(followed) for name in names]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.formatting import plural
@@ -25,13 +24,13 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
     """
     warmup_steps = plan.steps_in(section.warmup) if section.warmup else 0
     steps = math.ceil(plan.position(plan.steps) / plan.global_batch)
-    segment = _Segment(
+    segment = Segment(
         key="schedule.decay",
         before=warmup_steps,
         steps=steps + section.first_step - warmup_steps,
         steps_in=plan.steps_in,
     )
-    after = _build(section.decay, section.peak_lr, segment)
+    after: Policy = section.decay.build(section.peak_lr, segment)
     if warmup_steps and section.start_lr >= after(0):
         raise RecipeError(
             f"schedule.start_lr ({section.start_lr:g}) must be below the rate at which "
@@ -51,7 +50,9 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
+class Segment:
+    """The part of a run that a policy sets the rates of."""
+
     key: str
     before: int
     """Steps from the point where the recipe starts to count to the first of these."""
@@ -69,6 +70,12 @@ class _Segment:
             )
         return length
 
+    def fall(self, decay: schedule.Fall) -> int:
+        """Return the steps of a fall: by default all of the segment."""
+        if decay.over is None:
+            return self.steps
+        return self.length("over", decay.over, limit=self.steps)
+
     def points(self, durations: tuple[Duration, ...]) -> list[int]:
         """Return the points in steps from the start of the policy."""
         points = [self.steps_in(duration) for duration in durations]
@@ -82,43 +89,78 @@ class _Segment:
         return [point - self.before for point in points]
 
 
-def _build(decay: schedule.Simple | schedule.Piecewise, peak: float, segment: _Segment) -> Policy:
-    last = segment.steps - 1
-    match decay:
-        case schedule.Constant():
-            return functions.constant(peak=peak)
-        case schedule.StepDecay(every=every, gamma=gamma):
-            stairs = segment.length("every", every, limit=last)
-            return functions.step(peak=peak, steps=stairs, gamma=gamma)
-        case schedule.MultiStepDecay(at=at, gamma=gamma):
-            return functions.multistep(peak=peak, boundaries=segment.points(at), gamma=gamma)
-        case schedule.Exponential(gamma=gamma, begin="low"):
-            return functions.exponential_rise(peak=peak, gamma=gamma, steps=last)
-        case schedule.Exponential(gamma=gamma):
-            return functions.exponential(peak=peak, gamma=gamma)
-        case schedule.Inverse(gamma=gamma, power=power):
-            return functions.inverse(peak=peak, gamma=gamma, power=power)
-        case schedule.Fall(over=over, end_lr=end):
-            fall = segment.length("over", over, limit=segment.steps) if over else segment.steps
-            if isinstance(decay, schedule.Cosine):
-                return functions.cosine(peak=peak, steps=fall, end=end)
-            return functions.polynomial(peak=peak, steps=fall, power=decay.power, end=end)
-        case schedule.HalfCycle(low_lr=low, half_cycle=half):
-            steps = segment.length("half_cycle", half, limit=last)
-            wave = functions.triangular if decay.kind.startswith("tri") else functions.sine
-            factor = 0.5 if decay.kind.endswith("2") else 1.0
-            gamma = decay.gamma if isinstance(decay, schedule.WaveExp) else 1.0
-            return wave(peak=peak, low=low, steps=steps, factor=factor, gamma=gamma)
-        case schedule.CosineCycles(low_lr=low, cycle=cycle):
-            steps = segment.length("cycle", cycle, limit=2 * last)
-            return functions.cosine_cycles(peak=peak, low=low, steps=steps)
-        case schedule.Piecewise(pieces=pieces):
-            return _join(pieces, segment)
-        case _:
-            assert_never(decay)
+def build_constant(_: schedule.Constant, peak: float, __: Segment) -> Policy:
+    """Stay at the peak."""
+    return functions.constant(peak=peak)
 
 
-def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
+def build_step_decay(decay: schedule.StepDecay, peak: float, segment: Segment) -> Policy:
+    """Fall in regular stairs, at least one of which ends before the segment."""
+    steps = segment.length("every", decay.every, limit=segment.steps - 1)
+    return functions.step(peak=peak, steps=steps, gamma=decay.gamma)
+
+
+def build_multistep_decay(decay: schedule.MultiStepDecay, peak: float, segment: Segment) -> Policy:
+    """Fall at given points."""
+    boundaries = segment.points(decay.at)
+    return functions.multistep(peak=peak, boundaries=boundaries, gamma=decay.gamma)
+
+
+def build_exponential(decay: schedule.Exponential, peak: float, segment: Segment) -> Policy:
+    """Fall from the peak in the first step, or rise to it in the last."""
+    if decay.begin == "low":
+        return functions.exponential_rise(peak=peak, gamma=decay.gamma, steps=segment.steps - 1)
+    return functions.exponential(peak=peak, gamma=decay.gamma)
+
+
+def build_inverse(decay: schedule.Inverse, peak: float, _: Segment) -> Policy:
+    """Fall along a power of the steps."""
+    return functions.inverse(peak=peak, gamma=decay.gamma, power=decay.power)
+
+
+def build_polynomial(decay: schedule.Polynomial, peak: float, segment: Segment) -> Policy:
+    """Fall along a polynomial."""
+    steps = segment.fall(decay)
+    return functions.polynomial(peak=peak, steps=steps, power=decay.power, end=decay.end_lr)
+
+
+def build_cosine(decay: schedule.Cosine, peak: float, segment: Segment) -> Policy:
+    """Fall along half a cosine."""
+    return functions.cosine(peak=peak, steps=segment.fall(decay), end=decay.end_lr)
+
+
+def build_wave(decay: schedule.Wave | schedule.WaveExp, peak: float, segment: Segment) -> Policy:
+    """Rise and fall in lines or along a sine, to lower heights with some kinds."""
+    shape, factor = _WAVES[decay.kind]
+    return shape(
+        peak=peak,
+        low=decay.low_lr,
+        steps=segment.length("half_cycle", decay.half_cycle, limit=segment.steps - 1),
+        factor=factor,
+        gamma=decay.gamma if isinstance(decay, schedule.WaveExp) else 1.0,
+    )
+
+
+_WAVES = {
+    "tri": (functions.triangular, 1.0),
+    "tri2": (functions.triangular, 0.5),
+    "triexp": (functions.triangular, 1.0),
+    "sin": (functions.sine, 1.0),
+    "sin2": (functions.sine, 0.5),
+    "sinexp": (functions.sine, 1.0),
+}
+"""The shape of a wave, and the factor of its height after each cycle."""
+
+
+def build_cosine_cycles(decay: schedule.CosineCycles, peak: float, segment: Segment) -> Policy:
+    """Fall and rise along a cosine; a cycle may be twice as long as the segment."""
+    steps = segment.length("cycle", decay.cycle, limit=2 * (segment.steps - 1))
+    return functions.cosine_cycles(peak=peak, low=decay.low_lr, steps=steps)
+
+
+def build_piecewise(decay: schedule.Piecewise, _: float, segment: Segment) -> Policy:
+    """Follow the pieces in turn, each of which has its own peak."""
+    pieces = decay.pieces
     boundaries, epochs, steps = list[int](), 0.0, 0
     for piece in pieces[:-1]:  # lengths are added before they are rounded
         assert piece.length is not None
@@ -136,7 +178,7 @@ def _join(pieces: tuple[schedule.Piece, ...], segment: _Segment) -> Policy:
                 f"{segment.steps} after the warm-up; every piece, the last one too, needs a step"
             )
         part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
-        parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
+        parts.append(pieces[place].decay.build(pieces[place].peak_lr, part))
     return functions.piecewise(parts, boundaries=boundaries)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from largebatch import accelerator
+from largebatch import accelerator, registry
 from largebatch.optional import require_psutil
 
 _PACKAGES = (
@@ -26,7 +26,7 @@ _PACKAGES = (
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that can change a result."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *registry.packages()):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

@@ -6,6 +6,7 @@ written as null, because JSON has no NaN, and is read as NaN.
 """
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -24,8 +25,8 @@ RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", 
 REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 """Names of the files of a run folder."""
 
-StageName = Literal["train", "clean", "ema", "swa", "affine", "statistics"]
-"""The stages of a run, in their order."""
+StageName = str
+"""Name of a stage: one of `training.stages.STAGES`, or the kind of a stage of another package."""
 
 StopCause = Literal["time limit", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"]
 """What requests a run to stop: --time-limit, Ctrl-C, a scheduler's signals, a closed terminal."""
@@ -100,6 +101,12 @@ class Step(_StageEvent):
     trust_ratios: tuple[Measured, ...] = ()
     """Trust ratios of the layers of the start event, in five digits, with monitor: trust_ratios.
     Empty if the update was skipped or not made by LARS; NaN for a layer without a gradient."""
+
+    measured: Annotated[dict[str, Measured], Field(exclude_if=operator.not_)] = field(
+        default_factory=dict
+    )
+    """Numbers of the monitors of other packages, as `MONITOR.NAME`; without any, the log has no
+    such key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from largebatch.errors import clip
 from largebatch.formatting import dotted
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -45,6 +46,11 @@ class MLflow(ScalarTracker):
         self._client: Any = None
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
+
+    @classmethod
+    def follow(cls, run: FollowedRun) -> Self:
+        """Return the tracker of a run."""
+        return cls(run.folder, run.config, run.tracking)
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         for name, value in WAITS.items():

@@ -166,6 +166,7 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
             values = {f"train/{key}": getattr(event, key) for key in _OF_A_STEP.split()}
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
+            values |= {f"monitor/{name}": value for name, value in event.measured.items()}
         case Evaluation():
             values = {f"val/{key}": getattr(event, key) for key in METRICS}
         case GeneralizationGap():

@@ -7,11 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from largebatch.formatting import dotted
 from largebatch.optional import require_tensorboard
 from largebatch.tracking.events import LOG, Start, Summary
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.scalars import Given, Plotted, ScalarTracker
 
 FOLDER = "tensorboard"
@@ -31,6 +32,11 @@ class TensorBoard(ScalarTracker):
         super().__init__(folder / LOG if followed else None)
         self._writer: Any = None
         self._there: Counter[tuple[str, int]] = Counter()
+
+    @classmethod
+    def follow(cls, run: FollowedRun) -> Self:
+        """Return the tracker of a run."""
+        return cls(run.folder, run.config)
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         self._there.update(_written(self._folder / FOLDER))

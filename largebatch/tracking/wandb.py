@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from largebatch.errors import reason_of
 from largebatch.formatting import plural
@@ -21,6 +21,7 @@ from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
 from largebatch.storage import write_whole
 from largebatch.tracking.events import LOG, METRICS, REPORT, Evaluation, Start, Summary
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, logged, read_id, write_id
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
@@ -66,6 +67,11 @@ class Wandb(ScalarTracker):
         super().__init__(folder / LOG if followed else None)
         self._rows, self._events = 0, 0
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+
+    @classmethod
+    def follow(cls, run: FollowedRun) -> Self:
+        """Return the tracker of a run."""
+        return cls(run.folder, run.config, run.tracking, note=run.note)
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         chosen = os.environ.get("WANDB_MODE")

@@ -1,7 +1,7 @@
 """The stages of a run: train, clean, ema, swa, affine, statistics; all but train optional.
 
-To add one, write a function `(session, steps, until)`, add a row to STAGES and the name to
-`StageName`.
+To add one, write a function `(session, steps, until)` and add a row to STAGES. Stages of other
+packages run before the last one.
 """
 
 import gc
@@ -17,7 +17,8 @@ from torch.backends import cudnn
 
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.polish import Statistics
+from largebatch.recipe.polish import Polish, Statistics
+from largebatch.recipe.polish import Stage as StageSection
 from largebatch.tracking.events import StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
@@ -141,6 +142,22 @@ STAGES = (
 )
 
 
+def stages_of(polish: Polish) -> list[Stage]:
+    """Return the stages that a run may have, in order."""
+    *ours, statistics = STAGES
+    others = [
+        Stage(it.kind, lambda plan: plan.updates, partial(_run_other, it)) for it in polish.others
+    ]
+    return [*ours, *others, statistics]  # the statistics must be those of the last weights
+
+
+def _run_other(section: StageSection, session: Session, _: range, __: int) -> None:
+    """Run a stage of another package, and keep it or roll it back."""
+    session.judge.begin()
+    section.build(session)
+    session.judge.end(section.kind)
+
+
 def run_stages(session: Session, *, until: int) -> bool:
     """Run the stages that remain; return True if the run is complete.
 
@@ -150,7 +167,7 @@ def run_stages(session: Session, *, until: int) -> bool:
     begin = 0
     ended = {result.name for result in state.stages}
     with collected_by_hand(), fastest_convolutions(session.plan):
-        for stage in STAGES:
+        for stage in stages_of(session.polish):
             # Where a stage ends is in the plan, so a resumed run enters the one that was left.
             end = stage.end(session.plan)
             if stage.name not in ended:
@@ -170,7 +187,8 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
     """
     ends = {stage.name: stage.end(plan) for stage in STAGES}
     step = checkpoint.progress.step
-    if any(step < ends[result.name] for result in checkpoint.stages):
+    # Stages of other packages come after all updates.
+    if any(step < ends.get(result.name, plan.updates) for result in checkpoint.stages):
         raise CheckpointError(
             f"{folder}: holds a run that was polished after {step:,} of {plan.updates:,} updates; "
             "resume the run that was polished, in its own folder, or start a new run"

@@ -6,17 +6,18 @@ overwrite `.grad`.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from largebatch import accelerator
+from largebatch import accelerator, registry
 from largebatch.distributed.backend import Backend
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, RecipeError
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Monitor
@@ -176,6 +177,14 @@ class DivergenceCheck:
         )
 
 
+Monitoring = Callable[[nn.Module, Optimizer], Mapping[str, Tensor]]
+"""A monitor of another package: returns numbers by name, as 0-d tensors on the model's device.
+
+Called on every worker after each update, whose gradients some optimizers have overwritten by then;
+it must not wait for the device. The numbers of worker 0 are recorded.
+"""
+
+
 class Monitors:
     """Measures the fields that the recipe monitors, on every worker."""
 
@@ -186,6 +195,13 @@ class Monitors:
         self._norm, self._ratios = "gradient_norm" in monitored, "trust_ratios" in monitored
         self._sampler = Sampler(backend.device) if "system" in monitored else None
         self._noise = RunningNoise(plan)
+        self._others: dict[str, Monitoring] = {
+            name: registry.load("monitors", name)
+            for name in monitored
+            if name in registry.installed("monitors")
+        }
+        self._names: list[str] = []
+        """Names of the numbers of `_others`; none before the first update."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -210,6 +226,16 @@ class Monitors:
             found: dict[Tensor, Tensor] = self._state.updater.optimizer.trust_ratios()  # type: ignore[attr-defined]  # LARS's
             absent = torch.full((), torch.nan, device=device)  # torch.tensor would wait for a GPU
             parts.append(torch.stack([found.get(weight, absent) for weight in adapted]))
+        names = []
+        for monitor, measure in self._others.items():
+            numbers = measure(self._state.model, self._state.updater.optimizer)
+            names += [f"{monitor}.{name}" for name in numbers]
+            parts += [number.detach().reshape(1) for number in numbers.values()]
+        if self._names and names != self._names:
+            raise RecipeError(
+                f"monitor: {', '.join(self._others)}: expected the same names after every update"
+            )
+        self._names = names
         return torch.cat(parts)
 
     def fields(self, values: list[float], *, skipped: bool) -> dict[str, Any]:
@@ -217,10 +243,15 @@ class Monitors:
 
         A skipped update has no trust ratios.
         """
-        used = () if skipped else values[self._norm :]
+        first = len(values) - len(self._names)  # those of other packages are the last
+        used = () if skipped else values[self._norm : first]
         ratios = tuple(float(f"{ratio:.5g}") for ratio in used)
-        norm = {"gradient_norm": values[0]} if self._norm else {}
-        return {**norm, "trust_ratios": ratios} if ratios else norm
+        fields: dict[str, Any] = {"gradient_norm": values[0]} if self._norm else {}
+        if ratios:
+            fields["trust_ratios"] = ratios
+        if self._names:
+            fields["measured"] = dict(zip(self._names, values[first:], strict=True))
+        return fields
 
     def sample(self, step: int) -> list[float]:
         """Return a row of SYSTEM for each worker; empty in most updates.

@@ -13,6 +13,7 @@ from short_runs import log
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.optimizers import LARS
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, describe, make_comparison_page
 from largebatch.report.course import updates_of
@@ -163,7 +164,7 @@ def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     (unreadable / "summary.json").unlink()
     found = compare_runs([first, second, unreadable]).differences
     optimizer = load_recipe(RECIPE).optimizer
-    assert optimizer.kind == "lars"
+    assert isinstance(optimizer, LARS)
     eta = str(optimizer.eta)
     assert found == {"optimizer.eta": (eta, "0.020000001", None)}
 

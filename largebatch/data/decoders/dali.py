@@ -12,8 +12,8 @@ end. So one run decodes several device batches where these are small, as MLPerf'
 
 import io
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -62,6 +62,12 @@ _Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
 """Encoded images, as DALI tensors or a list of arrays; corners, shapes and flips of boxes."""
 
 _UnderWay = tuple[Reading, _Inputs]
+
+
+def require_decoder() -> Callable[[Index, View, Resources], AbstractContextManager[Decode]]:
+    """Return what opens the decoder; raise MissingPackageError without its library."""
+    require_dali()
+    return open_decoder
 
 
 @contextmanager

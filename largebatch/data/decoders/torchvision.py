@@ -4,8 +4,8 @@ Pillow releases the interpreter lock while it decodes and resizes, so threads ar
 """
 
 import io
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -40,6 +40,12 @@ METHODS = {
 """Pillow's operation from the stored to the displayed image, by orientation."""
 
 AT_A_TIME = 16  # number of images in one thread's task; a task costs about ten microseconds
+
+
+def require_decoder() -> Callable[[Index, View, Resources], AbstractContextManager[Decode]]:
+    """Return what opens the decoder; raise MissingPackageError without its library."""
+    require_torchvision()
+    return open_decoder
 
 
 @contextmanager

@@ -17,16 +17,17 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.lab.mlperf import rules
 from largebatch.optional import require_mlperf
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.optimizers import LAMB, LARS, SGD, AdamW
+from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
 from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
+from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.log import Clock, drop_unfinished_line
 
 MLPERF_LOG = "mlperf.log"
@@ -65,6 +66,11 @@ class MLPerf(Clock):
         """Start of the next block, in milliseconds since 1970."""
 
         self._over = False
+
+    @classmethod
+    def follow(cls, run: FollowedRun) -> Self:
+        """Return the tracker of a run."""
+        return cls(run.folder, run.recipe, began=run.began)
 
     def record(self, event: Event) -> None:
         """Log an event by the rules.
@@ -182,13 +188,14 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
         "label_smoothing": recipe.loss.label_smoothing,
         "opt_name": section.kind,
         f"{opt}_base_learning_rate": schedule.peak_lr,
-        f"{opt}_weight_decay": section.weight_decay,
+        f"{opt}_weight_decay": getattr(section, "weight_decay", 0.0),
         f"{warmup}_learning_rate_warmup_epochs": rules.warmup_epochs(
             schedule.warmup, updates_per_epoch=recipe.train_samples / plan.global_batch
         ),
     }
-    if not isinstance(section, LAMB | AdamW):
-        parameters[f"{opt}_momentum"] = section.momentum
+    momentum = getattr(section, "momentum", None)
+    if momentum is not None:
+        parameters[f"{opt}_momentum"] = momentum
     if isinstance(section, LARS):
         parameters["lars_epsilon"] = section.eps
     if isinstance(decay, Polynomial):

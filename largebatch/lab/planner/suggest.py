@@ -22,6 +22,7 @@ import numpy as np
 from largebatch.errors import RecipeError
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.loading import parse_recipe, validate_tree
+from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
 
@@ -223,7 +224,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish": "no reference point has it",
             "polish.clean": "the share of Fujitsu's entry",
         }
-    if base is not None and (old := base.optimizer).kind == "lars":
+    if base is not None and isinstance(old := base.optimizer, LARS):
         length = rate * ETA / (1 - momentum)
         factor = length / (base.schedule.peak_lr * old.eta / (1 - old.momentum))
         if factor > LONGER:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from largebatch.formatting import plural
 from largebatch.optim.lars import LARS
 from largebatch.optim.rates import set_rates
-from largebatch.recipe.protocols import Hardsync, Protocol
+from largebatch.recipe.protocols import Protocol
 from largebatch.schedules.functions import Schedule
 
 
@@ -55,17 +55,12 @@ class Rule:
     @classmethod
     def of(cls, protocol: Protocol, *, mini_batch: int) -> Self:
         """Return the rule of a protocol; `mini_batch` is in samples (mu)."""
-        learners, gradients = protocol.learners, protocol.gradients
-        if isinstance(protocol, Hardsync):
-            reference = protocol.reference_batch
-            rate = math.sqrt(learners * mini_batch / reference) if reference else 1.0
-            return cls(learners=learners, gradients=gradients, waits=True, rate=rate)
         return cls(
-            learners=learners,
-            gradients=gradients,
-            waits=False,
-            rate=1 / protocol.n if protocol.modulation == "n" else 1.0,
-            by_staleness=protocol.modulation == "staleness",
+            learners=protocol.learners,
+            gradients=protocol.gradients,
+            waits=protocol.waits,
+            rate=protocol.rate_factor(mini_batch),
+            by_staleness=protocol.divides_by_staleness,
         )
 
     def factor(self, staleness: int) -> float:

@@ -25,6 +25,7 @@ from largebatch.lab.protocols.exchange import Exchange, Record
 from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, Rule
 from largebatch.models import affine_parameters
 from largebatch.models.batchnorm import Spans
+from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import Step
@@ -33,13 +34,11 @@ from largebatch.training.session import Part, Training, Updates
 from largebatch.training.state import TrainState
 
 
-def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
     """Return the function that makes the updates of a stage, and yields whenever learners rest.
 
     Raises RecipeError if a stage trains fewer tensors than the protocol has servers.
     """
-    section = recipe.protocol
-    assert section is not None
     affine = recipe.polish is not None and recipe.polish.affine is not None
     require_tensors(state.model, servers=section.num_servers, affine=affine)
     first = section.learners if section.dedicated else 0

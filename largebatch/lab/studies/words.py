@@ -32,7 +32,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.section import Section
-from largebatch.runs.build import join, plugged_in
+from largebatch.runs.build import join
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
 from largebatch.training.loop import Criterion
@@ -199,7 +199,7 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
         with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
             updates: Updates = synchronous_updates
             if protocol is not None:
-                updates = plugged_in("updates", "protocol")(recipe, state, backend)
+                updates = protocol.build(recipe, state, backend)
             session = build_session(
                 recipe, pipeline, backend, state, updates, folder=options.out, alone=alone
             )

@@ -1,0 +1,194 @@
+"""The package of docs/own-package.md adds one part of each kind, and its commands work.
+
+It is installed as pip does it, without pip: its modules and its metadata are on the path.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from documents import DOCS, blocks
+
+import largebatch
+from largebatch.cli.main import DONE, USER
+from largebatch.registry import PREFIX, Group
+from largebatch.report.run import read_run
+
+PAGE = DOCS / "own-package.md"
+PROJECT = tomllib.loads(blocks(PAGE, "toml")[0].text)["project"]
+
+EVERY = """
+import sys
+from largebatch.cli.main import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was imported"
+sys.exit(code)
+"""
+"""A command that must not import torch."""
+
+
+def install(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:
+    """Write the metadata of a package with these entry points."""
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    groups = (
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+        for group, entries in points.items()
+    )
+    (folder / "entry_points.txt").write_text("\n".join(groups))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a folder with the page's recipe, and its package in the folder `site`."""
+    package = tmp_path / "site" / "extras"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name, block in zip(("sections", "parts"), blocks(PAGE, "python"), strict=True):
+        (package / f"{name}.py").write_text(block.text)
+    install(tmp_path / "site", PROJECT["name"], PROJECT["entry-points"])
+    (tmp_path / "all.yaml").write_text(blocks(PAGE, "yaml")[0].text)
+    return tmp_path
+
+
+def call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in the folder, with its packages installed."""
+    paths = [str(Path(largebatch.__file__).parents[1]), str(place / "site")]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def check(place: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    """Check the page's recipe with changes, without torch."""
+    (place / "changed.yaml").write_text((place / "all.yaml").read_text())
+    text = (place / "changed.yaml").read_text()
+    for change in changes:
+        before, _, after = change.partition(" -> ")
+        assert before in text
+        text = text.replace(before, after)
+    (place / "changed.yaml").write_text(text)
+    return call(place, "-c", EVERY, "check", "changed.yaml")
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_page_has_a_part_of_every_group() -> None:
+    assert {*PROJECT["entry-points"]} == {PREFIX + group for group in get_args(Group)}
+
+
+def test_a_run_on_two_workers_is_resumed_with_every_part(place: Path) -> None:
+    commands = [line for block in blocks(PAGE, "sh") for line in block.commands]
+    for command in commands:
+        done = call(place, "-m", *shlex.split(command))
+        assert done.returncode == DONE, done.stdout + done.stderr
+        if "explain" in command:
+            assert "sign" in done.stdout
+    runs = place / "runs"
+    summary = json.loads((runs / "all" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 12
+    assert summary["versions"]["extras"] == "1.0"
+    assert [stage["name"] for stage in summary["stages"]] == ["train", "shrink", "statistics"]
+    log = log_of(runs / "all")
+    steps = [event for event in log if event["event"] == "step"]
+    assert [step["step"] for step in steps] == [*range(12)]
+    assert steps[0]["lr"] == 0.02
+    assert steps[3]["lr"] == pytest.approx(0.02 / 4**0.25)
+    assert all(step["measured"]["weights.largest"] > 0 for step in steps)
+    kinds = (runs / "all" / "lines.txt").read_text().split()
+    assert kinds == [event["event"] for event in log]
+    saved = (runs / "all" / "recipe.yaml").read_text()
+    assert all(word in saved for word in ("sign", "root", "shrink", "negative", "tiny", "lines"))
+    page = (runs / "all" / "report.html").read_text()
+    assert all(word in page for word in ("shrink", "weights.largest"))
+    assert [stage.name for stage in read_run(runs / "all").polishing] == ["shrink", "statistics"]
+    careful = [event["lr"] for event in log_of(runs / "careful") if event["event"] == "step"]
+    assert len(careful) == 3
+
+
+def test_recipes_are_checked_with_the_keys_of_the_package(place: Path) -> None:
+    assert check(place).returncode == DONE
+    wrong = check(place, "weight_decay: 0.01 -> weight_decay: -1", "power: -> pwer:")
+    assert wrong.returncode == USER
+    assert "optimizer.weight_decay" in wrong.stderr
+    assert "schedule.decay.pwer: unknown key; did you mean 'power'?" in wrong.stderr
+    twice = check(place, "[{kind: shrink -> [{kind: shrink, factor: 1.0}, {kind: shrink")
+    assert "polish: others: each stage can run once" in twice.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("optimizer.kind", "kind: sign -> kind: sgn"),
+        ("schedule.decay.kind", "kind: root -> kind: branch"),
+        ("polish.others.0.kind", "kind: shrink -> kind: grow"),
+        ("execution.decoder", "negative -> positive"),
+        ("monitor.0", "[weights] -> [lengths]"),
+        ("tracking.trackers.0", "[lines] -> [pages]"),
+    ],
+)
+def test_a_part_of_no_installed_package_is_named(place: Path, key: str, change: str) -> None:
+    done = check(place, change)
+    name = change.rsplit(maxsplit=1)[-1].strip("[]")
+    assert done.returncode == USER
+    assert key in done.stderr
+    assert repr(name) in done.stderr or json.dumps(name) in done.stderr
+
+
+def test_a_broken_package_stops_only_recipes_that_name_it(place: Path) -> None:
+    broken = {"largebatch.optimizers": {"lost": "nowhere:Lost", "wrong": "json:loads"}}
+    install(place / "site", "broken", broken)
+    assert check(place).returncode == DONE
+    done = check(place, "kind: sign, weight_decay: 0.01 -> kind: lost")
+    assert done.returncode == USER
+    assert "'lost' of broken 1.0 cannot be loaded: ModuleNotFoundError" in done.stderr
+    assert done.stderr.count("\n") == 2
+    done = check(place, "kind: sign, weight_decay: 0.01 -> kind: wrong")
+    assert "must be a subclass of largebatch.recipe.optimizers.Optimizer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "owners"),
+    [
+        ("optimizers", "sign", ("extras 1.0", "rival 1.0")),
+        ("trackers", "lines", ("extras 1.0", "rival 1.0")),
+        ("schedules", "cosine", ("largebatch", "rival 1.0")),
+        ("trackers", "wandb", ("largebatch", "rival 1.0")),
+    ],
+)
+def test_a_name_of_two_packages_is_refused_with_both(
+    place: Path, group: str, name: str, owners: tuple[str, str]
+) -> None:
+    install(place / "site", "rival", {f"largebatch.{group}": {name: "extras.sections:Sign"}})
+    changes = {
+        "cosine": ["{kind: root, power: 0.25} -> {kind: cosine}"],
+        "wandb": ["[lines] -> [wandb]"],
+    }
+    done = check(place, *changes.get(name, []))
+    assert done.returncode == USER
+    assert all(owner in done.stderr for owner in owners)
+    others = check(
+        place,
+        "{kind: root, power: 0.25} -> {kind: constant}",
+        "kind: sign, weight_decay: 0.01 -> kind: lars",
+        "tracking: [lines] -> seed: 1",
+        "seed: 1\nduration -> duration",
+    )
+    assert others.returncode == DONE, others.stderr
