@@ -86,6 +86,7 @@ class _Segment:
         training = self._training
         rule = self._rule
         start = training.state.progress.step
+        # Learners rest only where the core needs one state: a rest costs the wait for the slowest.
         points = [point for point in training.plan.evaluate_after if point > start]
         if self._every is not None:
             points.append((start // self._every + 1) * self._every)
@@ -101,6 +102,7 @@ class _Segment:
                 gradient=self._gradients.of,
                 asks=lambda: any(training.requests.own()),
             )
+            # Before anything is written: the statistics are part of the state at this rest.
             average_statistics(
                 training.state.model, training.backend, learners=self._exchange.learners
             )
@@ -120,6 +122,7 @@ class _Segment:
         the step of a checkpoint is that of the record.
         """
         state = self._training.state
+        # Copies of everything that the block changes, because a part of it cannot be undone.
         progress = copy.deepcopy(state.progress)
         before = copy.deepcopy(state.model.state_dict())
         optimizer = copy.deepcopy(self._optimizer.state_dict())
@@ -216,11 +219,14 @@ class Gradients:
     def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
         """Return the mean gradient over a mini-batch at the current weights, and its loss."""
         self.model.train()
+        # So dropout is that of the same mini-batch in any order of arrival, and with hardsync that
+        # of the worker with this part of the batch.
         update, learner = divmod(mini_batch, self.learners)
         accelerator.seed(step_seeds(self.seed, learner)(update), self.reducer.device)
         images, labels = self.batch(mini_batch)
         self.reducer.zero()
         loss = self.criterion(self.model(images), labels) / len(labels)
+        # The moments are complete after forward.
         self.spans.reduce()
         self.reducer.arm()
         loss.backward()
@@ -243,6 +249,8 @@ def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> 
     if not buffers:
         return
     counts = backend.rank < learners
+    # One message for all buffers. Double, because counts of batches exceed what float32 has
+    # exactly.
     flat = torch.cat([buffer.flatten().double() for buffer in buffers]) * counts / learners
     flat = flat.to(backend.device)
     backend.all_reduce(flat).wait()
