@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.speed.measuring import RESULTS, ROOT, frozen
 from benchmarks.studies.figures import save_svg
-from largebatch.lab.studies.metrics import Interval, interval
 from largebatch.report.charts import draw_accuracy, draw_loss, draw_noise
 from largebatch.report.run import read_run
+from largebatch.report.seeds import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE
 
 if TYPE_CHECKING:

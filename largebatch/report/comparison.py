@@ -43,7 +43,7 @@ from largebatch.report.run import (
     read_run,
     short_commit,
 )
-from largebatch.report.seeds import Mean, difference, mean_of
+from largebatch.report.seeds import Interval, Lead, interval, leads
 
 _LONGEST = 60  # characters of settings that name a row
 
@@ -158,7 +158,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SeedGroup:
     """Runs on the same validation data that differ in their seed, or in nothing."""
 
     label: str
@@ -170,14 +170,15 @@ class Setting:
         found: dict[int, list[float]] = {}
         for place, one in enumerate(self.runs):
             if one.run.finished:
+                # Runs without a readable seed are never pairs of each other.
                 seed = -1 - place if one.seed is None else one.seed
                 found.setdefault(seed, []).append(one.top1)
         return {seed: fmean(values) for seed, values in sorted(found.items())}
 
     @property
-    def mean(self) -> Mean | None:
+    def mean(self) -> Interval | None:
         """Mean of top-1 in percent; None if no run finished."""
-        return mean_of([*self.by_seed.values()]) if self.by_seed else None
+        return interval(self.by_seed.values()) if self.by_seed else None
 
     @property
     def seeds(self) -> str:
@@ -200,6 +201,7 @@ class Comparison:
         Runs that were never evaluated are in none.
         """
         measured = [one for one in self.runs if one.run.last_stage]
+        # Names of classes tell data sets apart that have equal sizes, where all logs have them.
         named = all(one.last.mistakes for one in measured)
         by_data: dict[tuple[str, ...], list[Compared]] = {}
         for one in measured:
@@ -209,7 +211,7 @@ class Comparison:
             tuple(sorted(runs, key=attrgetter("top1"), reverse=True)) for runs in by_data.values()
         )
 
-    def settings_of(self, group: tuple[Compared, ...]) -> tuple[Setting, ...]:
+    def settings_of(self, group: tuple[Compared, ...]) -> tuple[SeedGroup, ...]:
         """Return the settings of runs of the same data, that of the highest mean first.
 
         Empty if no two runs differ in their seed alone: then runs are compared one by one.
@@ -218,7 +220,7 @@ class Comparison:
         for one in group:
             alike.setdefault(one.setting, []).append(one)
         settings = [
-            Setting(self._label(runs, others=len(alike) > 1), tuple(runs))
+            SeedGroup(self._label(runs, others=len(alike) > 1), tuple(runs))
             for runs in alike.values()
         ]
         if all(len(setting.by_seed) < 2 for setting in settings):
@@ -283,11 +285,13 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
     Raises LargebatchError if a folder is given twice, CheckpointError if no run can be read.
     """
+    # Links and relative paths may name one folder twice, and a run would be compared with itself.
     resolved = [path.resolve() for path in folders]
     twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
-    runs, left_out = [], []
+    runs = []
+    left_out = []
     for path in folders:
         try:
             runs.append(read_run(path))
@@ -297,6 +301,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     if not runs:
         raise CheckpointError(f"no run can be read: {left_out[0]}")
     paths = [run.path.resolve() for run in runs]
+    # Labels are as short as they can be: paths below the folder that holds all runs.
     above = os.path.commonpath([path.parent for path in paths])
     labels = [printable(str(path.relative_to(above))) for path in paths]
     return Comparison(tuple(map(Compared, runs, labels)), tuple(left_out))
@@ -321,7 +326,7 @@ def describe(comparison: Comparison) -> Iterator[str]:
             yield _best(*runs)
 
 
-def _describe_settings(settings: Sequence[Setting]) -> Iterator[str]:
+def _describe_settings(settings: Sequence[SeedGroup]) -> Iterator[str]:
     for setting in settings:
         unfinished = sum(not one.run.finished for one in setting.runs)
         left_out = f"; {plural(unfinished, 'run')} did not finish" if unfinished else ""
@@ -340,15 +345,13 @@ def _describe_settings(settings: Sequence[Setting]) -> Iterator[str]:
     if not others:
         yield "These runs differ only in their seeds, so none is better than another but by chance."
         return
-    leads = [(other, difference(best.by_seed, other.by_seed, together=len(others)))
-             for other in others]  # fmt: skip
-    close = [other for other, lead in leads if not lead.excludes_zero]
-    second, lead = leads[0]
-    pairs = f", {lead.number} pairs of equal seeds" if lead.paired else ""
-    interval = f" ({lead.low:.2f} to {lead.high:.2f}{pairs})" if lead.number > 1 else ""
-    begin = (
-        f"{best.label} has the highest mean, {lead.mean:.2f} points{interval} above {second.label}"
-    )
+    lead, *_ = every_lead = _leads(settings)
+    assert lead.gap is not None
+    close = [other for other, lead in zip(others, every_lead, strict=True) if not lead.is_sure]
+    pairs = len(best.by_seed.keys() & others[0].by_seed.keys())
+    described = f", {pairs} pairs of equal seeds" if pairs > 1 else ""
+    ends = f" ({lead.gap.low:.2f} to {lead.gap.high:.2f}{described})" if lead.gap.number > 1 else ""
+    begin = f"{best.label} has the highest mean, {lead.gap.mean:.2f} points{ends} above {lead.over}"
     if not close:
         yield f"{begin}: more than the spread over seeds."
     else:
@@ -356,21 +359,27 @@ def _describe_settings(settings: Sequence[Setting]) -> Iterator[str]:
         yield f"{begin}. Its lead over {names} is within the spread over seeds."
 
 
-def _settings_table(settings: Sequence[Setting]) -> Table:
-    column = columns_over(settings)
-    best = settings[0]
-    leads = [
-        difference(best.by_seed, setting.by_seed, together=len(settings) - 1)
-        if setting.by_seed and setting is not best else None
-        for setting in settings
-    ]  # fmt: skip
+def _leads(groups: Sequence[SeedGroup]) -> list[Lead]:
+    """Return the leads of the first setting over the others in which a run has finished."""
+    best, *others = [group for group in groups if group.by_seed]
+    by_label = {group.label: group.by_seed for group in others}
+    return leads(best.by_seed, by_label, unpaired=True)
 
-    def ends(mean: Mean | None, sign: int = 1) -> str | None:
+
+def _settings_table(settings: Sequence[SeedGroup]) -> Table:
+    column = columns_over(settings)
+    gaps = {lead.over: lead.gap for lead in _leads(settings)} if settings[0].by_seed else {}
+
+    def to_the_best(setting: SeedGroup) -> Interval | None:
+        gap = gaps.get(setting.label)
+        return gap and Interval(-gap.mean, -gap.high, -gap.low, gap.number)
+
+    def ends(mean: Interval | None) -> str | None:
         if mean is None or mean.number < 2:
             return None
-        low, high = sorted((sign * mean.low, sign * mean.high))
-        return f"{low:.2f} to {high:.2f}"
+        return f"{mean.low:.2f} to {mean.high:.2f}"
 
+    differences = [to_the_best(setting) for setting in settings]
     return Table(
         name="settings",
         columns=[
@@ -380,8 +389,8 @@ def _settings_table(settings: Sequence[Setting]) -> Table:
             column("95 % interval", lambda it: ends(it.mean), None),
             column("Lowest, %", lambda it: min(it.by_seed.values(), default=None), ".2f"),
             column("Highest, %", lambda it: max(it.by_seed.values(), default=None), ".2f"),
-            Column("To the best", [None if it is None else -it.mean for it in leads], ".2f"),
-            Column("95 % of the difference", [ends(it, -1) for it in leads]),
+            Column("To the best", [gap and gap.mean for gap in differences], ".2f"),
+            Column("95 % of the difference", [ends(gap) for gap in differences]),
         ],
     )
 
@@ -502,9 +511,11 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
 
     every = np.concatenate([at.loss for _, *both in shown for at in both])
     log: Literal["", "y"] = "y" if needs_log_scale(every) else ""
-    accuracy, loss = list[Panel](), list[Panel]()
+    accuracy = list[Panel]()
+    loss = list[Panel]()
     for axis in ("Epoch", "Time, min"):
-        top1s, losses = list[Line](), list[Line]()
+        top1s = list[Line]()
+        losses = list[Line]()
         for look, *both in shown:
             x, x_updates = (at.epoch if axis == "Epoch" else at.seconds / 60 for at in both)
             evaluated, updates = both

@@ -44,6 +44,7 @@ def latest(run: Run) -> Part:
     steps = measured(run)
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
     part = _part(run, steps[-number:])
+    # A few updates often give no upper bound. More of the end are taken, up to the whole run.
     while not math.isfinite(part.found.high) and number < len(steps):
         number = min(2 * number, len(steps))
         part = _part(run, steps[-number:])
@@ -76,7 +77,8 @@ def measured(run: Run) -> list[Step]:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
-    found, batch = part.found, run.plan.batch_at(part.last)
+    found = part.found
+    batch = run.plan.batch_at(part.last)
     begin = f"Over the last {plural(found.updates, 'update')} the gradient noise scale is "
     if not math.isfinite(found.high):
         return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."

@@ -1,15 +1,22 @@
-"""Means over seeds with their intervals by Student's t, for comparisons of runs; without SciPy."""
+"""Means over seeds, their intervals by Student's t, and which variant is the best; without SciPy.
+
+Every comparison of this package, of run folders and of studies, rests on these.
+"""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
 
+ENOUGH_SEEDS = 3
+"""Fewer give no interval, or one that is mostly wider than any difference of policies."""
 
-class Mean(NamedTuple):
-    """A mean with its two-sided interval."""
+
+class Interval(NamedTuple):
+    """A mean with its two-sided interval at CONFIDENCE, by Student's t."""
 
     mean: float
     low: float
@@ -17,59 +24,151 @@ class Mean(NamedTuple):
     """Infinite ends for one value, which has no spread."""
 
     number: int
-    """Number of values, or of pairs."""
+    """Number of values."""
 
-    paired: bool = False
-    """True for the mean of differences of pairs."""
+    def scaled(self, factor: float) -> "Interval":
+        """Return the interval in another unit, such as percent with a factor of 100."""
+        return Interval(factor * self.mean, factor * self.low, factor * self.high, self.number)
 
     @property
-    def excludes_zero(self) -> bool:
-        """True if the interval is on one side of 0."""
-        return self.low > 0 or self.high < 0
+    def reach(self) -> float | None:
+        """Half the width; None for fewer values than ENOUGH_SEEDS."""
+        return self.high - self.mean if self.number >= ENOUGH_SEEDS else None
+
+    def with_ends(self, form: str, unit: str = "") -> str:
+        """Return the mean with its unit, and the ends.
+
+        >>> Interval(1.5, 1.2, 1.875, 3).with_ends(".2f", " times")
+        '1.50 times (1.20 to 1.88)'
+        """
+        ends = f"{self.low:{form}} to {self.high:{form}}" if self.number > 1 else "no interval"
+        return f"{self.mean:{form}}{unit} ({ends})"
 
 
-def mean_of(values: Sequence[float], *, together: int = 1) -> Mean:
-    """Return the mean of independent values, such as those of seeds.
+def interval(values: Iterable[float], *, together: int = 1) -> Interval:
+    """Return the mean of values that were drawn independently, such as those of seeds.
 
-    So many intervals `together` hold the true means with CONFIDENCE (Bonferroni).
+    So many intervals `together` hold the true means with CONFIDENCE (Bonferroni). Raises ValueError
+    without a value.
 
-    >>> [round(value, 3) for value in mean_of([0.90, 0.92, 0.91])[:3]]
-    [0.91, 0.885, 0.935]
+    >>> interval([0.90, 0.92, 0.91]).with_ends(".3f")
+    '0.910 (0.885 to 0.935)'
     """
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Mean(mean, -math.inf, math.inf, 1)
-    reach = student(len(values) - 1, together=together)
-    reach *= statistics.stdev(values) / math.sqrt(len(values))
-    return Mean(mean, mean - reach, mean + reach, len(values))
+    found = list(values)
+    if not found:
+        raise ValueError("expected one value or more")
+    mean = statistics.fmean(found)
+    if len(found) == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    reach = student(len(found) - 1, together=together)
+    reach *= statistics.stdev(found) / math.sqrt(len(found))
+    return Interval(mean, mean - reach, mean + reach, len(found))
 
 
 def difference(
-    values: Mapping[int, float], others: Mapping[int, float], *, together: int = 1
-) -> Mean:
-    """Return the mean of `values` minus that of `others`, both by seed.
+    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
+) -> Interval | None:
+    """Return the mean of `one` minus `other`, both by seed, over the seeds of both; None without.
 
-    Pairs of equal seeds share weights at the start and the order of the samples, so their
-    differences vary less. Without two of them both means have a spread of their own (Welch 1947,
-    with whole degrees of freedom).
+    `together` as in interval.
 
-    >>> paired = difference({1: 91.0, 2: 92.0, 3: 93.5}, {1: 90.0, 2: 91.5, 3: 92.0})
-    >>> [round(value, 2) for value in paired[:3]]
-    [1.0, -0.24, 2.24]
+    Runs of one seed share the weights at the start and the order of the samples, so the differences
+    of such pairs vary less than the values.
+
+    >>> difference({1: 91.0, 2: 92.0, 3: 93.5}, {1: 90.0, 2: 91.5, 3: 92.0}).with_ends(".2f")
+    '1.00 (-0.24 to 2.24)'
     """
-    pairs = [values[seed] - others[seed] for seed in values.keys() & others.keys()]
-    if len(pairs) > 1:
-        return mean_of(pairs, together=together)._replace(paired=True)
-    groups = [list(group.values()) for group in (values, others)]
+    pairs = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
+    return interval(pairs, together=together) if pairs else None
+
+
+def ratio(
+    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
+) -> Interval | None:
+    """Return the geometric mean of the ratios of costs, over the seeds of both; None without.
+
+    Its ends are those of the mean logarithm; `together` as in interval. None too for a cost of 0,
+    which has no ratio.
+
+    >>> ratio({1: 100.0, 2: 110.0}, {1: 50.0, 2: 55.0}).with_ends(".2f", " times")
+    '2.00 times (2.00 to 2.00)'
+    """
+    seeds = one.keys() & other.keys()
+    if any(min(one[seed], other[seed]) <= 0 for seed in seeds):
+        return None
+    logs = [{seed: math.log(found[seed]) for seed in seeds} for found in (one, other)]
+    found = difference(*logs, together=together)
+    if found is None:
+        return None
+    end = math.exp(found.high) if found.high < math.log(sys.float_info.max) else math.inf
+    return Interval(math.exp(found.mean), math.exp(found.low), end, found.number)
+
+
+def unpaired_difference(
+    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
+) -> Interval:
+    """Return the mean of `one` minus that of `other`, each with a spread of its own.
+
+    Welch 1947, with whole degrees of freedom; `together` as in interval.
+    """
+    groups = [list(group.values()) for group in (one, other)]
     mean = statistics.fmean(groups[0]) - statistics.fmean(groups[1])
-    if min(map(len, groups)) == 1:
-        return Mean(mean, -math.inf, math.inf, 1)
+    number = min(map(len, groups))
+    if number == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
     squares = [statistics.variance(group) / len(group) for group in groups]
     error = math.fsum(squares)
     parts = [square**2 / (len(group) - 1) for square, group in zip(squares, groups, strict=True)]
+    # Rounded down: the interval becomes wider, never narrower.
     freedom = math.floor(error**2 / math.fsum(parts)) if error else 1
     reach = student(max(1, freedom), together=together) * math.sqrt(error)
-    return Mean(mean, mean - reach, mean + reach, min(map(len, groups)))
+    return Interval(mean, mean - reach, mean + reach, number)
+
+
+class Lead(NamedTuple):
+    """How much better the best variant is than another one."""
+
+    over: str
+    """Name of the other one."""
+
+    gap: Interval | None
+    """Points of accuracy, or the ratio of the other one's cost to the best one's; None if no seed
+    has both."""
+
+    equality: float
+    """The gap of equal variants: 0 points, or a ratio of 1."""
+
+    @property
+    def is_sure(self) -> bool:
+        """True if the interval excludes equality; else the other one is within the noise."""
+        return self.gap is not None and self.gap.low > self.equality
+
+
+def leads(
+    best: Mapping[int, float],
+    others: Mapping[str, Mapping[int, float]],
+    *,
+    of_costs: bool = False,
+    unpaired: bool = False,
+) -> list[Lead]:
+    """Return the lead of the best variant over each of the others, all given by seed.
+
+    The intervals hold together, because the best one was chosen among all of them. `of_costs`: the
+    lowest value is the best. `unpaired`: accuracies without two equal seeds are compared by the
+    spread of each variant; else they have no gap.
+    """
+    together = len(others)
+    found = []
+    for name, other in others.items():
+        gap: Interval | None
+        if of_costs:
+            gap = ratio(other, best, together=together)
+        elif unpaired and len(best.keys() & other.keys()) < 2:
+            gap = unpaired_difference(best, other, together=together)
+        else:
+            gap = difference(best, other, together=together)
+        found.append(Lead(name, gap, 1.0 if of_costs else 0.0))
+    return found
 
 
 def student(freedom: int, *, together: int = 1) -> float:
@@ -80,6 +179,7 @@ def student(freedom: int, *, together: int = 1) -> float:
     """
     confidence = 1 - (1 - CONFIDENCE) / together
     low, high = 0.0, 1.0
+    # The quantile by bisection; 60 halvings are more than a float64 has digits.
     while _within(high, freedom) < confidence:
         high *= 2
     for _ in range(60):

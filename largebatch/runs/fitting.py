@@ -5,24 +5,22 @@ It is kept in the run folder: a resumed run rounds as before and measures nothin
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import PositiveInt, TypeAdapter
-from torch import Tensor, nn
+from torch import nn
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DeviceMemoryError, PlanError, SmallerBatchError
-from largebatch.models.wrappers import mode
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.state import build_criterion
+from largebatch.runs.passes import Passes, largest_side, whole_spans
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import CHECKPOINTS
 from largebatch.training.session import Session
@@ -98,42 +96,37 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     BatchNorm spans or part of one; its growth is the memory of a sample. An evaluation is measured
     with the second number. Raises DeviceMemoryError if not even the first of them fit.
     """
-    device, most, span = backend.device, _share(plan), plan.bn_span or 1
+    device = backend.device
+    most = _share(plan)
+    span = plan.bn_span or 1
     side = largest_side(plan, usual=recipe.data.image_size)
-    criterion = build_criterion(recipe.loss)
+    passes = Passes.of(recipe, model, device, side=side)
     free = accelerator.free_memory_bytes(device)
 
-    def train(num: int) -> None:
-        images, labels = random_batch(num, side, classes=recipe.data.classes, device=device)
-        criterion(model(images), labels).backward()
-
-    @torch.no_grad()
-    def evaluate(num: int) -> None:
-        images, _ = random_batch(num, side, classes=recipe.data.classes, device=device)
-        with mode(model, training=False):
-            model(images)
-
-    def peak(num: int, work: Callable[[int], None] = train) -> int:
+    def peak(num: int, *, evaluates: bool = False) -> int:
         try:
-            with accelerator.memory_errors():
-                found = accelerator.measure_peak(device, partial(work, num))
+            num_bytes = passes.peak_bytes(num, evaluates=evaluates)
         except torch.OutOfMemoryError:
             raise DeviceMemoryError(
                 f"{num:,} samples of {side} x {side} pixels do not fit the memory of {device}, of "
                 f"which {free / 1e9:.3g} GB were free: take smaller images (data.image_size), a "
                 "smaller model, or a larger GPU"
             ) from None
+        # Else the next peak would not have the gradients, which this one has.
         model.zero_grad(set_to_none=True)
-        return max(1, found)
+        return max(1, num_bytes)
 
     with _unchanged(model, device):
         few = whole_spans(2, span)
         low = peak(few)
+        # The second number is as large as is surely safe, because a line through two near points is
+        # uncertain.
         many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
         high = peak(many)
-        evaluation = peak(many, evaluate)
+        evaluation = peak(many, evaluates=True)
     each = max(1.0, (high - low) / (many - few) if many > few else high / many)
     weights = sum(weight.nbytes for weight in model.parameters())
+    # Libraries' workspaces, whatever the samples; and what an update needs besides a pass.
     fixed = max(0.0, high - many * each) + _COPIES * weights
     fits = max(1, min(most, int((SHARE * free - fixed) / each)))
     evaluated = max(1, int(BESIDE * free * many / evaluation))
@@ -223,27 +216,6 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
         session.saver.save()
     keep(folder, backend, halved, reason=where)
     return error
-
-
-def whole_spans(num: int, span: int) -> int:
-    """Return the samples of whole spans among `num`; all of them within one span."""
-    return num if num < span else num - num % span
-
-
-def largest_side(plan: Plan, *, usual: int) -> int:
-    """Return the largest image size in training, where it is `usual` without a schedule."""
-    sizes = [piece.image_size for piece in plan.sizes]
-    if not sizes or plan.updates > plan.train_steps:
-        sizes.append(usual)
-    return max(sizes)
-
-
-def random_batch(
-    num: int, side: int, *, classes: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return random samples of this size, and labels."""
-    labels = torch.randint(classes, (num,), device=device)
-    return torch.randn(num, 3, side, side, device=device), labels
 
 
 def _share(plan: Plan) -> int:

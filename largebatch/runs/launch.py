@@ -1,10 +1,11 @@
-"""Start local workers through torch's elastic launcher, and end all of them when one fails.
+"""Start processes through torch's elastic launcher, and end all of them when one fails.
 
-A worker is a command, so the program that starts it can be a script, a notebook or a REPL.
-`SubprocessContext`, which torchrun is built on, starts and ends the processes and collects exit
-codes and error files. launch_agent around it is not used, because it loses the exit codes after a
-signal, handles SIGHUP in a run under nohup, and listens on all interfaces.
-Workers meet at a store in this process, which listens on the loopback interface only.
+Whatever this package runs in processes of its own is started here: the workers of a run, the runs
+of a study, and the workers of a study on hosts of their own. A process is a command, so the program
+that starts it can be a script, a notebook or a REPL. `SubprocessContext`, which torchrun is built
+on, starts and ends the processes and collects exit codes and error files. launch_agent around it is
+not used, because it loses the exit codes after a signal, handles SIGHUP in a run under nohup, and
+listens on all interfaces.
 """
 
 import json
@@ -17,13 +18,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -48,15 +50,188 @@ from largebatch.runs.interrupts import CTRL_C, STOPS, Requests, answering, say_h
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
-"""Seconds that the others have to exit after a worker failed."""
+"""Seconds that the others have to exit after a process failed."""
 
 CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
-"""Exit codes of a worker that reported an error, an error that the user can fix, a divergence, that
-the run can resume with a smaller device batch, or Ctrl-C before it could save; besides LOST."""
+"""Exit codes of a process that reported an error, an error that the user can fix, a divergence,
+that the run can resume with a smaller device batch, or Ctrl-C before it could save; besides
+LOST."""
+
+_CODES: dict[type[Exception], int] = {
+    DivergedError: DIVERGED,
+    SmallerBatchError: MEMORY,
+    LargebatchError: USER,  # after its subclasses above: the first that fits counts
+    PeerLostError: LOST,
+    WorkerFailedError: CRASHED,  # of processes that this one started: it has the traceback
+}
+"""Exit codes of errors whose message says all; of others the traceback is reported."""
 
 _ECHOES = {LOST: 1, -signal.SIGABRT: 2, STOPPED: 3, **{-number: 3 for number in (*STOPS, CTRL_C)}}
-"""Exit codes caused by another worker's failure or a request to stop, most informative first; NCCL
+"""Exit codes caused by another process's failure or a request to stop, most informative first; NCCL
 aborts a process that has lost another one."""
+
+_SHOWN_LINES = 20
+"""Last lines of the output of a process that exited without reporting, for a message."""
+
+
+class Command(NamedTuple):
+    """A process to start."""
+
+    name: str
+    """What messages call it: `worker 1`."""
+
+    arguments: Sequence[str]
+    """Arguments of the program."""
+
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Variables besides those of this process."""
+
+
+class Processes(SubprocessContext):
+    """Processes of one program that are started, watched and ended together.
+
+    Each has a session of its own, so that Ctrl-C reaches it through this process only, and this
+    process's import path. The program reports an error by `reporting_errors`, into a file in
+    `folder`. With `keeps_output` its output goes there too, and its end into the message of a
+    process that exited without reporting; else it is that of this process.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        commands: Sequence[Command],
+        *,
+        folder: str | Path,
+        keeps_output: bool = False,
+    ) -> None:
+        of_all = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONSAFEPATH": "1",  # and not the folder they are started in
+            LAUNCHER: str(os.getpid()),
+        }
+        super().__init__(
+            name="processes",
+            entrypoint=program,
+            args={rank: tuple(command.arguments) for rank, command in enumerate(commands)},
+            envs={rank: of_all | dict(one.environment) for rank, one in enumerate(commands)},
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(folder), redirects=Std.ALL if keeps_output else Std.NONE
+            ),
+        )
+        self.names = [command.name for command in commands]
+        self.requests = Requests()
+        self.ended: set[int] | None = None
+        """Processes that exited by themselves; None until one has failed."""
+
+    def start(self) -> None:
+        """Start the processes without changing this process's signal handlers."""
+        # torch would log lines beside the one message that is raised.
+        logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
+        # Not super().start(), which replaces the signal handlers of this process.
+        self._start()  # type: ignore[no-untyped-call]  # torch's stubs
+
+    def run(self) -> None:
+        """Start the processes and wait for them.
+
+        The first request to stop is passed on; the second one kills them. Raises as `error`
+        returns, and KeyboardInterrupt after the second request.
+        """
+        try:
+            self.start()
+            with answering(self.pass_on, *STOPS):
+                self.wait(period=0.1)
+        finally:
+            self.close(signal.SIGKILL)
+        if self.requests.again:
+            raise KeyboardInterrupt
+        error = self.error(stopping=self.requests.any)
+        if error is not None:
+            raise error
+
+    def poll(self) -> bool:
+        """Return True if all have ended; if one has failed, end the others first."""
+        return self.wait(timeout=0) is not None
+
+    def pass_on(self, number: int, *_: object) -> None:
+        """Make the processes save and exit; the second time, kill them."""
+        first = not self.requests.any
+        self.requests.add(number)
+        if first:
+            say_heard()
+        if self.requests.again:
+            self.kill()
+        elif first:
+            self.send(CTRL_C if number == signal.SIGINT else signal.Signals(number))
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to each process, but not to the children of one.
+
+        A suspended process (SIGSTOP) is continued, because all would wait for it.
+        """
+        for handler in self.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGCONT)  # then the other gets to the main thread
+            handler.proc.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill each process that still runs, with its children; a signal handler may call this."""
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.returncode is None:
+                with suppress(ProcessLookupError):  # it has ended, and was not waited for
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        """End the running processes by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""
+        if self.ended is None:
+            # Before the others are signalled: what ends after that may have ended by the signal.
+            self.ended = set(self._failures)
+        super().close(death_sig, timeout or LEAVE_SECONDS)
+
+    def error(self, *, stopping: bool) -> Exception | None:
+        """Return the first failure that no other one caused; else the most informative one.
+
+        That is a LargebatchError with the message of a process whose error the user can fix,
+        DivergedError if its training diverged, SmallerBatchError after one in a process,
+        RequestedStopError if they were `stopping` and one did not save, else a WorkerFailedError
+        with its traceback. None if all succeeded.
+        """
+        failures = self._failures
+        if not failures:
+            return None
+        silent = [
+            rank
+            for rank, failure in failures.items()
+            if failure.exitcode == -signal.SIGKILL
+            and self.ended is not None
+            and rank not in self.ended
+        ]
+
+        # A process that did not answer SIGTERM comes last: it waited for one that had failed.
+        def informative(rank: int) -> int:
+            return len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
+
+        failure = failures[min(failures, key=informative)]
+        if stopping and failure.exitcode in _ECHOES:
+            return RequestedStopError("stopped before the workers had finished")
+        if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
+            names = shorten([str(rank) for rank in sorted(silent)])
+            message = f"{self._describe(failure)}; did not respond and was killed: worker {names}"
+            return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
+        kinds = {USER: LargebatchError, DIVERGED: DivergedError, MEMORY: SmallerBatchError}
+        if not Path(failure.error_file).exists():
+            kinds = {}
+        return kinds.get(failure.exitcode, WorkerFailedError)(self._describe(failure))
+
+    def _describe(self, failure: ProcessFailure) -> str:
+        if Path(failure.error_file).exists():
+            return failure.message
+        rank = failure.local_rank
+        code = failure.exitcode
+        how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
+        lines = [f"{self.names[rank]} exited without reporting: {how}"]
+        if self.stderrs[rank]:
+            output = Path(self.stderrs[rank]).read_text(encoding="utf-8", errors="replace")
+            lines += output.strip().splitlines()[-_SHOWN_LINES:]
+        return "\n".join(lines)
 
 
 def start_workers(
@@ -67,13 +242,8 @@ def start_workers(
 ) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
-    They get torchrun's variables, with `horovod` those of horovodrun too, and this process's import
-    path. The first request to stop is passed on; the second one kills them.
-
-    Raises LargebatchError with a worker's message if the user can fix it, RequestedStopError after
-    the first request if the workers do not save, DivergedError if training
-    diverged, SmallerBatchError after a worker's, else WorkerFailedError with the failing worker's
-    traceback; KeyboardInterrupt after the second request.
+    They get torchrun's variables, with `horovod` those of horovodrun too. They meet at a store in
+    this process, which listens on the loopback interface only. Raises as Processes.run.
     """
     configure_libraries()
     listener = socket.create_server((HOST, 0))  # TCPStore's own would be on all interfaces
@@ -82,34 +252,22 @@ def start_workers(
     if horovod:
         server = horovods_server(f"localhost:{workers}", address=HOST, interface=loopback())
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
-        group = _Workers(
-            name="workers",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(range(workers), tuple(command)),
-            envs={
-                rank: shared | _environment(rank, workers, port, horovod=horovod)
-                for rank in range(workers)
-            },
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            group.start()
-            _store = TCPStore(
-                HOST,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+        commands = [
+            Command(
+                name=f"worker {rank}",
+                arguments=command,
+                environment=shared | _environment(rank, workers, port, horovod=horovod),
             )
-            with answering(group.pass_on, *STOPS):
-                result = group.wait(period=0.1)
-        finally:
-            group.close(signal.SIGKILL)
-        if group.requests.again:
-            raise KeyboardInterrupt
-        assert result is not None  # it waited without a limit
-        if result.failures:
-            raise _cause(result.failures, stopping=group.requests.any, ended=group.ended)
+            for rank in range(workers)
+        ]
+        _store = TCPStore(  # it is closed when nothing refers to it
+            HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        Processes(sys.executable, commands, folder=folder).run()
 
 
 @contextmanager
@@ -142,80 +300,6 @@ def horovods_server(placement: str, *, address: str, interface: str) -> Iterator
             server.shutdown()  # else its thread would use the closed socket
 
 
-class _Workers(SubprocessContext):
-    """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
-
-    def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
-        super().__init__(**arguments)
-        self.requests = Requests()
-        self.ended: set[int] | None = None
-        """Workers that exited by themselves; None until one has failed."""
-
-    def start(self) -> None:
-        """Start the workers without changing this process's signal handlers."""
-        # torch would log lines beside the one message that start_workers raises.
-        logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
-        self._start()  # type: ignore[no-untyped-call]  # torch's stubs
-
-    def pass_on(self, number: int, *_: object) -> None:
-        """Make the workers save and exit; the second time, kill them.
-
-        A suspended worker (SIGSTOP) is continued, because all would wait for it.
-        """
-        first = not self.requests.any
-        self.requests.add(number)
-        if first:
-            say_heard()
-        passed = CTRL_C if number == signal.SIGINT else signal.Signals(number)
-        for handler in self.subprocess_handlers.values():
-            if self.requests.again:
-                handler.proc.send_signal(signal.SIGKILL)
-            elif first:
-                handler.proc.send_signal(signal.SIGCONT)  # then the other gets to the main thread
-                handler.proc.send_signal(passed)
-
-    def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        """End the running workers by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""
-        if self.ended is None:
-            self.ended = set(self._failures)
-        super().close(death_sig, timeout or LEAVE_SECONDS)
-
-
-def _cause(
-    failures: Mapping[int, ProcessFailure], *, stopping: bool, ended: Collection[int] | None
-) -> Exception:
-    """Return the first failure that no other one caused; else the most informative one."""
-    silent = [
-        rank
-        for rank, failure in failures.items()
-        if failure.exitcode == -signal.SIGKILL and ended is not None and rank not in ended
-    ]
-
-    def informative(rank: int) -> int:
-        return len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
-
-    rank = min(failures, key=informative)
-    failure = failures[rank]
-    if stopping and failure.exitcode in _ECHOES:
-        return RequestedStopError("stopped before the workers had finished")
-    if failure.exitcode in {LOST, -signal.SIGABRT} and silent:
-        names = shorten([str(each) for each in sorted(silent)])
-        message = f"{_describe(failure)}; did not respond and was killed: worker {names}"
-        return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
-    kinds = {USER: LargebatchError, DIVERGED: DivergedError, MEMORY: SmallerBatchError}
-    if not Path(failure.error_file).exists():
-        kinds = {}
-    return kinds.get(failure.exitcode, WorkerFailedError)(_describe(failure))
-
-
-def _describe(failure: ProcessFailure) -> str:
-    if Path(failure.error_file).exists():
-        return failure.message
-    code = failure.exitcode
-    how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
-    return f"worker {failure.local_rank} exited without reporting: {how}"
-
-
 def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     if horovod:
@@ -227,41 +311,40 @@ def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[s
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # worker 0 opens none
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "PYTHONSAFEPATH": "1",  # and not the folder they are started in
-        LAUNCHER: str(os.getpid()),
     }
 
 
 @contextmanager
-def reporting_errors() -> Iterator[None]:
-    """Run a worker of start_workers: write errors to its file, and exit when the launcher is gone.
+def reporting_errors(name: str | None = None) -> Iterator[None]:
+    """Run one of the Processes: write errors to its file, and exit when the launcher is gone.
 
-    An error ends the process at once, because threads of libraries may still be busy.
+    `name` is what messages call it; a worker has its rank. An error ends the process at once,
+    because threads of libraries may still be busy.
     """
+    if name is None:
+        name = f"worker {os.environ['RANK']}"
     leave_with(int(os.environ[LAUNCHER]))
     try:
         yield
-    except DivergedError as error:
-        code, message = DIVERGED, str(error)
-    except SmallerBatchError as error:
-        code, message = MEMORY, str(error)
-    except LargebatchError as error:
-        code, message = USER, str(error)
-    except PeerLostError as error:
-        code, message = LOST, str(error)
-    except KeyboardInterrupt:
-        code, message = STOPPED, "stopped"
-    except BaseException:  # the launcher raises it again
-        code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
-    else:
-        return
-    leave_with_error(code, message)
+    except BaseException as error:  # the launcher raises it again
+        code, message = _report(error, name)
+        leave_with_error(code, message)
+
+
+def _report(error: BaseException, name: str) -> tuple[int, str]:
+    """Return the exit code and the message by which a process reports an error."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED, "stopped"
+    return CRASHED, f"{name} failed:\n{''.join(traceback.format_exception(error))}"
 
 
 def leave_with_error(code: int, message: str) -> NoReturn:
-    """Write the error of a worker of start_workers for its launcher, and end the process."""
+    """Write the error of one of the Processes for its launcher, and end the process."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    # Renamed when it is complete: the launcher may look at any moment.
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
     part.replace(path)

@@ -18,7 +18,7 @@ from benchmarks.studies.averaged_weights import tables as averaged
 from benchmarks.studies.optimizers.tables import POLISHED, RESNET, Cell, Study, epochs_by_seed
 from benchmarks.studies.polishing.tables import TITLES
 from benchmarks.studies.recipes.tables import QUESTIONS, difference_of, read
-from largebatch.lab.studies.metrics import interval
+from largebatch.report.seeds import interval
 
 H100 = "nvidia-h100-80gb-hbm3"
 STRAIGHT = "Nesterov SGD with a straight decay against"

@@ -18,7 +18,7 @@ from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs, describe, make_comparison_page
 from largebatch.report.course import updates_of
 from largebatch.report.run import change_from
-from largebatch.report.seeds import difference, student
+from largebatch.report.seeds import leads, student
 
 
 def ended_at(folder: Path, *top1: float) -> Path:
@@ -251,8 +251,8 @@ def test_settings_are_compared_by_pairs_of_seeds_or_by_their_spread(
     comparison = compare_runs(folders)
     best, other = comparison.settings_of(comparison.groups[0])
     assert other.label == "optimizer.eta=0.5"
-    lead = difference(best.by_seed, other.by_seed)
-    assert lead.excludes_zero == judged
+    (lead,) = leads(best.by_seed, {"other": other.by_seed}, unpaired=True)
+    assert lead.is_sure == judged
     assert any("within the spread" in words for words in describe(comparison)) == (not judged)
     if len(others) > 1 and first > 1:
         welch = stats.ttest_ind([90.5, 91.6, 92.5], 100 * np.array(others), equal_var=False)

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 from on_forked_workers import on_forked_workers
 from short_runs import STATISTICS, a_recipe, log
-from torch import nn
 
 from largebatch import run
-from largebatch.accelerator import measure_peak, memory_errors
+from largebatch.accelerator import memory_errors
 from largebatch.data import decoding
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
@@ -35,10 +33,9 @@ from largebatch.runs.fitting import (
     keep,
     kept_plan,
     measure,
-    random_batch,
 )
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_criterion
+from largebatch.runs.passes import Passes
 from largebatch.training.loop import EagerStep
 
 RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
@@ -46,17 +43,6 @@ POSSIBLE = [48, 96, 240, 480]
 """The divisors of the global batch that are whole spans."""
 
 LIMITS = (7_000_000, 16_000_000, accelerator.MEMORY)
-
-
-def one_pass(model: nn.Module, num: int) -> None:
-    images, labels = random_batch(num, 16, classes=10, device=torch.device(accelerator.NAME, 0))
-    build_criterion(RECIPE.loss)(model(images), labels).backward()
-
-
-@torch.no_grad()
-def one_evaluation(model: nn.Module, num: int) -> None:
-    images, _ = random_batch(num, 16, classes=10, device=torch.device(accelerator.NAME, 0))
-    model.eval()(images)
 
 
 def chosen() -> list[tuple[int, int, dict[int, int], int, int]]:
@@ -78,14 +64,15 @@ def chosen() -> list[tuple[int, int, dict[int, int], int, int]]:
             assert torch.equal(value.cpu(), before[name])
         assert all(weight.grad is None for weight in model.parameters())
         accelerator.ALLOCATED.limit = accelerator.MEMORY
+        passes = Passes.of(RECIPE, model, device, side=16)
         peaks = {}
         at = POSSIBLE.index(plan.device_batch)
         for num in POSSIBLE[at : at + 2]:
-            peaks[num] = measure_peak(device, partial(one_pass, model, num))
+            peaks[num] = passes.peak_bytes(num)
             model.zero_grad()
         evaluated = plan.evaluation_batch or plan.device_batch
-        evaluation = measure_peak(device, partial(one_evaluation, model, evaluated))
-        del model
+        evaluation = passes.peak_bytes(evaluated, evaluates=True)
+        del model, passes
         found.append((plan.device_batch, free, peaks, evaluated, evaluation))
     accelerator.ALLOCATED.limit = accelerator.ALLOCATED.bytes + 200_000
     with pytest.raises(DeviceMemoryError, match=r"e-05 GB"):

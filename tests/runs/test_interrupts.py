@@ -19,7 +19,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.runs.folder import end_of
 from largebatch.runs.interrupts import SCHEDULERS, describe_saved, stop_requests
 from largebatch.runs.interrupts import Requests as StopRequests
-from largebatch.runs.launch import _Workers
+from largebatch.runs.launch import Processes
 from largebatch.runs.options import Options, Resume
 from largebatch.tracking.events import StopCause
 from largebatch.training.step_log import Requests
@@ -142,9 +142,8 @@ def test_workers_get_the_signal_that_their_launcher_got_and_ctrl_c_by_another(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed: list[signal.Signals] = []
-    handler = SimpleNamespace(proc=SimpleNamespace(send_signal=passed.append))
-    workers: Any = SimpleNamespace(subprocess_handlers={0: handler}, requests=StopRequests())
-    _Workers.pass_on(workers, number)
+    workers: Any = SimpleNamespace(send=passed.append, requests=StopRequests())
+    Processes.pass_on(workers, number)
     monkeypatch.setenv(LAUNCHER, "1")
     with stop_requests(handles_signals=False) as wants_stop:
         signal.raise_signal(passed[-1])

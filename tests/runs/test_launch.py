@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from on_workers import on_workers
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER
 from largebatch.distributed.torch_distributed import TorchDistributed
-from largebatch.errors import DataError, LargebatchError, WorkerFailedError
-from largebatch.runs.interrupts import stop_requests
-from largebatch.runs.launch import start_workers
+from largebatch.errors import DataError, LargebatchError, RequestedStopError, WorkerFailedError
+from largebatch.runs.interrupts import CTRL_C, stop_requests
+from largebatch.runs.launch import Command, Processes, start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 long = pytest.mark.long
@@ -85,8 +87,9 @@ def stop_when_asked(folder: Path) -> str:
 
 
 def sleep(folder: Path) -> None:
-    """Show that this worker is here, and do not answer SIGTERM."""
+    """Show that this worker is here, and do not answer requests to stop."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(CTRL_C, signal.SIG_IGN)
     (folder / str(os.getpid())).touch()
     time.sleep(600)
 
@@ -150,6 +153,27 @@ def test_a_lost_worker_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
     with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
         start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        pytest.param([3, -9, 3], "worker 1 .*: killed by SIGKILL", id="killed"),
+        pytest.param([-15, 1, 3], "worker 1 .*: exit code 1", id="crashed"),
+        pytest.param([-15, 3, 3], "worker 1 .*: exit code 3", id="lost"),
+    ],
+)
+def test_the_failure_that_another_one_did_not_cause_is_raised(
+    tmp_path: Path, codes: list[int], message: str
+) -> None:
+    commands = [Command(f"worker {rank}", [], {}) for rank in range(len(codes))]
+    group = Processes("true", commands, folder=tmp_path)
+    for rank, code in enumerate(codes):
+        group._failures[rank] = ProcessFailure(rank, pid=1, exitcode=code, error_file="absent")
+    error = group.error(stopping=False)
+    assert isinstance(error, WorkerFailedError)
+    assert re.match(message, str(error))
+    assert isinstance(group.error(stopping=True), RequestedStopError) == (codes == [-15, 3, 3])
 
 
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.measuring import RESULTS, frozen
 from benchmarks.studies.figures import save_svg
-from largebatch.lab.studies.metrics import Interval, interval
+from largebatch.report.seeds import Interval, interval
 from largebatch.report.style import COLOURS, INK, MUTED, RULE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.speed.measuring import frozen
-from largebatch.lab.studies.metrics import interval
+from largebatch.report.seeds import interval
 
 Policy = dict[str, Any]
 

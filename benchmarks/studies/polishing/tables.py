@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from benchmarks.speed.measuring import RESULTS, frozen
 from benchmarks.studies.figures import save_svg
-from largebatch.lab.studies.metrics import interval
+from largebatch.report.seeds import interval
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, RULE
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.measuring import RESULTS, newest, write
-from largebatch.lab.studies.metrics import difference, interval
 from largebatch.report.pages import Column, Page, Section, Table
+from largebatch.report.seeds import difference, interval
 
 NAME = "polishing_gpu"
 ENDS = {

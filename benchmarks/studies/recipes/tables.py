@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.speed.measuring import frozen
 from benchmarks.studies.polishing.tables import TITLES, Groups, by_group, student
-from largebatch.lab.studies.metrics import interval
+from largebatch.report.seeds import interval
 
 Ended = tuple[str, str]
 """An arm of a data set, and its last stage."""

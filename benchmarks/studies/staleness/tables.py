@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.speed.measuring import frozen
-from largebatch.lab.studies.metrics import Interval
+from largebatch.report.seeds import Interval
 
 RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}  # the best without staleness
 FACTORS = {"whole": 1.0, "third": 1 / 3, "tenth": 1 / 10}

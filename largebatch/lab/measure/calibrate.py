@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -35,10 +36,10 @@ from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
-from largebatch.runs.fitting import random_batch
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.state import build_criterion, grouping_of, kept_exact
+from largebatch.runs.passes import Passes, median_seconds, whole_spans
+from largebatch.runs.state import grouping_of, kept_exact
 from largebatch.storage import writing
 
 ROUNDS = 7
@@ -99,7 +100,8 @@ def measure(
     `workers` is the largest number that is to be predicted: for one the link is not measured.
     """
     threads = torch.get_num_threads()
-    backend, work = Serial(), workload(recipe, workers=1)
+    backend = Serial()
+    work = workload(recipe, workers=1)
     plan = work.plan
     device = backend.device
     clock = time.perf_counter if device.type != "cpu" else time.process_time  # of this process
@@ -107,39 +109,32 @@ def measure(
         torch.set_num_threads(1)
     try:
         model = build_model(recipe, device)
-        optimizer, criterion = build_optimizer(recipe, model, backend), build_criterion(recipe.loss)
+        optimizer = build_optimizer(recipe, model, backend)
+        passes = Passes.of(recipe, model, device, side=recipe.data.image_size)
 
-        side, classes = recipe.data.image_size, recipe.data.classes
-        batches = {
-            size: random_batch(size, side, classes=classes, device=device)
-            for size in _device_batches(plan)
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        # The batches are drawn once, so that no time has the drawing in it.
+        works: dict[int, Callable[[], None]] = {
+            size: partial(passes.train, *passes.batch(size)) for size in _device_batches(plan)
         }
-        times: dict[int, list[float]] = {size: [] for size in (*batches, 0)}
-        for _ in range(ROUNDS + 1):
-            for size, taken in times.items():
-                start = clock()
-                if size:
-                    images, labels = batches[size]
-                    criterion(model(images), labels).backward()
-                else:
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=False)
-                accelerator.synchronize(device)  # sync: this is a measurement
-                taken.append(clock() - start)
-        passes = {size: median(taken[1:]) for size, taken in times.items()}
-        seconds_per_update = passes.pop(0)
+        seconds = median_seconds({**works, 0: update}, device, rounds=ROUNDS, clock=clock)
+        seconds_per_update = seconds.pop(0)
         # With a worker on every device, this one has its share of the CPU cores.
         shared = Serial(device)
         shared.local_size = _places(device.type)
         pipeline = open_images(recipe, plan, shared, folder=data, dataset=dataset)
         read = _images_per_second(pipeline, clock)
         dtype = recipe.reduction.dtype
-        exact, width = kept_exact(dtype, model), 4 if dtype == "fp32" else 2
+        exact = kept_exact(dtype, model)
+        width = 4 if dtype == "fp32" else 2
         grouping = grouping_of(recipe.execution.groups)
         groups = list(divide(model.named_parameters(), grouping=grouping, exact=exact))
     finally:
         torch.set_num_threads(threads)
-    image, each = fit_line(passes)
+    seconds_per_image, seconds_per_pass = fit_line(seconds)
     per_byte: float | None = None
     latency = 0.0
     if workers != 1 and (device.type == "cpu" or _places(device.type) > 1):
@@ -148,8 +143,8 @@ def measure(
     return Measured(
         settings=work.settings,
         device=device.type,
-        seconds_per_image=image,
-        seconds_per_pass=each,
+        seconds_per_image=seconds_per_image,
+        seconds_per_pass=seconds_per_pass,
         seconds_per_update=seconds_per_update,
         gradient_bytes=float(sum(w.numel() * (4 if w in exact else width) for w in weights)),
         messages=len(groups) + 1,  # the loss of the step is one more
@@ -169,8 +164,11 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     (0.01, 0.02)
     """
     sizes, seconds = (np.array(list(each), dtype=float) for each in (times, times.values()))
-    table, ones = np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones(len(sizes))
+    table = np.stack([sizes / seconds, 1 / seconds], axis=1)
+    ones = np.ones(len(sizes))
     slope, start = np.linalg.lstsq(table, ones)[0]
+    # A negative slope or start has no meaning. Of the two lines with one of them 0, the better one
+    # counts.
     if min(slope, start) < 0:  # then one of the two is 0
         alone = table.sum(axis=0) / np.square(table).sum(axis=0)
         errors = np.square(table * alone - 1).sum(axis=0)
@@ -195,11 +193,8 @@ def _device_batches(plan: Plan) -> list[int]:
     >>> _device_batches(SimpleNamespace(device_batch=96, bn_span=48))
     [24, 48, 96]
     """
-    span, sizes = plan.bn_span or 1, set()
-    for part in (4, 2, 1):
-        size = max(2, plan.device_batch // part)
-        sizes.add(size if size < span else size - size % span)
-    return sorted(sizes)
+    sizes = {max(2, plan.device_batch // part) for part in (4, 2, 1)}
+    return sorted({whole_spans(size, plan.bn_span or 1) for size in sizes})
 
 
 def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:
@@ -207,7 +202,9 @@ def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:
 
     Raises LargebatchError if the run is too short to be timed.
     """
-    seen, steps = 0, pipeline.plan.train_steps
+    seen = 0
+    steps = pipeline.plan.train_steps
+    # The first batches open files and start threads.
     with closing(pipeline.training(range(steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
@@ -243,13 +240,16 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -
         tensor = torch.ones(size // 4, device=backend.device)
         durations = []
         for number in range(REPEATS + 2):  # the first two connect
+            # Else the wait for a worker that is late would be counted as time of the sum.
             backend.barrier()
             start = time.perf_counter()
             backend.all_reduce(tensor).wait()
             accelerator.synchronize(tensor.device)  # sync: this is a measurement
             if number >= 2:
                 durations.append(time.perf_counter() - start)
+            # Else the numbers would grow with each sum.
             tensor.fill_(1)
+        # Of the slowest worker, since an update waits for it.
         own = torch.tensor(median(durations), dtype=torch.float64).to(backend.device)
         found[size] = float(backend.all_gather(own).max())
     return found

@@ -5,9 +5,8 @@ the training loop makes one update. The backend represents all other workers and
 messages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -21,17 +20,16 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import own_part
 from largebatch.distributed.serial import Done, Serial
 from largebatch.errors import LargebatchError
-from largebatch.lab.measure.estimate import saved_bytes, state_bytes
 from largebatch.lab.planner.cluster import Cluster, require_workers
 from largebatch.lab.planner.prediction import workload
 from largebatch.models.batchnorm import Spans
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.fitting import largest_side, random_batch
 from largebatch.runs.optimizer_of_recipe import build_optimizer
-from largebatch.runs.state import build_criterion, build_state, build_step_log, kept_exact
-from largebatch.training.loop import Criterion, EagerStep, Update, step_seeds, train
+from largebatch.runs.passes import Passes, largest_side, state_bytes
+from largebatch.runs.state import build_state, build_step_log, kept_exact
+from largebatch.training.loop import EagerStep, Update, step_seeds, train
 from largebatch.training.state import TrainState
 
 _CPU = torch.device("cpu")
@@ -119,31 +117,27 @@ def rehearse(
     backend = Rehearsed(rank=rank, workers=workers, local_size=each)
     sizes = {piece.image_size for piece in plan.sizes}
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
-    criterion = build_criterion(recipe.loss)
     side = largest_side(plan, usual=recipe.data.image_size)
-    images = partial(random_batch, side=side, classes=recipe.data.classes, device=_CPU)
-    passes = min(plan.accumulation, 2)  # micro-batches that are computed, which are equal
-    short = replace(plan, accumulation=passes, batch_changes=(), swa_steps=0)
+    computed = min(plan.accumulation, 2)  # micro-batches that are computed, which are equal
+    short = replace(plan, accumulation=computed, batch_changes=(), swa_steps=0)
     with FakeTensorMode():
         model = build_model(recipe, _CPU)
         require_trainable(model, recipe.model.name)
         # An average of the weights would copy them, which fake tensors do not allow.
         plain = recipe.model_copy(update={"polish": None})
         state = build_state(plain, short, model, backend)
-        inputs, labels = images(plan.device_batch)
-        with saved_bytes(model) as kept:
-            loss = criterion(model(inputs), labels)
-            activations = sum(kept.values())
-        del loss  # it keeps the activations alive until here
+        passes = Passes.of(recipe, model, _CPU, side=side)
+        activations = passes.activation_bytes(plan.device_batch)
         # Of the monitors, only the noise scale sends more in an update.
         monitor = tuple(name for name in recipe.monitor if name == "noise_scale")
         of_log = recipe.model_copy(update={"monitor": monitor})
         log = build_step_log(of_log, short, backend, state, emit=lambda _: None)
         backend.messages.clear()
+        # The messages of an update do not depend on its images: one span is enough, and faster.
         samples = min(plan.device_batch, plan.bn_span or 1)
-        made, repeated = _make_update(short, state, backend, criterion, partial(images, samples))
+        made, repeated = _make_update(short, state, backend, passes, samples=samples)
         backend.all_reduce(log.values_to_sum(made))
-        backend.messages += repeated * (plan.accumulation - passes)
+        backend.messages += repeated * (plan.accumulation - computed)
         weights = list(model.parameters())
         parameters = sum(weight.nbytes for weight in weights)
         buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -158,7 +152,8 @@ def rehearse(
         num_samples=recipe.data.train_samples,
         trained=trained,
     )
-    # After a step on zero gradients; its messages, which only Muon has, are recorded.
+    # After a step on zero gradients; its messages, which only Muon has, are recorded. The tensors
+    # are real, since LARS reads numbers.
     real = build_model(recipe, _CPU)
     for weight in real.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -185,8 +180,9 @@ def _make_update(
     plan: Plan,
     state: TrainState,
     backend: Rehearsed,
-    criterion: Criterion,
-    images: Callable[[], tuple[Tensor, Tensor]],
+    passes: Passes,
+    *,
+    samples: int,
 ) -> tuple[Update, list[Message]]:
     """Make an update; return it with the messages of a micro-batch, which all others repeat.
 
@@ -198,7 +194,7 @@ def _make_update(
     def batches() -> Iterator[Batch]:
         while True:
             firsts.append(len(backend.messages))
-            yield Batch(*images())
+            yield Batch(*passes.batch(samples))
 
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
@@ -206,7 +202,7 @@ def _make_update(
     step = EagerStep(
         state.model,
         SGD(state.model.parameters(), lr=0.0),
-        criterion,
+        passes.criterion,
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         global_batch=plan.global_batch,

@@ -147,6 +147,7 @@ class Load:
 
 def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch that is large enough to hide all else."""
+    # The geometric mean of the two peaks; see the top of this file.
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
     clock = math.cbrt(gpu.watts / (gpu.peak_watts or gpu.watts))
     return constants.scale * constants.deviations[gpu.generation] * law * clock
@@ -191,6 +192,8 @@ def exchange_seconds(on: Machine, *, workers: int, num_bytes: float) -> float:
     """
     nodes = _nodes(on, workers)
     inside = workers if on.cores else min(workers, on.workers_per_node)
+    # Reduce-scatter before and all-gather after the exchange between nodes, (n - 1) / n of the
+    # bytes each.
     seconds = 2 * num_bytes * (inside - 1) / inside / on.link
     seconds += on.latency * math.log2(inside)
     if nodes > 1:
@@ -220,12 +223,17 @@ def step_seconds(on: Machine, load: Load) -> dict[str, float]:
     launch = load.accumulation * on.launch * turns
     exchange = exchange_seconds(on, workers=load.workers, num_bytes=load.gradient_bytes)
     if load.overlap and not on.cores:
+        # Only what backward computes beyond OVERLAP_FROM images hides anything, by the published
+        # runs.
         hidden = BACKWARD * image * max(0, load.device_batch - OVERLAP_FROM)
         exchange = max(0.0, exchange - hidden)
     if not on.sharp:
+        # Not hidden by backward: it is the wait for the slowest worker, too. Switches that sum have
+        # no tree.
         exchange += on.level * math.log2(_nodes(on, load.workers))
     statistics = on.statistics * math.log2(load.sync_workers) * load.accumulation * turns
     reading = load.accumulation * load.device_batch * turns / on.read
+    # A GPU reads while it computes; cores that read do not compute.
     busy = 0.0 if on.cores else compute + launch + exchange + statistics
     return {
         "compute": compute,
@@ -332,7 +340,9 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
     """
     if recipe.protocol is not None:
         raise PlanError("protocol: only updates that wait for all are predicted; leave it out")
-    data, cache = recipe.data, recipe.execution.cache
+    data = recipe.data
+    cache = recipe.execution.cache
+    # At the least, as images of the size that is trained on.
     cached = 3 * data.train_samples * data.image_size**2
     if cache in {"memory", "device"} and cached > CACHED_BYTES:
         raise PlanError(
@@ -362,6 +372,7 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
     settings = {key: attrgetter(key)(recipe) for key in SETTINGS}
     groups = recipe.execution.groups
     settings |= {"execution.groups": groups.model_dump(mode="json")}
+    # Only the last layer depends on the classes.
     numbers = GRADIENTS + (data.classes - CLASSES) * HEAD_INPUTS
     return Workload(
         name=recipe.name,
@@ -425,7 +436,8 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
 
     Raises ClusterError where the cluster has fewer workers or the times of the model are unknown.
     """
-    plan, workers = work.plan, work.plan.workers
+    plan = work.plan
+    workers = plan.workers
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
     _require_known(work, cluster)
@@ -446,23 +458,30 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     )
     parts["start"] = on.start
     seconds = sum(parts.values())
+    # The affine stage repeats the last global batch size after the schedule has ended.
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
+    # The rate of reading at which nothing would wait for it.
     wanted = samples / (seconds - parts["input"])
-    memory, available = None, None
+    memory = None
+    available = None
     if cluster.measured is not None:
         spread = 1 + cluster.measured.error
     else:
         assert cluster.gpu is not None
         spread = SPREAD[cluster.gpu.generation]
         available = cluster.gpu.memory_gigabytes * 1e9
+        # Weights, gradients and momentum in float32, and an average.
         memory = (3 + work.averages) * 4 * GRADIENTS + work.cached_bytes + FIXED_BYTES
         memory += plan.device_batch * KEPT_BYTES * usual
+    # Computing cannot be shortened by a setting, so help is for the largest other part.
     wait = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
     limit = max(parts, key=lambda name: parts[name])
     remedy = f"against {wait}, {parts[wait] / seconds:.0%}: {HELP[wait]}"
     if memory is not None and available is not None and memory > available:
-        limit, remedy = "memory", f"against memory: {HELP['memory']}"
-    price, nodes = cluster.price_per_gpu_hour, math.ceil(workers / cluster.gpus_per_node)
+        limit = "memory"
+        remedy = f"against memory: {HELP['memory']}"
+    price = cluster.price_per_gpu_hour
+    nodes = math.ceil(workers / cluster.gpus_per_node)
     return Prediction(
         recipe=work.name,
         cluster=cluster.name,
@@ -509,7 +528,9 @@ def _pixels(work: Workload, cluster: Cluster, size: int) -> float:
 def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
     if cluster.gpu is None:
         return
-    plan, kind, generation = work.plan, work.settings["optimizer.kind"], cluster.gpu.generation
+    plan = work.plan
+    kind = work.settings["optimizer.kind"]
+    generation = cluster.gpu.generation
     if generation in PUBLISHED:
         most, smallest, largest = PUBLISHED[generation]
         if plan.workers > most:
@@ -530,7 +551,8 @@ def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
 
 def _require_known(work: Workload, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the model on this cluster are unknown."""
-    found, own = cluster.measured, work.settings
+    found = cluster.measured
+    own = work.settings
     if found is not None:
         for key, value in own.items():
             if value != found.settings.get(key):
@@ -539,7 +561,8 @@ def _require_known(work: Workload, cluster: Cluster) -> None:
                     "measure this recipe with `largebatch plan --calibrate`"
                 )
         return
-    name, arguments = own["model.name"], own["model.arguments"]
+    name = own["model.name"]
+    arguments = own["model.arguments"]
     assert isinstance(arguments, dict)
     changed = sorted(arguments.keys() - COSTLESS_ARGUMENTS)
     if name not in RESNET50 or changed:
@@ -577,7 +600,8 @@ def describe(prediction: Prediction) -> dict[str, str]:
         read = three_digits(prediction.read_bytes_per_second / 1e9)
         rows["input"] = f"{read} GB/s of JPEG files in all"
     if prediction.memory_bytes is not None and prediction.memory_available is not None:
-        used, available = prediction.memory_bytes / 1e9, prediction.memory_available / 1e9
+        used = prediction.memory_bytes / 1e9
+        available = prediction.memory_available / 1e9
         rows["memory"] = f"{used:.0f} of {available:.0f} GB a GPU"
     if prediction.cost is not None:
         rows["cost"] = f"{prediction.cost:,.2f}"

@@ -58,7 +58,9 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
 
 class _Segment:
     def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
-        self._training, self._part, self._exchange = training, part, exchange
+        self._training = training
+        self._part = part
+        self._exchange = exchange
         section = recipe.protocol
         assert section is not None
         self._every = recipe.execution.checkpoints.every_steps
@@ -80,8 +82,10 @@ class _Segment:
 
     def run(self) -> None:
         """Make the updates to the next rest, or fewer if a worker is asked to stop or to save."""
-        training, rule = self._training, self._rule
+        training = self._training
+        rule = self._rule
         start = training.state.progress.step
+        # Learners rest only where the core needs one state: a rest costs the wait for the slowest.
         points = [point for point in training.plan.evaluate_after if point > start]
         if self._every is not None:
             points.append((start // self._every + 1) * self._every)
@@ -97,6 +101,7 @@ class _Segment:
                 gradient=self._gradients.of,
                 asks=lambda: any(training.requests.own()),
             )
+            # Before anything is written: the statistics are part of the state at this rest.
             average_statistics(
                 training.state.model, training.backend, learners=self._exchange.learners
             )
@@ -116,6 +121,7 @@ class _Segment:
         the step of a checkpoint is that of the record.
         """
         state = self._training.state
+        # Copies of everything that the block changes, because a part of it cannot be undone.
         progress = copy.deepcopy(state.progress)
         before = copy.deepcopy(state.model.state_dict())
         optimizer = copy.deepcopy(self._optimizer.state_dict())
@@ -129,7 +135,9 @@ class _Segment:
 
     def _add(self, record: Record) -> DivergedError | None:
         """Add each update to the log and the state, as the core does."""
-        state, plan, takes = self._training.state, self._training.plan, self._rule.gradients
+        state = self._training.state
+        plan = self._training.plan
+        takes = self._rule.gradients
         losses = iter([arrival.loss for arrival in record.arrivals[0]])
         try:
             for update, lr, seconds in record.updates:
@@ -142,7 +150,6 @@ class _Segment:
                     step_seconds=seconds,
                     images_per_second=plan.global_batch / seconds,
                 )
-                state.move_average(None)
                 state.count(update, images=plan.batch_at(update), seconds=seconds)
                 self._training.step_log.add_record(step)
         except DivergedError as error:
@@ -211,11 +218,14 @@ class Gradients:
     def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
         """Return the mean gradient over a mini-batch at the current weights, and its loss."""
         self.model.train()
+        # So dropout is that of the same mini-batch in any order of arrival, and with hardsync that
+        # of the worker with this part of the batch.
         update, learner = divmod(mini_batch, self.learners)
         accelerator.seed(step_seeds(self.seed, learner)(update), self.reducer.device)
         images, labels = self.batch(mini_batch)
         self.reducer.zero()
         loss = self.criterion(self.model(images), labels) / len(labels)
+        # The moments are complete after forward.
         self.spans.reduce()
         self.reducer.arm()
         loss.backward()
@@ -238,6 +248,8 @@ def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> 
     if not buffers:
         return
     counts = backend.rank < learners
+    # One message for all buffers. Double, because counts of batches exceed what float32 has
+    # exactly.
     flat = torch.cat([buffer.flatten().double() for buffer in buffers]) * counts / learners
     flat = flat.to(backend.device)
     backend.all_reduce(flat).wait()

@@ -19,21 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from largebatch.errors import shorten
 from largebatch.formatting import MISSING
 from largebatch.lab.studies import correlations
-from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.metrics import (
-    ENOUGH_SEEDS,
-    Interval,
-    Measurement,
-    cost,
-    difference,
-    interval,
-    interval_line,
-    ratio,
-    trade_off,
-)
+from largebatch.lab.studies.doubts import Finding, doubts_about, in_no_order
+from largebatch.lab.studies.metrics import Measurement, cost, interval_line, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import RATE, Slot, Study
 from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
@@ -52,6 +41,7 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
+from largebatch.report.seeds import ENOUGH_SEEDS, Interval, difference, interval, leads, ratio
 
 __all__ = ["cells_of", "make_page"]
 
@@ -132,10 +122,7 @@ class Ranking:
                 "be beyond"
             )
         level = [one.policy for one in others if one.is_level]
-        if level:
-            names = ", ".join([first.policy, *level])
-            found.append(f"within the noise of each other, so in no order: {names}")
-        return found
+        return [*found, *in_no_order(first.policy, level)]
 
     @property
     def finding(self) -> Finding:
@@ -171,6 +158,8 @@ def rank(
         reached = reached_at(run, target)
         return None if reached is None else reached.step
 
+    # A policy that reached the target with one lucky seed must not be first, so the share of seeds
+    # counts before the mean.
     def order(one: Ranked) -> tuple[bool, bool, float, float]:
         known = one.scores.values()
         mean = fmean(known) if known else 0.0
@@ -186,16 +175,13 @@ def rank(
             known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
+    by_policy = {one.policy: one.scores for one in others}
+    over_others = leads(first.scores, by_policy, of_costs=target is not None)
     compared = []
-    for one in others:
-        if target is None:
-            against, equal = difference(first.scores, one.scores, together=len(others)), 0.0
-        else:
-            against, equal = ratio(one.scores, first.scores, together=len(others)), 1.0
-        is_sure = against is not None and against.low > equal
+    for one, lead in zip(others, over_others, strict=True):
         only_it_diverged = one.results.diverged > 0 and not first.results.diverged
-        is_level = bool(one.scores) and not only_it_diverged and not is_sure
-        compared.append(replace(one, against=against, is_level=is_level))
+        is_level = bool(one.scores) and not only_it_diverged and not lead.is_sure
+        compared.append(replace(one, against=lead.gap, is_level=is_level))
     return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
@@ -321,11 +307,7 @@ def gap_between(
     """
     if not best or values.keys() != best.keys():
         return None
-    if higher:
-        return difference(values, best, together=together)
-    if min(*values.values(), *best.values()) <= 0:
-        return None
-    return ratio(values, best, together=together)
+    return (difference if higher else ratio)(values, best, together=together)
 
 
 def level_with(
@@ -336,14 +318,14 @@ def level_with(
     A setting that lacks seeds is one of them unless all its values are missing, as those of runs
     that diverged are.
     """
-    level = []
+    others: dict[str, Mapping[int, float]] = {}
     for name, values in settings.items():
-        if name == best or not values:
-            continue
-        gap = gap_between(values, settings[best], higher=higher, together=len(settings) - 1)
-        if gap is None or (gap.high >= 0 if higher else gap.low <= 1):
-            level.append(name)
-    return level
+        if name != best:
+            # A setting without some seeds has no fair interval, and so is not called worse.
+            is_complete = values.keys() == settings[best].keys()
+            others[name] = values if is_complete else {}
+    compared = leads(settings[best], others, of_costs=not higher)
+    return [lead.over for lead in compared if settings[lead.over] and not lead.is_sure]
 
 
 def transfer_matrix(
@@ -392,6 +374,7 @@ def compared_values(
     """
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
+        # Seeds that all settings have: the mean over more seeds has other luck.
         own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
         common = set.intersection(*({run.seed for run in one.seeds} for one in own))
         measured = {run.seed: measure.of(run) for run in cell.seeds if run.seed in common}
@@ -424,10 +407,9 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
             if not others:
                 doubts.append("only one setting was measured")
             level = level_with(best, settings, higher=measure.higher)
-            if level:
-                names = shorten([best, *level])
-                noise[recipe] = f"within the noise of each other, so in no order: {names}"
-                doubts.append(noise[recipe])
+            for doubt in in_no_order(best, level):
+                noise[recipe] = doubt
+                doubts.append(doubt)
             value = interval(settings[best].values())
             yield Finding(
                 about=f"{recipe}, {measure.best}",
@@ -482,9 +464,12 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     for cell in cells:
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
-    ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
+    ranked = list[Ranked]()
+    found = list[Finding]()
+    sections = list[Section]()
     for recipe, some in recipes.items():
-        title, parts = "Training time, s", list[Part]()
+        title = "Training time, s"
+        parts = list[Part]()
         value: Callable[[CellResults], Interval | None] = partial(
             CellResults.mean, value=TRAINING.of
         )
@@ -495,6 +480,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
             found += [each.finding for each in rankings]
+            # The curve to the highest target is the one that matters in practice.
             highest = max(rankings, key=lambda each: each.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_costs, target=highest.target or math.inf, name="step")
@@ -507,8 +493,11 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         if points:
             parts.insert(0, trade_off(f"cost-{recipe}", title, points))
         sections.append(Section(title=recipe, parts=parts))
+    # Settings run in processes of their own, in which time and memory are measured.
     if is_of_settings:
-        title, note, found = "Settings", _SETTINGS, list(findings(cells))
+        title = "Settings"
+        note = _SETTINGS
+        found = list(findings(cells))
         found += correlations.findings(recipes, CORRELATED, timed=TIMED)
         sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
@@ -518,7 +507,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
             )
     else:
-        title, note, table = "Policies", _POLICIES, _table_of_policies(ranked, targets, looks)
+        title = "Policies"
+        note = _POLICIES
+        table = _table_of_policies(ranked, targets, looks)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
@@ -566,9 +557,11 @@ def _table_of_policies(
     rows: Sequence[Ranked], targets: Sequence[float], looks: Mapping[str, Series]
 ) -> Table:
     cells = [row.results for row in rows]
-    column, details = columns_over(cells), list[Column]()
+    column = columns_over(cells)
+    details = list[Column]()
     for target in targets:
-        of, reach = f"{100 * target:g} %", partial(_spent, target=target)
+        of = f"{100 * target:g} %"
+        reach = partial(_spent, target=target)
         reached = [f"{len(costs(cell, target))} of {len(cell.seeds)}" for cell in cells]
         details += [
             column(f"Updates to {of}", partial(reach, name="step"), ",.0f"),

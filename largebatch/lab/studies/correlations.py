@@ -7,15 +7,15 @@ other. Settings are chosen and not drawn, so a correlation is no cause.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.metrics import CONFIDENCE
-from largebatch.lab.studies.trained import CellResults, Result
+from largebatch.lab.studies.trained import CellResults, Result, value_at
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
 from largebatch.report.pages import Column, Section, Table
+from largebatch.report.seeds import CONFIDENCE
 
 _NOTE = (
     "Spearman's rank correlations of means over seeds, over the settings of a recipe that did not "
@@ -83,7 +83,8 @@ def numbers_of(cells: Sequence[CellResults]) -> dict[str, list[float]]:
     """
     trees = []
     for cell in cells:
-        recipe, setting = cell.cell.recipe, cell.cell.setting
+        recipe = cell.cell.recipe
+        setting = cell.cell.setting
         plan = make_plan(recipe, workers=setting.workers)
         outside = {
             "workers": setting.workers,
@@ -94,18 +95,15 @@ def numbers_of(cells: Sequence[CellResults]) -> dict[str, list[float]]:
     keys: dict[str, None] = {}
     for tree in trees[1:]:
         keys |= dict.fromkeys(key for key, _, _ in differences(trees[0], tree))
-    values = {key: [_at(tree, key) for tree in trees] for key in keys}
-    return {
-        key: [float(number) for number in column]
-        for key, column in values.items()
-        if all(isinstance(each, int | float) and not isinstance(each, bool) for each in column)
-    }
-
-
-def _at(tree: Any, key: str) -> Any:  # noqa: ANN401 -- any value of a recipe
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
+    numbers = {}
+    for key in keys:
+        try:
+            values = [value_at(tree, key) for tree in trees]
+        except LookupError:  # a setting has another kind of optimizer, or no such section
+            continue
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            numbers[key] = [float(value) for value in values]
+    return numbers
 
 
 def correlations(

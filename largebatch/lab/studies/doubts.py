@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from largebatch.errors import shorten
 from largebatch.formatting import plural
-from largebatch.lab.studies.metrics import ENOUGH_SEEDS
 from largebatch.lab.studies.records import Record
 from largebatch.report.run import short_commit
+from largebatch.report.seeds import ENOUGH_SEEDS
 
 LATE = 0.05
 """Largest fraction of late gradients at which times are still judged."""
@@ -81,6 +81,7 @@ def doubts_about(
     ]
     if unfinished:
         doubts.append(f"not finished: {shorten(unfinished)}")
+    # Cells are compared in pairs of seeds, so only the seeds of all of them count.
     common = set.intersection(*(set(cell.runs) for cell in cells)) if cells else set()
     if len(common) < ENOUGH_SEEDS:
         doubts.append(f"too few {run}s to judge: {len(common)}, and {ENOUGH_SEEDS} are needed")
@@ -109,6 +110,7 @@ def _disturbances(runs: Sequence[Record], study: Iterable[Record]) -> list[str]:
     others = [record.other_cores for record in runs]
     if any(map(math.isnan, others)):
         doubts.append("what other programs used was not measured")
+    # The strictest of the runs: one disturbed run is enough to move a mean.
     allowed = min(
         (max(OTHER_CORES, OTHER_SHARE * record.cores) for record in runs), default=OTHER_CORES
     )
@@ -122,6 +124,14 @@ def _disturbances(runs: Sequence[Record], study: Iterable[Record]) -> list[str]:
     if late > LATE:
         doubts.append(f"too busy to judge: up to {100 * late:.1f} % of gradients were late")
     return doubts
+
+
+def in_no_order(best: str, level: Sequence[str], *, between: str = ", ") -> list[str]:
+    """Return the doubt about a best variant that others are level with; empty without them."""
+    if not level:
+        return []
+    names = shorten([best, *level], between=between)
+    return [f"within the noise of each other, so in no order: {names}"]
 
 
 def number_overlapping(runs: Sequence[Record], study: Iterable[Record]) -> int:

@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import LOST, BackendName
-from largebatch.errors import LargebatchError, PeerLostError, StudyError, WorkerFailedError
+from largebatch.distributed.environment import BackendName
+from largebatch.errors import LargebatchError, RequestedStopError, StudyError
 from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
 from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import Interval, interval, interval_line, ratio
+from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.namespaces import (
     CARD,
-    Command,
     Counters,
+    HostCommand,
     addresses,
     read_counters,
     run_on_hosts,
@@ -67,8 +67,10 @@ from largebatch.report.pages import (
     columns_over,
     line_chart,
 )
+from largebatch.report.seeds import Interval, interval, ratio
 from largebatch.runs.build import open_session
-from largebatch.runs.launch import USER
+from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.runs.launch import reporting_errors
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.tracking.events import Event, Step
@@ -79,7 +81,6 @@ IDEAL = "ideal"
 """Name of the line of as many times one worker, for charts that show it."""
 
 _PORT = 29_500
-_SHOWN_LINES = 20
 
 _UNTIMED = 1  # updates at the start of the last two segments
 
@@ -95,7 +96,8 @@ class PacedCriterion:
     """
 
     def __init__(self, criterion: Criterion, model: nn.Module, seconds: Iterator[float]) -> None:
-        self._criterion, self._seconds = criterion, seconds
+        self._criterion = criterion
+        self._seconds = seconds
         self._begun = 0.0
         self.gradients = 0
         self.late = 0
@@ -110,9 +112,11 @@ class PacedCriterion:
         """Return the loss, after the set time."""
         loss = self._criterion(outputs, labels)
         if torch.is_grad_enabled():
+            # Evaluations pass here too, without gradients; they are not part of a set time.
             left = self._begun + next(self._seconds) - time.perf_counter()
             self.gradients += 1
             self.late += left < 0
+            # Before backward, because its messages must leave when those of a real host would.
             time.sleep(max(0.0, left))
         return loss
 
@@ -199,8 +203,8 @@ class HostsCell(Cell):
     def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Start the workers once, on hosts made for them, and record what they measure.
 
-        Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
-        worker was lost, BackendError if this machine cannot make hosts.
+        Raises LargebatchError with a worker's message if the user can fix it, WorkerFailedError if
+        a worker was lost, BackendError if this machine cannot make hosts.
         """
         del values
         seeded = replace(self, recipe=self.recipe.model_copy(update={"seed": slot.seed}))
@@ -212,17 +216,18 @@ class HostsCell(Cell):
             (folder / JOB).write_bytes(_JOB.dump_json((seeded, own)))
             command = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
             commands = [
-                Command(host, command, environment(rank, self.hosts), folder / f"output-{rank}")
+                HostCommand(host, command, environment(rank, self.hosts))
                 for rank, host in enumerate(self.hosts)
             ]
-            codes = run_on_hosts(
-                commands,
-                hosts=addresses(len(self.workers_per_host)),
-                megabits=self.megabits,
-                horovod=backend == "horovod",
-            )
-            if any(codes):
-                raise_cause(codes, folder)
+            try:
+                run_on_hosts(
+                    commands,
+                    hosts=addresses(len(self.workers_per_host)),
+                    megabits=self.megabits,
+                    horovod=backend == "horovod",
+                )
+            except RequestedStopError:
+                raise InterruptedStudyError from None
             files = [folder / f"worker-{rank}.json" for rank in range(len(self.hosts))]
             workers = [json.loads(path.read_bytes()) for path in files]
         return {"seed": slot.seed, **combined(workers, self.hosts, updates=self.on_hosts.updates)}
@@ -248,6 +253,7 @@ def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> 
     for host in dict.fromkeys(hosts):
         marks = [Counters(*mark) for mark in workers[hosts.index(host)]["counters"]]
         before, between, after = marks  # the second segment is between the first two
+        # Both segments have the same messages at their ends. The difference is that of the updates.
         received.append((after.received - 2 * between.received + before.received) / updates)
         sent.append((after.sent - 2 * between.sent + before.sent) / updates)
     gradients = sum(worker["gradients"] for worker in workers)
@@ -285,7 +291,8 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     Raises RecipeError naming the cell if its recipe, relative to `folder`, does not fit, or is
     shorter than what is measured.
     """
-    entry, section = study.recipes[configuration], study.servers or study.scaling
+    entry = study.recipes[configuration]
+    section = study.servers or study.scaling
     on_hosts = entry.on_hosts
     assert on_hosts is not None
     assert section is not None
@@ -295,8 +302,12 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     with naming(f"{configuration}/{variant}"):
         base = recipe_of(entry, folder)
         tree = base.model_dump(mode="json")
+        # The recipe has the few samples that are computed; the nominal mini-batch is only slept
+        # for.
         tree["batch"]["global_batch"] = workers * computed
-        tree["polish"], tree["evaluation"], tree["protocol"] = None, {}, protocol
+        tree["polish"] = None
+        tree["evaluation"] = {}
+        tree["protocol"] = protocol
         recipe = validate_tree(Recipe, tree, source=base.name)
         processes = recipe.protocol.workers if recipe.protocol else workers
         plan = make_plan(recipe, workers=processes)
@@ -356,21 +367,26 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 def measure(cell: HostsCell, options: Options) -> Json:
     """Train, and return the result of this worker."""
-    on_hosts, recipe = cell.on_hosts, cell.recipe
+    on_hosts = cell.on_hosts
+    recipe = cell.recipe
     if recipe.model.name == words.NAME:
         opening = words.open_words(recipe, options)
     else:
         opening = open_session(recipe, options, {"command": "study"})
     with opening as opened:
-        session, paced, rank = opened, None, opened.backend.rank
+        session = opened
+        paced = None
+        rank = opened.backend.rank
         if on_hosts.compute is not None:
             times = on_hosts.compute.times(cell.samples, seed=recipe.seed, worker=rank)
             paced = PacedCriterion(opened.criterion, opened.state.model, times)
             session = replace(opened, criterion=paced)
         steps = StepTimes()
         session.log.trackers.append(steps)
-        optimizer, counters = session.state.updater.optimizer, []
+        optimizer = session.state.updater.optimizer
+        counters = []
         with applied_rates(optimizer) as rates:
+            # By the stage itself, so that the timed updates are those of `largebatch train`.
             for until in segments_of(on_hosts):
                 STAGES[0].run(session, range(session.plan.train_steps), until)
                 session.saver.finish()
@@ -389,6 +405,7 @@ def measure(cell: HostsCell, options: Options) -> Json:
 
 def idle_counters(backend: Backend) -> Counters:
     """Read the counters of this host's link while no worker sends anything."""
+    # The first barrier: all have ended their sums, and nothing is under way.
     backend.barrier()
     counters = read_counters(Path("/proc/net/dev").read_text())
     backend.barrier()  # nobody continues, or leaves, before all have read
@@ -401,22 +418,10 @@ def server_bytes(sizes: Sequence[int], protocol: Protocol | None) -> list[int]:
     return [sum(sizes[number] for number in part) for part in parts]
 
 
-def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
-    """Raise the first failure that is not the consequence of another."""
-    order = {USER: 0, None: 3, LOST: 2, 0: 4}
-    rank = min(range(len(codes)), key=lambda rank: order.get(codes[rank], 1))
-    code = codes[rank]
-    text = (folder / f"output-{rank}").read_text(errors="replace").strip()
-    if code == USER:
-        raise StudyError(text.splitlines()[-1] if text else f"worker {rank} failed")
-    how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    last = "\n".join(text.splitlines()[-_SHOWN_LINES:])
-    raise WorkerFailedError(f"worker {rank} exited without reporting: {how}\n{last}".rstrip())
-
-
 def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
     """Return the variables that torchrun and horovodrun would set, and the network interface."""
-    here, names = hosts[rank], addresses(len(set(hosts)))
+    here = hosts[rank]
+    names = addresses(len(set(hosts)))
     local_rank, local_size = str(hosts[:rank].count(here)), str(hosts.count(here))
     return {
         "RANK": str(rank),
@@ -433,6 +438,7 @@ def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
         "HOROVOD_CROSS_RANK": str(list(names).index(here)),
         "HOROVOD_CROSS_SIZE": str(len(names)),
         "HOROVOD_HOSTNAME": here,
+        # Hosts of a study share the cores of this machine.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -531,6 +537,7 @@ def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
     groups: dict[tuple[str, str, str], list[HostsRow]] = {}
     for row in rows:
         if row.cell.workers > 1 and row.speed_up is not None and row.speed_up.mean < 1:
+            # One finding for all numbers of workers of a layout.
             key = row.cell.configuration, row.cell.look, row.scaling or ""
             groups.setdefault(key, []).append(row)
     for (recipe, look, scaling), slow in groups.items():
@@ -620,22 +627,15 @@ def chart_of(
     return line_chart(name, panel, title=f"Speed-up: {title}", caption=caption)
 
 
-def main(name: str) -> int:
-    """Measure the job in a folder, and write the result there; return the exit code."""
+def main(name: str) -> None:
+    """Measure the job in a folder, and write the result there."""
     folder = Path(name)
-    try:
-        result = measure(*_JOB.validate_json((folder / JOB).read_bytes()))
-    except LargebatchError as error:
-        sys.stdout.write(f"{error}\n")
-        return USER
-    except PeerLostError as error:
-        sys.stdout.write(f"{error}\n")
-        return LOST
+    result = measure(*_JOB.validate_json((folder / JOB).read_bytes()))
     write_whole(folder / f"worker-{result['rank']}.json", json.dumps(result).encode())
-    return 0
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
+    with reporting_errors():
+        main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads of libraries may wait for a worker that is gone
+    os._exit(0)  # threads of libraries may wait for a worker that is gone

@@ -2,31 +2,23 @@
 
 Accuracy is measured at evaluations and nowhere between, so a target is reached at the first
 evaluation that has it, and nothing is interpolated. A run that diverged is a result, as good as
-chance. Seeds are compared in pairs, for the same seed has the same weights at the start and the
-same order of samples whatever the policy.
+chance.
 """
 
 import math
-import statistics
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from largebatch.optional import require_scipy
 from largebatch.report.course import evaluations_of
 from largebatch.report.pages import Chart, Line, Panel, Series, line_chart
 from largebatch.report.run import Run
+from largebatch.report.seeds import Interval, interval
 from largebatch.tracking.events import Measured
-
-CONFIDENCE = 0.95
-
-ENOUGH_SEEDS = 3
-"""Fewer give no interval, or one that is mostly wider than any difference of policies."""
 
 
 def has_diverged(run: Run) -> bool:
@@ -75,91 +67,6 @@ def cost(found: Sequence[Measurement], target: float) -> Measurement | None:
     return next((one for one in found if one.top1 >= target), None)
 
 
-class Interval(NamedTuple):
-    """A mean with its two-sided interval at CONFIDENCE, by Student's t."""
-
-    mean: float
-    low: float
-    high: float
-    """Infinite ends for one value, which has no spread."""
-
-    number: int
-    """Number of values."""
-
-    def scaled(self, factor: float) -> "Interval":
-        """Return the interval in another unit, such as percent with a factor of 100."""
-        return Interval(factor * self.mean, factor * self.low, factor * self.high, self.number)
-
-    @property
-    def reach(self) -> float | None:
-        """Half the width; None for fewer values than ENOUGH_SEEDS."""
-        return self.high - self.mean if self.number >= ENOUGH_SEEDS else None
-
-    def with_ends(self, form: str, unit: str = "") -> str:
-        """Return the mean with its unit, and the ends.
-
-        >>> Interval(1.5, 1.2, 1.875, 3).with_ends(".2f", " times")
-        '1.50 times (1.20 to 1.88)'
-        """
-        ends = f"{self.low:{form}} to {self.high:{form}}" if self.number > 1 else "no interval"
-        return f"{self.mean:{form}}{unit} ({ends})"
-
-
-def interval(values: Iterable[float], *, together: int = 1) -> Interval:
-    """Return the mean of values that were drawn independently, such as those of seeds.
-
-    So many intervals `together` hold the true means with CONFIDENCE (Bonferroni). Raises ValueError
-    without a value.
-
-    >>> interval([0.90, 0.92, 0.91]).with_ends(".3f")
-    '0.910 (0.885 to 0.935)'
-    """
-    found = list(values)
-    if not found:
-        raise ValueError("expected one value or more")
-    mean = statistics.fmean(found)
-    if len(found) == 1:
-        return Interval(mean, -math.inf, math.inf, 1)
-    level = 1 - (1 - CONFIDENCE) / together / 2
-    reach = float(require_scipy("scipy.stats").t.ppf(level, len(found) - 1))
-    reach *= statistics.stdev(found) / math.sqrt(len(found))
-    return Interval(mean, mean - reach, mean + reach, len(found))
-
-
-def difference(
-    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
-) -> Interval | None:
-    """Return the mean of `one` minus `other`, both by seed, over the seeds of both; None without.
-
-    `together` as in interval.
-
-    >>> difference({1: 91.0, 2: 92.0, 3: 93.5}, {1: 90.0, 2: 91.5, 3: 92.0}).with_ends(".2f")
-    '1.00 (-0.24 to 2.24)'
-    """
-    pairs = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
-    return interval(pairs, together=together) if pairs else None
-
-
-def ratio(
-    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
-) -> Interval | None:
-    """Return the geometric mean of the ratios of costs, over the seeds of both; None without.
-
-    Its ends are those of the mean logarithm; `together` as in interval. Raises ValueError for a
-    cost that is not above 0.
-
-    >>> ratio({1: 100.0, 2: 110.0}, {1: 50.0, 2: 55.0}).with_ends(".2f", " times")
-    '2.00 times (2.00 to 2.00)'
-    """
-    seeds = one.keys() & other.keys()
-    logs = [{seed: math.log(found[seed]) for seed in seeds} for found in (one, other)]
-    found = difference(*logs, together=together)
-    if found is None:
-        return None
-    end = math.exp(found.high) if found.high < math.log(sys.float_info.max) else math.inf
-    return Interval(math.exp(found.mean), math.exp(found.low), end, found.number)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Robustness:
     """How much top-1 depends on the base rate; fractions."""
@@ -198,6 +105,7 @@ def robustness(top1: Iterable[tuple[int, float, float]]) -> Robustness | None:
     }
     if not whole or len(scales) < 2:
         return None
+    # Robustness is to factors of the rate: 2 and 1/2 are equally far from 1.
     places = np.log(scales)
     return Robustness(
         by_scale={

@@ -1,10 +1,10 @@
 """Hosts on one machine: network namespaces, each with a link to one switch.
 
 The hosts of a job live in namespaces of networks, processes and mounts that belong to one process,
-which runs this module as a program and reads the job from its standard input. When this process
-ends, for any reason, the kernel ends all of its processes and removes hosts, links and switch; and
-it ends with the process that started it. So nothing is left behind, two jobs cannot meet, and the
-machine's own network is neither used nor changed.
+which runs this module as a program, with the file of the job. When this process ends, for any
+reason, the kernel ends all of its processes and removes hosts, links and switch; and it ends with
+the process that started it. So nothing is left behind, two jobs cannot meet, and the machine's own
+network is neither used nor changed.
 
 Links are Ethernet pairs, shaped in both directions by a token bucket (tc-tbf). Its rate counts
 Ethernet, IP and TCP headers, 66 bytes of each frame of up to 1,514, so a link of 1 Gbit/s
@@ -17,14 +17,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.distributed.environment import GRACE_SECONDS
-from largebatch.errors import BackendError, WorkerFailedError
+from largebatch.distributed.environment import LAUNCHER
+from largebatch.errors import BackendError
 
 PROGRAMS = ("ip", "tc", "unshare", "setpriv", "mount")
 """Required programs."""
@@ -34,6 +34,8 @@ OWN_NAMESPACES = (
     *("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
 """Prefix of a command that gets its own namespaces and ends with its parent."""
+
+_NAME = "the process that makes hosts"
 
 CARD = "eth0"
 """Name of the link on each host."""
@@ -88,6 +90,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
     `megabits` is the rate of each link in Mbit/s in each direction; None for no limit. Call it
     in its own namespaces.
     """
+    # `ip netns` keeps its names in /run: a file system of its own keeps them out of the machine's.
     _call("mount -t tmpfs tmpfs /run")
     _call("ip link set lo up")
     _call("ip link add name bridge type bridge")
@@ -103,6 +106,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
         if megabits is not None:
             _call(f"tc -n {name} qdisc add dev {CARD} root {_shape(megabits)}")
             _call(f"tc qdisc add dev to-{name} root {_shape(megabits)}")
+    # Libraries look up the host's own name, and without an entry wait for a name server.
     table = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
     replace_file("/etc/hosts", Path("/run/hosts"), "\n".join(table) + "\n")
 
@@ -119,12 +123,14 @@ def _shape(megabits: float) -> str:
     >>> _shape(1000)
     'tbf rate 1000000kbit burst 125000 limit 67108864'
     """
+    # A bucket of 1 ms at the rate. Smaller than a few frames it could never reach the rate.
     burst = max(_SHORTEST_BURST, round(megabits * 1e6 / 8 * _BURST_SECONDS))
     return f"tbf rate {round(megabits * 1000)}kbit burst {burst} limit {_QUEUE}"
 
 
 def on_host(name: str, *command: str) -> list[str]:
     """Return a command that runs another one on a host, under the host's name."""
+    # Gloo and Horovod take the host's name for its address, and all namespaces have the machine's.
     named = f'hostname {name} && exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
@@ -162,89 +168,65 @@ def read_counters(table: str) -> Counters:
     )
 
 
-class Command(NamedTuple):
+class HostCommand(NamedTuple):
     """A process on a host."""
 
     host: str
     words: Sequence[str]
     environment: Mapping[str, str]
-    output: Path
-    """File that gets its output."""
 
 
 def run_on_hosts(
-    commands: Sequence[Command],
+    commands: Sequence[HostCommand],
     *,
     hosts: Mapping[str, str],
     megabits: float | None,
     horovod: bool = False,
-) -> list[int | None]:
-    """Run commands side by side on hosts that are made for them; return their exit codes.
+) -> None:
+    """Run commands side by side on hosts that are made for them.
 
-    If one fails, the others have GRACE_SECONDS; the code of one that is killed then is None.
     With `horovod` a server on the switch connects the workers of Horovod, one for each command.
-    Raises BackendError if this machine cannot make hosts.
+    Raises BackendError if this machine cannot make hosts, and as Processes.run if a command fails.
     """
     require_hosts()
-    program = subprocess.Popen(  # noqa: S603 -- the words are ours
-        [*OWN_NAMESPACES, sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        start_new_session=True,  # Ctrl-C is for this process, which ends the others
-    )
-    try:
-        answer, _ = program.communicate(
-            json.dumps([hosts, megabits, horovod, commands], default=str)
+    from largebatch.runs.launch import Command, Processes  # torch, which `doctor` does not need
+
+    program, *arguments = [*OWN_NAMESPACES, sys.executable, "-m", __name__]
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+        job = Path(folder, "job.json")
+        job.write_text(json.dumps([hosts, megabits, horovod, commands]))
+        makes_hosts = Command(
+            name=_NAME,
+            arguments=[*arguments, str(job)],
+            # Its parent is in another namespace of processes, and has the number 0 in its own.
+            environment={LAUNCHER: "0"},
         )
-    finally:
-        program.kill()
-        program.wait()
-    if program.returncode:
-        raise WorkerFailedError(
-            f"the process that makes hosts ended with exit code {program.returncode}"
-        )
-    codes: list[int | None] = json.loads(answer)
-    return codes
+        Processes(program, [makes_hosts], folder=folder).run()
 
 
-def _main() -> list[int | None]:
-    """Make the hosts of the job on standard input, run its commands; return their exit codes.
+def _run_job(job: Path) -> None:
+    """Make the hosts of a job in these namespaces, and run its commands."""
+    from largebatch.runs.launch import Command, Processes, horovods_server
 
-    Waits until all have ended, or some time after one has failed.
-    """
-    hosts, megabits, horovod, commands = json.load(sys.stdin)
+    hosts, megabits, horovod, content = json.loads(job.read_text())
+    commands = [HostCommand(*command) for command in content]
     make_hosts(hosts, megabits=megabits)
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
-        from largebatch.runs.launch import horovods_server  # imports torch
-
-        of_workers = [host for host, *_ in commands]
-        placement = ",".join(f"{host}:{of_workers.count(host)}" for host in hosts)
+        hosts_of_workers = [command.host for command in commands]
+        placement = ",".join(f"{host}:{hosts_of_workers.count(host)}" for host in hosts)
         server = horovods_server(placement, address=SWITCH, interface=CARD)
+    program, *_ = on_host("")
     with server as shared:
-        running = []
-        for host, words, own, output in commands:
-            with Path(output).open("wb") as file:
-                running.append(
-                    subprocess.Popen(  # noqa: S603 -- the words are ours
-                        on_host(host, *words),
-                        env={**os.environ, **shared, **own},
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        until = float("inf")
-        while time.monotonic() < until:
-            codes = [process.poll() for process in running]
-            if None not in codes:
-                break
-            if any(codes):
-                until = min(until, time.monotonic() + GRACE_SECONDS)
-            time.sleep(0.05)
-        return [process.poll() for process in running]
+        workers = [
+            Command(
+                name=f"worker {rank}",
+                arguments=on_host(command.host, *command.words)[1:],
+                environment={**shared, **command.environment},
+            )
+            for rank, command in enumerate(commands)
+        ]
+        Processes(program, workers, folder=job.parent / "workers", keeps_output=True).run()
 
 
 def _call(command: str) -> None:
@@ -252,6 +234,8 @@ def _call(command: str) -> None:
 
 
 if __name__ == "__main__":
-    json.dump(_main(), sys.stdout)
-    sys.stdout.flush()
+    from largebatch.runs.launch import reporting_errors
+
+    with reporting_errors(_NAME):
+        _run_job(Path(sys.argv[1]))
     os._exit(0)  # and with it all that still runs here

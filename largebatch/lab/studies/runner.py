@@ -8,21 +8,19 @@ way, which save a checkpoint or leave no record.
 
 import errno
 import json
-import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -32,10 +30,11 @@ from typing import NamedTuple
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from largebatch.distributed.environment import available_cores, leave_with, worker_rank
+from largebatch.distributed.environment import available_cores, worker_rank
 from largebatch.errors import (
     BackendError,
     LargebatchError,
+    RequestedStopError,
     StudyError,
     WorkerFailedError,
     shorten,
@@ -47,6 +46,7 @@ from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, loa
 from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.runs.launch import Command, Processes
 from largebatch.runs.options import Options
 
 POLL_SECONDS = 1.0
@@ -54,6 +54,14 @@ POLL_SECONDS = 1.0
 
 PROBING_SECONDS = 20.0
 """Seconds after which a dry run measures no further cell of a recipe that has one."""
+
+_PERIOD = 0.05  # seconds between looks at the processes of runs
+
+TASK = "task"
+"""File in the folder of a run in a process: its Task, pickled."""
+
+RECORD = "record"
+"""File in this folder: the record, pickled; None if the run was requested to stop."""
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -100,6 +108,7 @@ class Runs:
 
         Seeds wait for the search of their cell.
         """
+        # A seed needs the rate found, which is known when the last trial is recorded.
         searching = {cell.name for cell, slot in left if slot.trial}
         for cell, slot in left:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
@@ -128,9 +137,11 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
     Raises LargebatchError for a mistake that a run finds, and WorkerFailedError for a run whose
     process failed; the others stop and can be resumed.
     """
+    # Before a run is claimed, so that a second command with other settings is refused.
     runs.store.define(runs.cells)
     pool = _Pool(jobs, in_processes=jobs > 1 or any(cell.own_process for cell in runs.cells))
-    begun, done = time.monotonic(), 0
+    begun = time.monotonic()
+    done = 0
     try:
         with pool.stopping():
             while True:
@@ -143,6 +154,8 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
                         continue
                     runs.store.write(task.cell, task.slot, record)
                     done += 1
+                    # Other commands share the folder, so what is left is counted there and not
+                    # here.
                     number = len(runs.left)
                     seconds = round((time.monotonic() - begun) / done * number)
                     top1 = f": top-1 {record['top1']:.2%}" if "top1" in record else ""
@@ -151,7 +164,7 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
                         f"{top1}{', diverged' * bool(record.get('diverged'))}; "
                         f"{timedelta(seconds=seconds)} left"
                     )
-                if pool.processes:
+                if pool.running:
                     continue
                 if pool.error is not None:
                     raise pool.error
@@ -180,11 +193,24 @@ def made(task: Task) -> Json:
         ) from None
 
 
+class _RunInProcess(NamedTuple):
+    task: Task
+    place: int
+    """Which of the shares of this machine's devices it has."""
+
+    folder: tempfile.TemporaryDirectory[str]
+    """Holds the task, and the record when the run has ended."""
+
+    processes: Processes
+
+
 class _Pool:
+    """Runs, at most `jobs` at a time: each in a process, or one after the other in this one."""
+
     def __init__(self, jobs: int, *, in_processes: bool) -> None:
         self._jobs = jobs
         self._in_processes = in_processes
-        self.processes: dict[Connection, tuple[SpawnProcess, Task, int]] = {}
+        self.running: list[_RunInProcess] = []
         self._done: list[tuple[Task, Json | None]] = []
         self._requests = Requests()
         self._shares = device_shares(jobs) if jobs > 1 else [{}]
@@ -196,7 +222,7 @@ class _Pool:
 
     @property
     def is_full(self) -> bool:
-        return bool(self._done) or len(self.processes) >= self._jobs or self.is_stopping
+        return bool(self._done) or len(self.running) >= self._jobs or self.is_stopping
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
@@ -204,23 +230,23 @@ class _Pool:
 
         def stop(*_: object) -> None:
             self._requests.add()
+            # A run in this process that handles requests itself takes the signal instead of this
+            # function.
             if not self._in_processes:
                 raise KeyboardInterrupt
-            self._stop(signal.SIGKILL if self._requests.again else signal.SIGTERM)
+            for run in self.running:
+                if self._requests.again:
+                    run.processes.kill()
+                else:
+                    run.processes.send(signal.SIGTERM)
 
         with answering(stop, *STOPS):
             try:
                 yield
             finally:
-                self._stop(signal.SIGKILL)
-
-    def _stop(self, number: signal.Signals) -> None:
-        for process, _, _ in self.processes.values():
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
-                if number == signal.SIGKILL:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)  # its workers, too
+                for run in self.running:
+                    run.processes.close(signal.SIGKILL)
+                    run.folder.cleanup()
 
     def start(self, task: Task) -> None:
         """Make a run here, or start its process."""
@@ -231,75 +257,50 @@ class _Pool:
                 self._requests.add()
                 self._done.append((task, None))
             return
-        taken = {place for _, _, place in self.processes.values()}
+        # A run gets the devices of the one that ended.
+        taken = {run.place for run in self.running}
         place = next(place for place in range(self._jobs) if place not in taken)
-        own = {**self._shares[place], **task.cell.environment_of_process}
-        context = multiprocessing.get_context("spawn")
-        receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_make_in_process, args=(sending, task, os.getpid()))
-        with _environment(own):
-            process.start()
-        sending.close()
-        self.processes[receiving] = process, task, place
+        folder = tempfile.TemporaryDirectory(prefix="largebatch-")
+        Path(folder.name, TASK).write_bytes(pickle.dumps(task))
+        command = Command(
+            name="its process",
+            arguments=["-m", "largebatch.lab.studies.run_in_process", folder.name],
+            environment={**self._shares[place], **task.cell.environment_of_process},
+        )
+        processes = Processes(sys.executable, [command], folder=folder.name)
+        self.running.append(_RunInProcess(task, place, folder, processes))
+        processes.start()
 
     def finished(self, seconds: float) -> list[tuple[Task, Json | None]]:
         """Return the runs that ended within some seconds, each with its record if it has one."""
-        if not (self._done or self.processes or self.is_stopping):
-            time.sleep(seconds)
-        under_way = list(self.processes)
-        for connection in wait(under_way, timeout=seconds) if under_way else []:
-            assert isinstance(connection, Connection)
-            process, task, _ = self.processes.pop(connection)
-            self._done.append((task, self._result(connection, process, task)))
-        found, self._done = self._done, []
-        return found
+        until = time.monotonic() + seconds
+        while not (self._done or (self.is_stopping and not self.running)):
+            for run in [run for run in self.running if run.processes.poll()]:
+                self._done.append((run.task, self._result(run)))
+                self.running.remove(run)
+                run.folder.cleanup()
+            left = until - time.monotonic()
+            if self._done or left <= 0:
+                break
+            time.sleep(min(left, _PERIOD))
+        done = self._done
+        self._done = []
+        return done
 
-    def _result(self, connection: Connection, process: SpawnProcess, task: Task) -> Json | None:
-        answer: Json | Exception | None
-        try:
-            answer = connection.recv()
-            process.join()
-        except EOFError:
-            process.join()
-            lost = f"its process ended with exit code {process.exitcode}"
-            answer = None if self.is_stopping else WorkerFailedError(_naming(task, lost))
-        if not isinstance(answer, Exception):
-            return answer
-        if self.error is None:
-            self.error = answer
-            self._stop(signal.SIGTERM)
+    def _result(self, run: _RunInProcess) -> Json | None:
+        """Return the record of a run that has ended; if it failed, stop the others."""
+        error = run.processes.error(stopping=self.is_stopping)
+        if error is None:
+            record: Json | None = pickle.loads(Path(run.folder.name, RECORD).read_bytes())  # noqa: S301 -- its writer is ours
+            return record
+        is_killed = self._requests.again or isinstance(error, RequestedStopError)
+        if self.error is None and not is_killed:
+            kind = LargebatchError if isinstance(error, LargebatchError) else WorkerFailedError
+            self.error = kind(f"{run.task.cell.name} {run.task.slot.name}: {error}")
+            for other in self.running:
+                if other is not run:
+                    other.processes.send(signal.SIGTERM)
         return None
-
-
-def _naming(task: Task, message: object) -> str:
-    return f"{task.cell.name} {task.slot.name}: {message}"
-
-
-def _make_in_process(connection: Connection, task: Task, parent: int) -> None:
-    """Make a run and send its record, None if it was stopped; end if the parent is gone."""
-    os.setsid()  # Ctrl-C is for the parent, which passes it on
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    leave_with(parent)  # and its own workers with it
-    try:
-        connection.send(made(task))
-    except (InterruptedStudyError, KeyboardInterrupt):
-        connection.send(None)
-    except LargebatchError as error:
-        connection.send(LargebatchError(_naming(task, error)))
-    except Exception:
-        connection.send(WorkerFailedError(_naming(task, traceback.format_exc())))
-
-
-@contextmanager
-def _environment(own: Mapping[str, str]) -> Iterator[None]:
-    """Change this process's environment for processes that are started inside."""
-    before = dict(os.environ)
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def device_shares(jobs: int) -> list[dict[str, str]]:
@@ -365,8 +366,10 @@ def time_left(runs: Runs, *, jobs: int) -> TimeLeft:
     probed: dict[str, Json] = {}
     begun = time.monotonic()
     for cell in _by_turns([cell for cell in cells if cell.name not in known]):
+        # At least one cell of each recipe is measured, however long it takes.
         is_first = not any(one.name in known for one in cells if _are_alike(one, cell))
         probe = cell.probe
+        # Policies of a recipe begin alike, so one probe serves all of them.
         key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
         if key not in probed:
             if not is_first and time.monotonic() - begun > PROBING_SECONDS:
@@ -389,6 +392,7 @@ def _by_turns(cells: Sequence[Cell]) -> list[Cell]:
 
     So the first ones are a random sample of each recipe's cells, which differ in cost.
     """
+    # A fixed seed: two dry runs of a study measure the same cells.
     order = np.random.default_rng(0).permutation(len(cells))
     shuffled = [cells[place] for place in order]
     places = Counter[str]()
@@ -436,7 +440,8 @@ def study(  # noqa: PLR0913 -- the options of the command
             "a study starts the workers of its runs itself; start it by itself on every machine, "
             "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
         )
-    given, folder = load_study(file), Path(file).parent
+    given = load_study(file)
+    folder = Path(file).parent
     kind = kind_of(given)
     store = Store(out or Path("runs") / given.name)
     runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)

@@ -58,6 +58,8 @@ def _points(study: Study) -> Iterator[tuple[str, str, int, int, str]]:
             for workers in sorted({1, *study.scaling.workers}):
                 samples = entry.on_hosts.mini_batch
                 if kind == "strong":
+                    # Strong scaling: all share the batch that the most workers have in weak
+                    # scaling, so both kinds have the same cells there.
                     samples = samples * max(study.scaling.workers) // workers
                 for place in (INSIDE,) if workers == 1 else (INSIDE, HOSTS):
                     yield kind, name, workers, samples, place
@@ -81,7 +83,8 @@ def cells_of(study: Study, folder: Path) -> list[HostsCell]:
 def rows_of(study: Study, folder: Path, records: Records) -> list[HostsRow]:
     """Return the cells that have records, weak scaling first, by recipe and workers."""
     cells = {cell.name: cell for cell in cells_of(study, folder)}
-    rows, alone = [], None
+    rows = []
+    alone = None
     for kind, name, workers, samples, place in _points(study):
         cell = cells[f"{name}/{workers}x{samples}-{place}"]
         row = HostsRow(cell=cell, starts=starts_of(cell, records), scaling=kind)
@@ -96,7 +99,8 @@ def planned_seconds(row: HostsRow, inside: Inside | None) -> float | None:
     What the update of one worker alone takes besides its gradient is added. Gradients are set times
     that are slept before backward, so backward hides no exchange.
     """
-    cell, compute = row.cell, row.cell.on_hosts.compute
+    cell = row.cell
+    compute = cell.on_hosts.compute
     if inside is None or compute is None or row.alone is None or cell.workers == 1:
         return None
     factor = expectation(compute.factor)
@@ -220,7 +224,8 @@ def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
     assert study.scaling is not None
-    inside, rows = study.scaling.inside, rows_of(study, folder, records)
+    inside = study.scaling.inside
+    rows = rows_of(study, folder, records)
     looks = {place: series(number, place) for number, place in enumerate((INSIDE, HOSTS, IDEAL))}
     groups: dict[tuple[str | None, str], list[HostsRow]] = {}
     for row in rows:

@@ -45,7 +45,6 @@ from largebatch.lab.studies.hosts import (
     starts_of,
     table_of,
 )
-from largebatch.lab.studies.metrics import ratio
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import ALONE, Study
@@ -53,6 +52,7 @@ from largebatch.lab.studies.words import shapes_of
 from largebatch.models import param_groups
 from largebatch.recipe.protocols import Centralised
 from largebatch.report.pages import Page, Section, columns_over, series
+from largebatch.report.seeds import ratio
 
 UPDATES, REPEATS = 20, 5
 """Updates of a simulation, and simulations of each point with other times of gradients."""
@@ -160,11 +160,17 @@ def link_bytes(cell: HostsCell, shares: Sequence[int]) -> list[float]:
 
     `shares` are the bytes on each server; without servers the bytes of all weights.
     """
-    workers, whole, dedicated = cell.workers, sum(shares), servers_of(cell)
+    workers = cell.workers
+    whole = sum(shares)
+    dedicated = servers_of(cell)
     if dedicated is None:
+        # A ring all-reduce sends 2 (n - 1) / n of the bytes over each link.
         return [2 * whole * (workers - 1) / workers] * workers
     if dedicated:
+        # A worker pulls all weights and pushes a whole gradient; a server has one share for each
+        # worker.
         return [float(whole)] * workers + [float(workers * share) for share in shares]
+    # A worker reaches its own share without the link, and serves the others.
     return [float(whole - share + (workers - 1) * share) for share in shares]
 
 
@@ -226,6 +232,7 @@ def simulations(
         several = _cells(study, folder, name, numbers) if section.workers else []
         most = _cells(study, folder, name, [max(entry.on_hosts.workers)])
         recipe = most[0].recipe
+        # In the order of the optimizer's groups, by which a run divides tensors over servers.
         groups = param_groups(shapes_of(recipe), weight_decay=0.0)
         sizes = [weight.nbytes for group in groups for weight in group["params"]]
         points: list[tuple[Sweep, list[HostsCell]]] = [("workers", several)]
@@ -283,6 +290,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
                 compute_times(compute.factor, seed=seed, learner=n, factor=gradient)
                 for n in range(cell.workers)
             ]
+            # Every update of a ring waits for the slowest gradient, and then sends.
             sent = link_bytes(cell, shares)[0] / bandwidth
             every = islice(zip(*draws, strict=True), UPDATES)
             seconds = [max(each) + sent for each in every]
@@ -334,8 +342,10 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
     """
     for central, beside in pairs_of(rows):
-        cell, doubts = beside.cell, doubts_about_rows([central, beside], rows)
-        times, text = ratio(beside.throughputs, central.throughputs), ""
+        cell = beside.cell
+        doubts = doubts_about_rows([central, beside], rows)
+        times = ratio(beside.throughputs, central.throughputs)
+        text = ""
         if times is None:
             doubts.append("no two starts of one seed")
         else:
@@ -412,6 +422,7 @@ def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
     """Return by layout the lowest rate of links from which on it is faster than one worker."""
     found: dict[str, float] = {}
     ended = set()
+    # From fast links to slow ones, as long as the layout is faster.
     for row in sorted(rows, key=lambda row: row.cell.megabits, reverse=True):
         layout = row.cell.look
         if row.cell.workers == 1 or layout in ended or row.speed_up is None:

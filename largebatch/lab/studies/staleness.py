@@ -8,8 +8,9 @@ trains any number of learners.
 """
 
 import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
@@ -17,27 +18,19 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 from pydantic import AfterValidator, Field
 from pydantic_core import to_jsonable_python
-from torch import Tensor
+from torch import Tensor, nn
 
-from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError, shorten
+from largebatch.errors import DivergedError
 from largebatch.lab.protocols.server import ParameterServer, Rule, replay
 from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
-from largebatch.lab.studies.metrics import (
-    CONFIDENCE,
-    Interval,
-    difference,
-    interval,
-    interval_line,
-    point_with_intervals,
-    ratio,
-)
+from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about, in_no_order
+from largebatch.lab.studies.metrics import interval_line, point_with_intervals
 from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
@@ -69,11 +62,14 @@ from largebatch.report.pages import (
     line_chart,
     series,
 )
+from largebatch.report.seeds import CONFIDENCE, Interval, difference, interval, leads, ratio
 from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.training.session import Session
+from largebatch.tracking.events import Evaluation, Event
+from largebatch.training.session import Part, Session, Training
+from largebatch.training.stages import run_stages
 
 _NOTE = (
     "Real gradients, simulated learners and times. Means over seeds with Student's interval of "
@@ -175,13 +171,16 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
             sigma = learners if given == "lambda" else given
             rate = f"-{modulation}" if sigma else ""  # all modulations of hardsync are one
             variant = f"{times}-sigma{sigma}-mu{mu}-lambda{learners}{rate}"
-            base, protocol = bases[name], {"learners": learners, "servers": {"centralised": 1}}
+            base = bases[name]
+            protocol = {"learners": learners, "servers": {"centralised": 1}}
             if sigma:
                 protocol |= {"kind": "softsync", "n": sigma, "modulation": modulation}
             else:
                 reference = base.batch.global_batch
                 protocol |= {"kind": "hardsync", "modulation": "sqrt", "reference_batch": reference}
             tree = base.model_dump(mode="json")
+            # An update has one gradient of every learner with hardsync, and lambda / n with
+            # n-softsync.
             tree["batch"]["global_batch"] = mu * (max(1, learners // sigma) if sigma else learners)
             tree["protocol"] = protocol
             with naming(f"{name}/{variant}"):
@@ -205,7 +204,7 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
 
 
 def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
-    """Train a cell with one seed, in its stages, and return the record.
+    """Train a cell with one seed, in the stages of its recipe, and return the record.
 
     A run whose loss or weights are not finite is a result with the accuracy of chance. An
     evaluation takes no simulated time; between two stages all learners wait for the last update.
@@ -213,58 +212,55 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     """
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
     must_stop = noting_requests()
-    with open_session(recipe, options, {}) as session:
-        plan, evaluator = session.plan, session.evaluator
-        learners = _Learners(cell, seed, session, must_stop)
-        stages: list[Json] = []
-        diverged = None
-        train_seconds = 0.0
-        evaluation_seconds = 0.0
-
-        def evaluate(stage: str) -> None:
-            nonlocal evaluation_seconds
-            begun = time.monotonic()
-            found = evaluator.validation()
-            evaluation_seconds += time.monotonic() - begun
-            if not math.isfinite(found.loss):
-                raise DivergedError(f"after {stage} the validation loss is not finite")
-            stages.append({"name": stage, "top1": found.top1, "loss": found.loss})
-
-        try:
-            for stage, steps in (
-                ("train", range(plan.train_steps)),
-                ("clean", range(plan.train_steps, plan.steps)),
-            ):
-                if steps:
-                    begun = time.monotonic()
-                    learners.train(steps, clean=stage == "clean")
-                    train_seconds += time.monotonic() - begun
-                    evaluate(stage)
-            section = session.polish.statistics
-            if section is not None:
-                evaluator.statistics(section.samples)
-                evaluate("statistics")
-        except DivergedError as error:
-            diverged = str(error)
-    last = stages[-1] if stages and diverged is None else {}
+    diverged = None
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+        # Its checkpoints are of no use: a run that is stopped leaves nothing.
+        own = replace(options, out=Path(folder))
+        with open_session(recipe, own, {}) as opened:
+            learners = _Learners(cell, seed, opened, must_stop)
+            session = replace(opened, updates=learners.updates)
+            evaluations = EvaluationTimes()
+            session.log.trackers.append(evaluations)
+            try:
+                run_stages(session, until=session.plan.updates)
+            except DivergedError as error:
+                diverged = str(error)
+            finally:
+                session.saver.finish()
+            stages = session.state.stages
     simulations = learners.simulations
-    tau = [one.staleness for found in simulations for one in found.arrivals[0]]
+    tau = [arrival.staleness for found in simulations for arrival in found.arrivals[0]]
+    for stage in stages:
+        if diverged is None and not math.isfinite(stage.loss):
+            diverged = f"after {stage.name} the validation loss is not finite"
+    last = stages[-1] if stages and diverged is None else None
     return {
         "seed": seed,
-        "top1": last.get("top1", 1 / recipe.data.classes),
-        "loss": last.get("loss"),
+        "top1": last.top1 if last else 1 / recipe.data.classes,
+        "loss": last and last.loss,
         "diverged": diverged,
-        "stages": stages,
+        "stages": [
+            {"name": stage.name, "top1": stage.top1, "loss": stage.loss} for stage in stages
+        ],
         "updates": sum(len(found.ends) for found in simulations),
         "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
         "tau": np.bincount(tau).tolist(),
-        "train_seconds": train_seconds,
-        "evaluation_seconds": evaluation_seconds,
+        "train_seconds": learners.seconds,
+        "evaluation_seconds": math.fsum(evaluations),
     }
 
 
+class EvaluationTimes(list[float]):
+    """A tracker that keeps the seconds of each evaluation."""
+
+    def record(self, event: Event) -> None:
+        """Record one event."""
+        if isinstance(event, Evaluation):
+            self.append(event.seconds)
+
+
 class _Learners:
-    """The server, the model that gradients are computed on, and the results so far.
+    """Makes the updates of a stage by a server and simulated learners, and has their results.
 
     The session's own model and optimizer are the server's; the model here becomes, one after the
     other, what each learner has read. Each learner has running statistics of its own.
@@ -273,61 +269,101 @@ class _Learners:
     def __init__(
         self, cell: StalenessCell, seed: int, session: Session, must_stop: Callable[[], bool]
     ) -> None:
-        self.cell, self.seed, self.training, self.must_stop = cell, seed, session, must_stop
+        self.cell = cell
+        self.seed = seed
+        self.must_stop = must_stop
+        self.pipeline = session.pipeline
+        self.criterion = session.criterion
         alone = Serial(session.backend.device)
         self.model = build_model(session.saver.recipe, alone.device)
-        self.weights = list(self.model.parameters())
-        self.batches: Iterator[Batch] = iter(())
-        self.gradients = Gradients(
-            model=self.model,
-            weights=self.weights,
-            batch=lambda _: next(self.batches),
-            criterion=session.criterion,
-            reducer=Reducer(self.model.named_parameters(), alone, divisor=1.0),
-            spans=Spans(self.model, alone, sync_workers=1),
-            learners=cell.cluster.learners,
-            seed=seed,
-        )
+        self.reducer = Reducer(self.model.named_parameters(), alone, divisor=1.0)
+        self.spans = Spans(self.model, alone, sync_workers=1)
         self.simulations: list[Simulation] = []
-        self.buffers: dict[int, list[Tensor]] = {}
-        """The running statistics of every learner that has computed anything."""
+        self.seconds = 0.0
+        """Seconds of all updates here."""
 
-    def train(self, steps: range, *, clean: bool) -> None:
-        """Make the updates of a stage; raise DivergedError."""
-        state, size, rule = self.training.state, self.cell.mu, self.cell.rule
-        model_bytes = float(sum(weight.nbytes for weight in self.weights))
-        cluster = replace(self.cell.cluster, model_bytes=model_bytes)
-        # A stage has draws of its own.
+        self.buffers: dict[int, list[Tensor]] = {}
+        """The running statistics of every learner that has computed anything in the stage."""
+
+    def updates(self, training: Training, part: Part) -> Generator[None, None, None]:
+        """Make the updates of a stage, and yield after the last one; raise DivergedError."""
+        begun = time.monotonic()
+        state = training.state
+        steps = part.steps
+        size = self.cell.mu
+        rule = self.cell.rule
+        optimizer = state.updater.optimizer
+        # Those of the stage: the affine one trains a part of the weights only.
+        held = [weight for group in optimizer.param_groups for weight in group["params"]]
+        copies = self._copy(state.model)
+        weights = [copies[weight] for weight in held]
+        # Another seed in each stage: else the second one would repeat the times of the first.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
-        found = simulate(rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start)
-        self.simulations.append(found)
-        arrivals = found.arrivals[0]
-        held, updater = list(state.model.parameters()), state.updater
-        server = ParameterServer(held, updater.optimizer, updater.schedule, rule, clock=steps.start)
-        numbers = (arrival.mini_batch for arrival in arrivals)
-        positions = (range(m * size, (m + 1) * size) for m in numbers)
-        with closing(self.training.pipeline.at(positions, clean=clean)) as self.batches:
-            for taken in replay(server, arrivals, self.weights, self._gradient):
+        model_bytes = float(sum(weight.nbytes for weight in copies.values()))
+        cluster = replace(self.cell.cluster, model_bytes=model_bytes)
+        simulation = simulate(
+            rule, cluster, servers=1, updates=len(steps), seed=seed, first=steps.start
+        )
+        self.simulations.append(simulation)
+        arrivals = simulation.arrivals[0]
+        server = ParameterServer(held, optimizer, state.updater.schedule, rule, clock=steps.start)
+        positions = (
+            range(arrival.mini_batch * size, (arrival.mini_batch + 1) * size)
+            for arrival in arrivals
+        )
+        with closing(self.pipeline.at(positions, clean=part.clean)) as batches:
+            gradients = Gradients(
+                model=self.model,
+                weights=weights,
+                batch=lambda _: next(batches),
+                criterion=self.criterion,
+                reducer=self.reducer,
+                spans=self.spans,
+                learners=cluster.learners,
+                seed=self.seed,
+            )
+
+            def gradient(learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
+                self._use_statistics(learner, state.model)
+                return gradients.of(mini_batch)
+
+            for taken in replay(server, arrivals, weights, gradient):
+                update = taken[0].update
                 if not all(math.isfinite(arrival.loss) for arrival in taken):
-                    raise DivergedError(f"update {taken[0].update}: the loss is not finite")
+                    raise DivergedError(f"update {update}: the loss is not finite")
                 if self.must_stop():
                     raise InterruptedStudyError
-        idle = self.cell.cluster.learners - len(self.buffers)
-        for place, buffer in enumerate(state.model.buffers()):  # running statistics become the mean
+                state.count(update, images=size * rule.gradients, seconds=0.0)
+        self._average_statistics(state.model)
+        self.seconds += time.monotonic() - begun
+        yield
+
+    @torch.no_grad()
+    def _copy(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        """Give the learners' model the server's weights; return its weight by the server's."""
+        copies = dict(zip(model.parameters(), self.model.parameters(), strict=True))
+        for weight, copied in copies.items():
+            copied.copy_(weight)
+        return copies
+
+    def _use_statistics(self, learner: int, model: nn.Module) -> None:
+        """Use the running statistics of a learner, which begin as the server's."""
+        if learner not in self.buffers:
+            self.buffers[learner] = [buffer.clone() for buffer in model.buffers()]
+        for buffer, values in zip(self.model.buffers(), self.buffers[learner], strict=True):
+            buffer.data = values  # which BatchNorm changes in place
+
+    def _average_statistics(self, model: nn.Module) -> None:
+        """Give the server the mean of the learners' running statistics, at the end of a stage."""
+        learners = self.cell.cluster.learners
+        idle = learners - len(self.buffers)  # these have the statistics that the stage began with
+        for place, buffer in enumerate(model.buffers()):
             total = buffer.double() * idle
             for own in self.buffers.values():
                 total += own[place]
-            mean = total / self.cell.cluster.learners
+            mean = total / learners
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
-
-    def _gradient(self, learner: int, mini_batch: int) -> tuple[Sequence[Tensor], float]:
-        """Return the gradient of a learner, which has running statistics of its own."""
-        start = self.training.state.model.buffers
-        own = self.buffers.setdefault(learner, [buffer.clone() for buffer in start()])
-        for buffer, kept in zip(self.model.buffers(), own, strict=True):
-            buffer.data = kept  # which BatchNorm changes in place
-        return self.gradients.of(mini_batch)
 
 
 def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -440,17 +476,12 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     """
     best = max(rows, key=lambda row: row.top1.mean)
     others = [row for row in rows if row is not best]
-    level = []
-    for row in others:
-        gap = difference(best.by_seed, row.by_seed, together=len(others))
-        if gap is None or gap.low <= 0:
-            level.append(row.words)
+    compared = leads(best.by_seed, {row.words: row.by_seed for row in others})
+    level = [lead.over for lead in compared if not lead.is_sure]
     doubts = doubts_about_rows([best], others)
     if not others:
         doubts.append("only one cell was measured")
-    if level:
-        names = shorten([best.words, *level], between="; ")
-        doubts.append(f"within the noise of each other, so in no order: {names}")
+    doubts += in_no_order(best.words, level, between="; ")
     yield Finding(
         about=f"{name}, the highest top-1",
         text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
@@ -498,10 +529,12 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
     """
     # One learner alone is never late, so it says nothing about the others.
     free = [row for row in rows if row.cell.sigma and not is_alone(row.cell)]
-    gradients, late = sum(sum(row.counts) for row in free), sum(row.late for row in free)
+    gradients = sum(sum(row.counts) for row in free)
+    late = sum(row.late for row in free)
     if gradients:
         latest = max(free, key=lambda row: row.largest_tau / row.cell.sigma)
-        share, doubts = late / gradients, doubts_about_rows(free)
+        share = late / gradients
+        doubts = doubts_about_rows(free)
         # One-sided tests of the bound, as if gradients were late independently of each other.
         binomial = require_scipy("scipy.stats").binom
         fewer = float(binomial.cdf(late, gradients, LATE_SHARE)) < 1 - CONFIDENCE
@@ -519,7 +552,8 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
             f"updates, {latest.largest_tau / latest.cell.sigma:.2f} sigma, of {latest.words}",
             doubts=doubts,
         )
-    joined, gaps = diagonals(rows), {}
+    joined = diagonals(rows)
+    gaps = {}
     # The lowest and the highest of several cells are chosen among all pairs of them.
     pairs = sum(math.comb(len(inside), 2) for inside in joined.values())
     for point, inside in joined.items():
@@ -530,7 +564,8 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
     if gaps:
         widest = max(gaps, key=lambda point: gaps[point].mean)
         protocol, samples = widest
-        gap, doubts = gaps[widest], doubts_about_rows(joined[widest])
+        gap = gaps[widest]
+        doubts = doubts_about_rows(joined[widest])
         if gap.low <= 0:
             doubts.append("within the noise of seeds")
         yield Finding(
@@ -711,7 +746,8 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     panels: dict[str, list[StalenessRow]] = {}  # only cells of one are compared
     for row in rows:
         panels.setdefault(f"{row.cell.configuration}, {row.cell.times}", []).append(row)
-    trade_offs, histograms = list[Chart](), list[Chart]()
+    trade_offs = list[Chart]()
+    histograms = list[Chart]()
     for place, (panel, inside) in enumerate(panels.items()):
         trade_offs.append(trade_off_chart(f"trade-off-{place}", panel, inside, looks))
         late = [row for row in inside if row.cell.sigma and not is_alone(row.cell)]

@@ -85,7 +85,8 @@ class Store:
     def require_same(self, cells: Sequence[Cell]) -> None:
         """Raise StudyError for records of another definition of a cell."""
         for cell in cells:
-            path, content = self.folder / cell.name / CELL, to_jsonable_python(cell.definition)
+            path = self.folder / cell.name / CELL
+            content = to_jsonable_python(cell.definition)
             there = _read(path)
             if there is not None and there != content:
                 other = "its definition", there, content
@@ -127,6 +128,8 @@ class Store:
             if not path.exists():
                 content = {**record, **identity(cell, slot)}
                 write_whole(path, to_json(content, indent=1, inf_nan_mode="null"))
+            # While the lock is held: who opens the removed file gets a lock, looks again, and finds
+            # a record.
             path.with_suffix(CLAIM).unlink(missing_ok=True)
         self.release(cell, slot)
 
@@ -141,6 +144,8 @@ class Store:
         with ExitStack() as opened:
             with _writing(path):
                 file = opened.enter_context(path.with_suffix(CLAIM).open("ab"))
+            # A lock and not the file itself is the claim, since the system releases it when its
+            # owner dies.
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -596,7 +596,8 @@ def load_study(name: str | Path) -> Study:
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
-    path, name = Path(name), str(name)
+    path = Path(name)
+    name = str(name)
     if not path.exists():
         presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
         known = {Path(each.name).stem: each for each in presets}

@@ -137,6 +137,7 @@ def windows_of(words: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
     >>> inputs.tolist(), targets.tolist()
     ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     """
+    # The last word of the text has no next one.
     number = (len(words) - 1) // length
     inputs, targets = words[: number * length], words[1 : number * length + 1]
     return inputs.view(number, length), targets.view(number, length)
@@ -160,12 +161,14 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
 
     Raises DataError for another number of windows than data.train_samples.
     """
-    protocol, given = recipe.protocol, arguments_of(recipe)
+    protocol = recipe.protocol
+    given = arguments_of(recipe)
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         model = build_lstm(recipe).to(backend.device)
-        words, length = read_words(options.data, num_words=recipe.data.classes), given.words
+        words = read_words(options.data, num_words=recipe.data.classes)
+        length = given.words
         inputs, targets = windows_of(words.to(backend.device), length=length)
         if len(inputs) != recipe.data.train_samples:
             raise DataError(

@@ -14,12 +14,11 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.order import sample_ids
 from largebatch.distributed.torch_distributed import TorchGroup
-from largebatch.lab.measure.estimate import saved_bytes
 from largebatch.lab.measure.rehearsal import Message, rehearse
 from largebatch.lab.planner.cluster import load_cluster
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.runs.fitting import random_batch
+from largebatch.runs.passes import saved_bytes
 from largebatch.runs.state import build_criterion
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update
@@ -41,9 +40,9 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(changes: Sequence[
     recipe = load_recipe(DIGITS, changes)
     plan = make_plan(recipe, workers=1)
     model = build_model(recipe, torch.device("cpu"))
-    images, labels = random_batch(
-        plan.device_batch, recipe.data.image_size, classes=10, device=torch.device("cpu")
-    )
+    side = recipe.data.image_size
+    images = torch.randn(plan.device_batch, 3, side, side)
+    labels = torch.randint(10, (plan.device_batch,))
     with saved_bytes(model) as kept:
         loss = build_criterion(recipe.loss)(model(images), labels)
         measured = sum(kept.values())

@@ -8,7 +8,7 @@ from scipy import stats
 from short_studies import VARIED, a_record, cells_in, undisturbed
 
 from largebatch.lab.studies.comparison import CORRELATED, draw
-from largebatch.lab.studies.correlations import correlation, correlations
+from largebatch.lab.studies.correlations import correlation, correlations, numbers_of
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
 from largebatch.report.pages import Table
 
@@ -79,6 +79,24 @@ def test_the_batch_correlates_with_the_training_time(tmp_path: Path) -> None:
     assert ("batch.global_batch", "Read from disk") in found
     assert ("batch.global_batch", "Cores used") not in found  # not measured
     assert not correlations(measured(tmp_path, 4), CORRELATED)
+
+
+def test_only_what_is_a_number_in_every_setting_counts(tmp_path: Path) -> None:
+    sgd = {"kind": "sgd", "momentum": 0.9, "weight_decay": 0.001, "nesterov": False}
+    settings = {
+        "own": {"set": {"batch.global_batch": 48}},
+        "sgd": {"set": {"batch.global_batch": 96, "optimizer": sgd}},
+        "no warmup": {"set": {"batch.global_batch": 144, "schedule.warmup": None}},
+    }
+    named = {name.replace(" ", "-"): setting for name, setting in settings.items()}
+    cells = cells_in(tmp_path, VARIED, settings=named)
+    results = [CellResults(cell=cell) for cell in cells if isinstance(cell, TrainedCell)]
+    found = numbers_of(results)
+    assert found["batch.global_batch"] == [48, 96, 144]
+    assert "optimizer.weight_decay" in found
+    # Those of one setting only, one that is no number, and one below a section that is null.
+    absent = {"optimizer.eta", "optimizer.kind", "optimizer.nesterov", "schedule.warmup.steps"}
+    assert not absent & found.keys()
 
 
 def test_a_setting_that_diverged_is_left_out(tmp_path: Path) -> None:

@@ -12,18 +12,11 @@ from scipy import stats
 from short_runs import DIGITS
 
 from largebatch import load_recipe
-from largebatch.lab.studies.metrics import (
-    Interval,
-    cost,
-    difference,
-    has_diverged,
-    interval,
-    measurements,
-    ratio,
-)
+from largebatch.lab.studies.metrics import cost, has_diverged, measurements
 from largebatch.lab.studies.trained import usage_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.run import Run, read_run
+from largebatch.report.seeds import Interval, difference, interval, leads, ratio
 from largebatch.tracking.events import SYSTEM
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
@@ -118,6 +111,22 @@ def test_seeds_are_compared_in_pairs() -> None:
     assert times == pytest.approx((mean, math.exp(paired.low), math.exp(paired.high), 3))
     assert difference({1: 0.5}, {2: 0.5}) is None
     assert ratio({1: 0.5}, {2: 0.5}) is None
+
+
+def test_the_lead_over_each_of_several_variants_holds_jointly() -> None:
+    """Accuracies by differences and costs by ratios; what shares no seed has no lead."""
+    best = {1: 0.90, 2: 0.92, 3: 0.91}
+    others = {"worse": {1: 0.80, 2: 0.83, 3: 0.81}, "close": {1: 0.89, 2: 0.93, 3: 0.90}}
+    found = leads(best, {**others, "apart": {4: 0.1}})
+    assert [lead.is_sure for lead in found] == [True, False, False]
+    assert found[0].gap == difference(best, others["worse"], together=3)
+    assert found[2].gap is None
+    # By costs the lowest is the best, so the same numbers lead the other way.
+    (cheaper,) = leads(others["worse"], {"best": best}, of_costs=True)
+    assert cheaper.is_sure
+    assert cheaper.gap == ratio(best, others["worse"])
+    (free,) = leads({1: 0.0}, {"best": {1: 0.9}}, of_costs=True)
+    assert (free.gap, free.is_sure) == (None, False)
 
 
 def test_usage_is_summed_over_records_and_workers(tmp_path: Path) -> None:

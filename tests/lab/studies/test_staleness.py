@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from short_studies import GRID, PLAIN, STALENESS, cells_in, opened, undisturbed, write_study
+from short_studies import GRID, NORMED, PLAIN, STALENESS, cells_in, opened, undisturbed, write_study
 
 from largebatch import run
 from largebatch.lab.protocols.stage import Gradients
@@ -80,7 +80,14 @@ def test_hardsync_of_simulated_learners_ends_as_the_synchronous_core(
     tmp_path: Path, recipe: str
 ) -> None:
     """In every stage: 4 learners with 8 images each have the batch of 32 for which the rate is."""
-    cell = one_cell(tmp_path, recipes=[recipe], sigma=[0])
+    polish = {
+        "affine": {"steps": 3, "lr": 0.01},
+        "clean": {"steps": 2},
+        "statistics": {"samples": 64},
+    }
+    changed = {**PLAIN, **NORMED, "polish": polish}
+    grid = {"recipes": [recipe], "sigma": [0]}
+    (cell,) = cells(tmp_path, grid, recipes__polished__set=changed).values()
     ours = train(cell, seed=3, options=Options(out=tmp_path / "ours"))
     synchronous = cell.recipe.model_copy(update={"protocol": None, "seed": 3})
     core = run(synchronous, out=tmp_path / "core", report=False)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,29 +15,11 @@ from programs import with_default_signals
 from short_studies import needs_hosts
 from torch import Tensor, nn
 
-from largebatch.errors import StudyError, WorkerFailedError
+from largebatch.errors import LargebatchError, WorkerFailedError
 from largebatch.lab.protocols.simulator import Recorded
-from largebatch.lab.studies.hosts import PacedCriterion, raise_cause
-from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
+from largebatch.lab.studies.hosts import PacedCriterion
+from largebatch.lab.studies.namespaces import HostCommand, addresses, run_on_hosts
 from largebatch.lab.studies.study import Compute
-
-
-@pytest.mark.parametrize(
-    ("codes", "error", "message"),
-    [
-        pytest.param([3, -9, 3], WorkerFailedError, "worker 1 .*: killed by signal 9", id="killed"),
-        pytest.param([None, 1, 3], WorkerFailedError, "worker 1 .*: exit code 1", id="crashed"),
-        pytest.param([3, 1, 2], StudyError, "^of 2$", id="mistake"),
-        pytest.param([0, 3, None], WorkerFailedError, "worker 1 .*: exit code 3", id="lost"),
-    ],
-)
-def test_the_failure_that_another_one_did_not_cause_is_raised(
-    tmp_path: Path, codes: Sequence[int | None], error: type[Exception], message: str
-) -> None:
-    for rank in range(len(codes)):
-        (tmp_path / f"output-{rank}").write_text(f"at first\nof {rank}\n")
-    with pytest.raises(error, match=message):
-        raise_cause(codes, tmp_path)
 
 
 def test_a_gradient_takes_the_time_that_is_set_and_one_that_took_longer_is_late() -> None:
@@ -78,10 +60,10 @@ MARK = "LARGEBATCH_TEST_MARK"
 STARTS_AND_WAITS = """
 import sys
 from pathlib import Path
-from largebatch.lab.studies.namespaces import Command, addresses, run_on_hosts
+from largebatch.lab.studies.namespaces import HostCommand, addresses, run_on_hosts
 folder = Path(sys.argv[1])
 words = ["sh", "-c", f"echo up > {folder}/up-$(hostname); sleep 600"]
-commands = [Command(host, words, {}, folder / host) for host in addresses(2)]
+commands = [HostCommand(host, words, {}) for host in addresses(2)]
 run_on_hosts(commands, hosts=addresses(2), megabits=None)
 """
 
@@ -127,17 +109,33 @@ def test_nothing_is_left_when_what_made_the_hosts_is_gone(
 def test_commands_reach_each_other_and_end_after_one_failed(tmp_path: Path) -> None:
     words = {
         "host1": "ip -brief address show eth0; getent hosts host2; hostname",
-        "host2": "tc qdisc show dev eth0; exit 3",
+        "host2": "tc qdisc show dev eth0; echo a reason >&2; exit 4",
         "host3": "sleep 600",
     }
     commands = [
-        Command(host, ["sh", "-c", script], {MARK: str(tmp_path)}, tmp_path / host)
+        HostCommand(host, ["sh", "-c", f"exec >{tmp_path}/{host}; {script}"], {MARK: str(tmp_path)})
         for host, script in words.items()
     ]
-    assert run_on_hosts(commands, hosts=addresses(3), megabits=200) == [0, 3, None]
+    with pytest.raises(WorkerFailedError, match="^worker 1 .*: exit code 4\na reason$"):
+        run_on_hosts(commands, hosts=addresses(3), megabits=200)
     wait_until(lambda: not processes(str(tmp_path)))
     text = (tmp_path / "host1").read_text()
     assert "10.9.0.1/16" in text
     assert "10.9.0.2" in text
     assert text.split()[-1] == "host1"
     assert "rate 200Mbit" in (tmp_path / "host2").read_text()
+
+
+REPORTS = """
+from largebatch.errors import DataError
+from largebatch.runs.launch import reporting_errors
+with reporting_errors():
+    raise DataError("image.png: not an image")
+"""
+
+
+@needs_hosts
+def test_an_error_of_a_worker_on_a_host_is_raised_as_of_one_without_hosts() -> None:
+    command = HostCommand("host1", [sys.executable, "-c", REPORTS], {"RANK": "0"})
+    with pytest.raises(LargebatchError, match=r"^image\.png: not an image$"):
+        run_on_hosts([command], hosts=addresses(1), megabits=None)
