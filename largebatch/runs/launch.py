@@ -46,7 +46,7 @@ from largebatch.errors import (
     shorten,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import CTRL_C, STOPS, Requests, answering, say_heard
+from largebatch.runs.interrupts import CTRL_C, STOPS, StopRequests, answering, print_stopping
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
@@ -119,7 +119,7 @@ class Processes(SubprocessContext):
             ),
         )
         self.names = [command.name for command in commands]
-        self.requests = Requests()
+        self.requests = StopRequests()
         self.ended: set[int] | None = None
         """Processes that exited by themselves; None until one has failed."""
 
@@ -157,7 +157,7 @@ class Processes(SubprocessContext):
         first = not self.requests.any
         self.requests.add(number)
         if first:
-            say_heard()
+            print_stopping()
         if self.requests.again:
             self.kill()
         elif first:

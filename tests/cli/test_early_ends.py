@@ -10,7 +10,7 @@ from programs import with_default_signals
 
 from largebatch.cli import main as command_line
 from largebatch.cli.main import STOPPED, UNREAD, main
-from largebatch.runs.interrupts import Requests
+from largebatch.runs.interrupts import StopRequests
 
 PROGRAM = """
 import os, runpy, signal, sys
@@ -39,7 +39,7 @@ def test_an_interrupt_that_becomes_another_error_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in pydantic, where a KeyboardInterrupt becomes a SchemaError."""
-    requests = Requests()
+    requests = StopRequests()
     monkeypatch.setattr(command_line, "_INTERRUPTS", requests)
     monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -30,7 +30,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import Step
 from largebatch.training.loop import Criterion, step_seeds
-from largebatch.training.session import Part, Training, Updates
+from largebatch.training.session import StageSteps, Training, Updates
 from largebatch.training.state import TrainState
 
 
@@ -45,7 +45,7 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
     servers = range(first, first + section.num_servers)
     exchange = Exchange(backend, learners=section.learners, servers=servers)
 
-    def updates(training: Training, part: Part) -> Generator[None, None, None]:
+    def updates(training: Training, part: StageSteps) -> Generator[None, None, None]:
         segment = _Segment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
@@ -57,7 +57,9 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
 
 
 class _Segment:
-    def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
+    def __init__(
+        self, training: Training, part: StageSteps, recipe: Recipe, exchange: Exchange
+    ) -> None:
         self._training = training
         self._part = part
         self._exchange = exchange

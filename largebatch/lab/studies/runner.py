@@ -45,7 +45,7 @@ from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
 from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
-from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, StopRequests, answering
 from largebatch.runs.launch import Command, Processes
 from largebatch.runs.options import Options
 
@@ -212,7 +212,7 @@ class _Pool:
         self._in_processes = in_processes
         self.running: list[_RunInProcess] = []
         self._done: list[tuple[Task, Json | None]] = []
-        self._requests = Requests()
+        self._requests = StopRequests()
         self._shares = device_shares(jobs) if jobs > 1 else [{}]
         self.error: Exception | None = None
 

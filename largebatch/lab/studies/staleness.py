@@ -68,7 +68,7 @@ from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.events import Evaluation, Event
-from largebatch.training.session import Part, Session, Training
+from largebatch.training.session import Session, StageSteps, Training
 from largebatch.training.stages import run_stages
 
 _NOTE = (
@@ -285,7 +285,7 @@ class _Learners:
         self.buffers: dict[int, list[Tensor]] = {}
         """The running statistics of every learner that has computed anything in the stage."""
 
-    def updates(self, training: Training, part: Part) -> Generator[None, None, None]:
+    def updates(self, training: Training, part: StageSteps) -> Generator[None, None, None]:
         """Make the updates of a stage, and yield after the last one; raise DivergedError."""
         begun = time.monotonic()
         state = training.state
