@@ -54,7 +54,7 @@ from largebatch.errors import (
     nearest,
     printable,
 )
-from largebatch.runs.interrupts import Requests
+from largebatch.runs.interrupts import StopRequests
 from largebatch.runs.options import OPTIONS, Workers
 from largebatch.runs.output import Output, prepare_streams
 
@@ -142,7 +142,7 @@ _ON_WORKERS = {"evaluate", "polish", "doctor", "audit"}
 _RECORDED = {"train", "resume", "polish", "export"}
 """Commands whose results are in files, whatever becomes of their output."""
 
-_INTERRUPTS = Requests()  # Ctrl-C while no command handles it
+_INTERRUPTS = StopRequests()  # Ctrl-C while no command handles it
 
 _SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
 """Errors that every worker raises and only worker 0 prints."""

@@ -170,6 +170,7 @@ class SeedGroup:
         found: dict[int, list[float]] = {}
         for place, one in enumerate(self.runs):
             if one.run.finished:
+                # Runs without a readable seed are never pairs of each other.
                 seed = -1 - place if one.seed is None else one.seed
                 found.setdefault(seed, []).append(one.top1)
         return {seed: fmean(values) for seed, values in sorted(found.items())}
@@ -200,6 +201,7 @@ class Comparison:
         Runs that were never evaluated are in none.
         """
         measured = [one for one in self.runs if one.run.last_stage]
+        # Names of classes tell data sets apart that have equal sizes, where all logs have them.
         named = all(one.last.mistakes for one in measured)
         by_data: dict[tuple[str, ...], list[Compared]] = {}
         for one in measured:
@@ -283,6 +285,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
     Raises LargebatchError if a folder is given twice, CheckpointError if no run can be read.
     """
+    # Links and relative paths may name one folder twice, and a run would be compared with itself.
     resolved = [path.resolve() for path in folders]
     twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
@@ -298,6 +301,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     if not runs:
         raise CheckpointError(f"no run can be read: {left_out[0]}")
     paths = [run.path.resolve() for run in runs]
+    # Labels are as short as they can be: paths below the folder that holds all runs.
     above = os.path.commonpath([path.parent for path in paths])
     labels = [printable(str(path.relative_to(above))) for path in paths]
     return Comparison(tuple(map(Compared, runs, labels)), tuple(left_out))

@@ -38,6 +38,7 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     step = values_of(run.steps, "step")
     lengths = _finite(values_of(run.steps, "step_seconds"))
     ends = np.concatenate(([0.0], np.cumsum(lengths)))
+    # A stage without updates has no step to take its time from.
     alone = [stage for stage in run.stages if stage.name not in run.by_stage]
     whole = {stage.name: stage.result.seconds for stage in alone if stage.result}
     for gap in run.gaps:
@@ -45,6 +46,7 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
             whole[gap.stage] -= float(_finite(gap.seconds))
     pauses = [whole.pop(one.stage, float(_finite(one.seconds))) for one in run.evaluations]
     places = np.searchsorted(step, values_of(run.evaluations, "step"))
+    # The pauses before each update, so that its end has all earlier evaluations in it.
     before = np.bincount(places, pauses, minlength=len(ends)).cumsum()
     return ends[1:] + before[:-1], ends[places] + np.cumsum(pauses)
 

@@ -44,6 +44,7 @@ def latest(run: Run) -> Part:
     steps = measured(run)
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
     part = _part(run, steps[-number:])
+    # A few updates often give no upper bound. More of the end are taken, up to the whole run.
     while not math.isfinite(part.found.high) and number < len(steps):
         number = min(2 * number, len(steps))
         part = _part(run, steps[-number:])

@@ -179,6 +179,7 @@ def student(freedom: int, *, together: int = 1) -> float:
     """
     confidence = 1 - (1 - CONFIDENCE) / together
     low, high = 0.0, 1.0
+    # The quantile by bisection; 60 halvings are more than a float64 has digits.
     while _within(high, freedom) < confidence:
         high *= 2
     for _ in range(60):

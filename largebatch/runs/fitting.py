@@ -119,11 +119,14 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
     with _unchanged(model, device):
         few = whole_spans(2, span)
         low = peak(few)
+        # The second number is as large as is surely safe, because a line through two near points is
+        # uncertain.
         many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
         high = peak(many)
         evaluation = peak(many, evaluates=True)
     each = max(1.0, (high - low) / (many - few) if many > few else high / many)
     weights = sum(weight.nbytes for weight in model.parameters())
+    # Libraries' workspaces, whatever the samples; and what an update needs besides a pass.
     fixed = max(0.0, high - many * each) + _COPIES * weights
     fits = max(1, min(most, int((SHARE * free - fixed) / each)))
     evaluated = max(1, int(BESIDE * free * many / evaluation))

@@ -1,4 +1,4 @@
-"""Requests to stop, handled in one place for workers, runs and commands.
+"""StopRequests to stop, handled in one place for workers, runs and commands.
 
 SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a closed terminal) often come to
 every process of a group at once and again from the process that started it.
@@ -41,23 +41,23 @@ SCHEDULERS = {
 }
 """Schedulers by a variable that they set in their jobs."""
 
-HEARD = b"stopping; once more stops at once\n"
+STOPPING = b"stopping; once more stops at once\n"
 
 TOGETHER_SECONDS = 1.0
 """Signals within this time of the first one count as the same request."""
 
 
-def say_heard() -> None:
-    """Print HEARD, if the terminal is still open: its end is a request, too."""
+def print_stopping() -> None:
+    """Print STOPPING, if the terminal is still open: its end is a request, too."""
     with suppress(OSError):
-        os.write(2, HEARD)  # a stream may be in the middle of a line
+        os.write(2, STOPPING)  # a stream may be in the middle of a line
 
 
 class InterruptedStudyError(Exception):
     """A run of several was requested to stop and has saved; the same call resumes it."""
 
 
-class Requests:
+class StopRequests:
     """Counts requests to stop."""
 
     latest = -math.inf
@@ -78,7 +78,7 @@ class Requests:
 
     def add(self, number: int = signal.SIGINT) -> None:
         """Count a signal."""
-        now = Requests.latest = time.monotonic()
+        now = StopRequests.latest = time.monotonic()
         if self._first is None:
             self._first = now
             self.number = number
@@ -114,14 +114,14 @@ def stop_requests(
     the first request prints a line. The second request raises KeyboardInterrupt, except in workers
     of start_workers: their launcher may pass on a signal that they got too, and kills them itself.
     """
-    requests = Requests()
+    requests = StopRequests()
     launched = LAUNCHER in os.environ
 
     def add(number: int, *_: object) -> None:
         first = not requests.any
         requests.add(number)
         if first and handles_signals:
-            say_heard()
+            print_stopping()
         if requests.again and not launched:
             raise KeyboardInterrupt
 
@@ -175,7 +175,7 @@ def noting_requests() -> Callable[[], bool]:
     A run handles requests until its last update; a series of runs needs the later ones too.
     """
     start = time.monotonic()
-    return lambda: Requests.latest > start
+    return lambda: StopRequests.latest > start
 
 
 def describe_saved(folder: Path) -> str:

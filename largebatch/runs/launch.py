@@ -46,7 +46,7 @@ from largebatch.errors import (
     shorten,
 )
 from largebatch.optional import require_horovod
-from largebatch.runs.interrupts import CTRL_C, STOPS, Requests, answering, say_heard
+from largebatch.runs.interrupts import CTRL_C, STOPS, StopRequests, answering, print_stopping
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
@@ -119,7 +119,7 @@ class Processes(SubprocessContext):
             ),
         )
         self.names = [command.name for command in commands]
-        self.requests = Requests()
+        self.requests = StopRequests()
         self.ended: set[int] | None = None
         """Processes that exited by themselves; None until one has failed."""
 
@@ -127,6 +127,7 @@ class Processes(SubprocessContext):
         """Start the processes without changing this process's signal handlers."""
         # torch would log lines beside the one message that is raised.
         logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
+        # Not super().start(), which replaces the signal handlers of this process.
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
     def run(self) -> None:
@@ -156,7 +157,7 @@ class Processes(SubprocessContext):
         first = not self.requests.any
         self.requests.add(number)
         if first:
-            say_heard()
+            print_stopping()
         if self.requests.again:
             self.kill()
         elif first:
@@ -181,6 +182,7 @@ class Processes(SubprocessContext):
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """End the running processes by SIGTERM; kill them after `timeout`, or LEAVE_SECONDS."""
         if self.ended is None:
+            # Before the others are signalled: what ends after that may have ended by the signal.
             self.ended = set(self._failures)
         super().close(death_sig, timeout or LEAVE_SECONDS)
 
@@ -203,6 +205,7 @@ class Processes(SubprocessContext):
             and rank not in self.ended
         ]
 
+        # A process that did not answer SIGTERM comes last: it waited for one that had failed.
         def informative(rank: int) -> int:
             return len(_ECHOES) if rank in silent else _ECHOES.get(failures[rank].exitcode, 0)
 
@@ -341,6 +344,7 @@ def _report(error: BaseException, name: str) -> tuple[int, str]:
 def leave_with_error(code: int, message: str) -> NoReturn:
     """Write the error of one of the Processes for its launcher, and end the process."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    # Renamed when it is complete: the launcher may look at any moment.
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
     part.replace(path)

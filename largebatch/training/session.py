@@ -43,7 +43,7 @@ class Training:
     graph: UseGraph
 
 
-class Part(NamedTuple):
+class StageSteps(NamedTuple):
     """The updates of a stage that remain, a range of the plan's."""
 
     stage: StageName
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     """True if they are on clean images."""
 
 
-Updates = Callable[[Training, Part], Generator[None, None, None]]
+Updates = Callable[[Training, StageSteps], Generator[None, None, None]]
 """Makes the updates of a stage, and yields after one or several of them: whenever every worker has
 the same state, so that it can be evaluated and saved.
 
@@ -65,7 +65,7 @@ checkpoints of the recipe need it.
 
 
 def synchronous_updates(
-    training: Training, part: Part, *, after: Callable[[], object] = lambda: None
+    training: Training, part: StageSteps, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
     """Make synchronous updates by the training loop; call `after` and yield after each."""
     state = training.state
@@ -163,7 +163,7 @@ class Session(Training):
             )
         )
 
-    def evaluate_and_save(self, part: Part, *, since: int) -> None:
+    def evaluate_and_save(self, part: StageSteps, *, since: int) -> None:
         """Evaluate, compare and save as is due after the updates of a stage since step `since`."""
         saver = self.saver
         done = self.state.progress.step

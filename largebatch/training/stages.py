@@ -23,7 +23,7 @@ from largebatch.tracking.events import StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.judging import Judge
-from largebatch.training.session import Part, Session
+from largebatch.training.session import Session, StageSteps
 from largebatch.training.state import TrainState
 
 
@@ -55,7 +55,7 @@ def run_updates(
     diverged: str | None = None
     try:
         done = state.progress.step
-        part = Part(name, range(done, steps.stop), end, clean)
+        part = StageSteps(name, range(done, steps.stop), end, clean)
         with closing(session.updates(session, part)) as updates:
             for _ in updates:
                 session.evaluate_and_save(part, since=done)

@@ -11,7 +11,7 @@ from programs import with_default_signals
 
 from largebatch.cli import main as command_line
 from largebatch.cli.main import STOPPED, UNREAD, main
-from largebatch.runs.interrupts import Requests
+from largebatch.runs.interrupts import StopRequests
 
 INTERRUPTED_IMPORT = Path(__file__).parents[1] / "support" / "interrupted_import.py"
 
@@ -34,8 +34,8 @@ def test_an_interrupt_that_becomes_another_error_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In pydantic, for example, a KeyboardInterrupt becomes a SchemaError."""
-    interrupts = Requests()
-    monkeypatch.setattr(command_line, "_INTERRUPTS", interrupts)
+    requests = StopRequests()
+    monkeypatch.setattr(command_line, "_INTERRUPTS", requests)
     monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])

@@ -17,8 +17,7 @@ from largebatch.cli.main import STOPPED, main
 from largebatch.distributed.environment import LAUNCHER
 from largebatch.distributed.serial import Serial
 from largebatch.runs.folder import end_of
-from largebatch.runs.interrupts import SCHEDULERS, describe_saved, stop_requests
-from largebatch.runs.interrupts import Requests as StopRequests
+from largebatch.runs.interrupts import SCHEDULERS, StopRequests, describe_saved, stop_requests
 from largebatch.runs.launch import Processes
 from largebatch.runs.options import Options, Resume
 from largebatch.tracking.events import StopCause

@@ -87,6 +87,8 @@ class Question:
 
     def share(self, part: str) -> float:
         """Return the seconds of a part: its share of what is left for it and for later ones."""
+        # Parts that were faster than their share leave the rest to the later ones, so the whole
+        # time is used and no part can take that of another.
         names = list(SHARES)
         later = sum(SHARES[name] for name in names[names.index(part) :])
         return max(0.0, self.end - monotonic()) * SHARES[part] / later
@@ -105,6 +107,7 @@ class Question:
         """Measure this machine; raise LargebatchError where its share of the time is too short."""
         recipe = self.recipe
         own = self.options
+        # An update of this worker alone, as long as one micro-batch: the planner scales it.
         update = step_seconds * self.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
@@ -118,6 +121,8 @@ class Question:
         end = monotonic() + self.share("noise")
         planned = make_plan(self.recipe, workers=self.here).steps
         most = max(planned, LEAST)
+        # The first updates show how long one really takes, with its input and its log. How many
+        # follow is computed from that, because the estimate had none of these.
         number = min(most, int(self.share("noise") / self.seconds))
         short = at_constant_rate(self.recipe, updates=number)
         made = max(LEAST, int(FIRST * number))
@@ -146,6 +151,7 @@ class Question:
                     f"most {three_digits(noise.high)}; give a smaller batch.global_batch"
                 )
             raise LargebatchError(f"over {plural(noise.updates, 'update')} {found}; give {more}")
+        # An interval narrower than the doubt about the theory needs no more updates.
         is_wide = not noise.low or noise.high > THEORY * noise.low
         if noise.updates < planned and (is_wide or noise.updates < BOUNDED):
             self.remarks.append(
@@ -162,6 +168,7 @@ class Question:
         except LargebatchError as error:
             self.remarks.append(f"no edges of the learning rate: {error}")
             return ()
+        # A test makes as many updates at each batch; their time is assumed to grow with the batch.
         needed = steps * sum(batches) / self.recipe.batch.global_batch * self.seconds
         seeds = 0
         found: Edges = ()
@@ -172,6 +179,7 @@ class Question:
             for size in batches:  # earlier seeds are kept
                 rates = plan_range(at_batch(self.recipe, size), seeds=seeds)
                 options = replace(self.options, out=self.options.out / f"range-{size}")
+                # Runs of earlier seeds are in their folders and are not made again.
                 test = train_range(rates, options, workers=self.here)
                 assert test is not None
                 upper = test.bounds["upper"]
@@ -192,8 +200,11 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
     The warm-up is at most a quarter of `updates`, and the end is never reached in these.
     """
     warmup = recipe.schedule.warmup
+    # A longer warm-up would still be at tiny rates when the few updates end, and the noise scale
+    # there is not that of training.
     ramp = min(make_plan(recipe).steps_in(warmup), round(updates / 4)) if warmup else 0
     changes = {
+        # Far longer than what is made, so no stage ends and nothing is evaluated at its end.
         "duration": {"steps": 8 * updates + 2},
         "data": {**recipe.data.model_dump(mode="json"), "resolution": []},
         "schedule": {
@@ -297,6 +308,8 @@ def advise(question: Question) -> Advice:
     noise = question.noise()
     rows = compare(question, cluster, noise)
     chosen = recommend(rows, most=MORE_STEPS * noise.value, own=batch)
+    # An exponent needs two batches. Where the recipe keeps its own, the next larger one is the
+    # second.
     others = [row.batch for row in rows if row.batch > batch] or [rows[0].batch]
     other = chosen.batch if chosen.batch != batch else others[0]
     edges = question.edges((batch, other)) if other != batch else ()
@@ -349,6 +362,8 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Ro
     for size in (int(batch * 2.0**power) for power in range(-SMALLER, LARGER + 1)):
         if not 1 < size <= min(recipe.train_samples, max(batch, FAR * noise.value)):
             continue
+        # A scale of 0 would divide by zero. Epochs fall with the scale for larger batches and rise
+        # for smaller ones, hence sorted.
         low, high = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
         try:
             there = at_batch(recipe, size, epochs=by(noise.value, size))
@@ -369,6 +384,7 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
     Of several the recipe's `own`, then the smallest. Where every batch is larger than `most`, the
     smallest counts.
     """
+    # Rows are in the order of their batches, so the first that is close is the smallest.
     within = [row for row in rows if row.batch <= most] or [rows[0]]
     longest = CLOSE * min(row.seconds for row in within)
     kept = [row for row in rows if row.batch == own and row.seconds <= longest]
@@ -410,6 +426,7 @@ def describe(advice: Advice) -> Iterator[str]:
 
 
 def _table(advice: Advice) -> str:
+    # Only clusters with a price have this column.
     priced = ["cost"] if any(row.cost is not None for row in advice.rows) else []
     rows = [["batch", "epochs", "interval", "time", *priced, ""]]
     for row in advice.rows:

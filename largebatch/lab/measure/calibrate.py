@@ -116,6 +116,7 @@ def measure(
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
 
+        # The batches are drawn once, so that no time has the drawing in it.
         works: dict[int, Callable[[], None]] = {
             size: partial(passes.train, *passes.batch(size)) for size in _device_batches(plan)
         }
@@ -166,6 +167,8 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     table = np.stack([sizes / seconds, 1 / seconds], axis=1)
     ones = np.ones(len(sizes))
     slope, start = np.linalg.lstsq(table, ones)[0]
+    # A negative slope or start has no meaning. Of the two lines with one of them 0, the better one
+    # counts.
     if min(slope, start) < 0:  # then one of the two is 0
         alone = table.sum(axis=0) / np.square(table).sum(axis=0)
         errors = np.square(table * alone - 1).sum(axis=0)
@@ -201,6 +204,7 @@ def _images_per_second(pipeline: Pipeline, clock: Callable[[], float]) -> float:
     """
     seen = 0
     steps = pipeline.plan.train_steps
+    # The first batches open files and start threads.
     with closing(pipeline.training(range(steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
@@ -236,13 +240,16 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -
         tensor = torch.ones(size // 4, device=backend.device)
         durations = []
         for number in range(REPEATS + 2):  # the first two connect
+            # Else the wait for a worker that is late would be counted as time of the sum.
             backend.barrier()
             start = time.perf_counter()
             backend.all_reduce(tensor).wait()
             accelerator.synchronize(tensor.device)  # sync: this is a measurement
             if number >= 2:
                 durations.append(time.perf_counter() - start)
+            # Else the numbers would grow with each sum.
             tensor.fill_(1)
+        # Of the slowest worker, since an update waits for it.
         own = torch.tensor(median(durations), dtype=torch.float64).to(backend.device)
         found[size] = float(backend.all_gather(own).max())
     return found

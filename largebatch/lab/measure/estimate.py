@@ -70,10 +70,13 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     kept_by_optimizer = state_bytes(optimizer)
     polish = recipe.polish or Polish.model_construct()
+    # Weights and gradients, and an average where there is one.
     copies = 2 + (polish.ema is not None or polish.swa is not None)
     per_sample = seconds / num
     parts = plan.sized(range(plan.train_steps), otherwise=usual)
     parts.append((range(plan.train_steps, plan.updates), usual))
+    # Convolutions take time in proportion to the pixels. Passes are counted in those of the largest
+    # size, which was measured.
     num_passes = sum(
         len(steps) * number * (size / side) ** 2
         for part, size in parts

@@ -102,10 +102,13 @@ def survey(
         resize = None
     elif resize is not None:
         resize = _resize(size, prepared.get("eval_resize", 256) / prepared.get("image_size", 224))
+    # Images are stored class by class: evenly spread ones have every class by its size.
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
+    # Clean images, as in evaluations.
     requests = (clean_request(train, part, image_size=size, resize=resize) for part in parts)
     view = View(image_size=size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
+    # Summed in float64: float32 has too few digits for sums over millions of pixels.
     colors = Moments(0.0, *torch.zeros(2, 3, dtype=torch.float64))
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
     begun = time.perf_counter()
@@ -145,6 +148,7 @@ def image_sizes(index: Index) -> tuple[int, int | None]:
     if middle <= SMALL:
         square = bool((index.heights == index.widths).all())
         return max(8, middle), None if square else max(8, middle)
+    # Sizes with many factors of two, of which every network here can halve its maps.
     size = 224 if middle >= LARGE else 128 if middle >= MEDIUM else 64
     return size, _resize(size, 256 / 224)
 
@@ -220,8 +224,10 @@ def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, 
         plan = make_plan(recipe)
         updates = min(estimate(recipe, plan).run_seconds for _ in range(2))  # others may slow one
         images = plan.updates * plan.global_batch
+        # Images that only pass forward, in evaluations and in the statistics pass.
         passes = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
         seconds = updates + updates * passes / images / 3  # without a backward pass
+        # Added and not hidden: on a CPU decoding takes its time from training.
         seconds += (images + passes) * found.seconds
         epochs = int(USED * 60 * minutes * most / seconds)
         if epochs >= least:
@@ -292,6 +298,7 @@ def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
     total = num_bytes(found.train) + num_bytes(found.val)
     kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
     batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
+    # Powers of two: BatchNorm spans and numbers of workers mostly are, and divide them.
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2  # as long as enough updates are left
     normalized = found.start.has_batchnorm
@@ -329,6 +336,7 @@ def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
     }
     if "interpolation" in found.start.data:
         tree["data"] |= {"interpolation": found.start.data["interpolation"]}
+    # Without BatchNorm there are no statistics to polish.
     if not normalized:
         del tree["polish"]
     return validate_tree(Recipe, tree, source=name)

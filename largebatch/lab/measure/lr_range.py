@@ -104,7 +104,9 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
     """
     edge = max(3, round(WINDOW * len(rates)))
     wall = WALL * float(np.nanmedian(losses[:edge]))
+    # One huge loss at the end would lift the line of every step within its window.
     cut = np.minimum(np.where(np.isfinite(losses), losses, wall), wall)
+    # Tricube weights; edge + 1 gives the outermost steps a weight above 0.
     weights = (1 - (np.abs(np.arange(-edge, edge + 1)) / (edge + 1)) ** 3) ** 3
     smooth = _smoothed(cut, weights)
     place = edge + int(np.argmin(smooth[edge : len(rates) - edge]))
@@ -112,12 +114,16 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
     fall = start - float(smooth[place])
     # The standard error of the smoothed loss, from the residuals while it falls.
     weights /= weights.sum()
+    # For weights w that add up to 1, the smoothed loss has the variance of the noise times
+    # sum(w^2), and a residual has it times 1 - 2 w_0 + sum(w^2), since each loss is part of its own
+    # line.
     squares = float((weights**2).sum())
     own = float(weights.max())
     falling = slice(0, max(place, 2 * edge))
     spread = float(np.sqrt(np.mean((cut - smooth)[falling] ** 2)))
     error = spread * math.sqrt(squares / (1 - 2 * own + squares))
     clear = max(CLEAR * fall, NOISE * error)
+    # The last step that is not clearly below the start: dips before it were noise.
     above = np.flatnonzero(smooth[: place + 1] > start - clear)
     below = float(rates[above[-1] + 1 if above.size else 0]) if fall > 2 * NOISE * error else None
     rises = bool(smooth[place:].max() > smooth[place] + clear)
@@ -139,9 +145,12 @@ def _smoothed(losses: FloatArray, tricube: FloatArray) -> FloatArray:
     """Return the value at each step of the straight line fitted around it."""
     reach = len(tricube) // 2
     away = np.arange(-reach, reach + 1)
+    # A row for each step, with the steps of its window; those beyond the ends have weight 0.
     near = np.arange(len(losses))[:, np.newaxis] + away
     weights = tricube * ((near >= 0) & (near < len(losses)))
     values = losses[near.clip(0, len(losses) - 1)]
+    # Weighted least squares of a straight line in closed form; at its own step, where x is 0, the
+    # value is the intercept.
     w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
     wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
     smooth: FloatArray = (wxx * wy - wx * wxy) / (w * wxx - wx**2)
@@ -166,11 +175,13 @@ def overshoot(momentum: float, *, nesterov: bool = False) -> float:
     [6.3, 3.2, 1.6]
     """
     rates = np.geomspace(1e-5, 1e3, 200_001)
+    # Rates are in units of 1 / curvature. Without Nesterov the iteration is stable up to 2 (1 + m).
     limit = 2 * (1 + momentum) / (1 + 2 * momentum if nesterov else 1)
     shrink = 1 - rates if nesterov else np.ones_like(rates)
     middle = (1 + momentum) * shrink if nesterov else 1 + momentum - rates
     root = np.sqrt((middle**2 - 4 * momentum * shrink).astype(complex))
     largest = np.maximum(np.abs(middle + root), np.abs(middle - root)) / 2
+    # A sum of logarithms, as each step of the test multiplies what is left of the loss.
     grown = np.cumsum(np.log(np.maximum(largest, 1e-12)))
     back = rates[(grown > 0) & (rates > limit)]
     return float(back[0] / limit)
@@ -258,6 +269,7 @@ def plan_range(
         )
     decades = math.log10(high / low)
     momentum = momentum_of(recipe.optimizer)
+    # The subtraction keeps 40.0000001 updates from becoming 41.
     least = max(LEAST_STEPS, math.ceil(MEMORIES * decades / (1 - momentum) - 1e-6))
     steps = steps or max(STEPS, least)
     if steps < least:
@@ -271,6 +283,7 @@ def plan_range(
             "optimizer.kind: schedule-free takes a constant rate, which it averages over: a range "
             "test would average over weights of all rates; give optimizer.kind: sgd"
         )
+    # The schedule begins at its low end, so it rises by 1 / gamma in each of steps - 1 updates.
     gamma = (low / high) ** (1 / (steps - 1))
     changes = {
         "duration": {"steps": steps},
@@ -316,6 +329,7 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
     for run in rates.runs:
         folder = options.out / f"seed-{run.seed}"
         expected = run.mathematics.model_dump()
+        # A run that diverged has fewer updates than planned, and is not made again.
         begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
         found = _read(folder, expected) if begun else None
         if found is None or not (found.diverged or len(found.steps) == len(rates.rates)):

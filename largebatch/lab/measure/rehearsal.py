@@ -133,6 +133,7 @@ def rehearse(
         of_log = recipe.model_copy(update={"monitor": monitor})
         log = build_step_log(of_log, short, backend, state, emit=lambda _: None)
         backend.messages.clear()
+        # The messages of an update do not depend on its images: one span is enough, and faster.
         samples = min(plan.device_batch, plan.bn_span or 1)
         made, repeated = _make_update(short, state, backend, passes, samples=samples)
         backend.all_reduce(log.values_to_sum(made))
@@ -151,7 +152,8 @@ def rehearse(
         num_samples=recipe.data.train_samples,
         trained=trained,
     )
-    # After a step on zero gradients; its messages, which only Muon has, are recorded.
+    # After a step on zero gradients; its messages, which only Muon has, are recorded. The tensors
+    # are real, since LARS reads numbers.
     real = build_model(recipe, _CPU)
     for weight in real.parameters():
         weight.grad = torch.zeros_like(weight)

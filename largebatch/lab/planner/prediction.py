@@ -147,6 +147,7 @@ class Load:
 
 def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch that is large enough to hide all else."""
+    # The geometric mean of the two peaks; see the top of this file.
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
     clock = math.cbrt(gpu.watts / (gpu.peak_watts or gpu.watts))
     return constants.scale * constants.deviations[gpu.generation] * law * clock
@@ -191,6 +192,8 @@ def exchange_seconds(on: Machine, *, workers: int, num_bytes: float) -> float:
     """
     nodes = _nodes(on, workers)
     inside = workers if on.cores else min(workers, on.workers_per_node)
+    # Reduce-scatter before and all-gather after the exchange between nodes, (n - 1) / n of the
+    # bytes each.
     seconds = 2 * num_bytes * (inside - 1) / inside / on.link
     seconds += on.latency * math.log2(inside)
     if nodes > 1:
@@ -220,12 +223,17 @@ def step_seconds(on: Machine, load: Load) -> dict[str, float]:
     launch = load.accumulation * on.launch * turns
     exchange = exchange_seconds(on, workers=load.workers, num_bytes=load.gradient_bytes)
     if load.overlap and not on.cores:
+        # Only what backward computes beyond OVERLAP_FROM images hides anything, by the published
+        # runs.
         hidden = BACKWARD * image * max(0, load.device_batch - OVERLAP_FROM)
         exchange = max(0.0, exchange - hidden)
     if not on.sharp:
+        # Not hidden by backward: it is the wait for the slowest worker, too. Switches that sum have
+        # no tree.
         exchange += on.level * math.log2(_nodes(on, load.workers))
     statistics = on.statistics * math.log2(load.sync_workers) * load.accumulation * turns
     reading = load.accumulation * load.device_batch * turns / on.read
+    # A GPU reads while it computes; cores that read do not compute.
     busy = 0.0 if on.cores else compute + launch + exchange + statistics
     return {
         "compute": compute,
@@ -334,6 +342,7 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
         raise PlanError("protocol: only updates that wait for all are predicted; leave it out")
     data = recipe.data
     cache = recipe.execution.cache
+    # At the least, as images of the size that is trained on.
     cached = 3 * data.train_samples * data.image_size**2
     if cache in {"memory", "device"} and cached > CACHED_BYTES:
         raise PlanError(
@@ -363,6 +372,7 @@ def workload(recipe: Recipe, *, workers: int) -> Workload:
     settings = {key: attrgetter(key)(recipe) for key in SETTINGS}
     groups = recipe.execution.groups
     settings |= {"execution.groups": groups.model_dump(mode="json")}
+    # Only the last layer depends on the classes.
     numbers = GRADIENTS + (data.classes - CLASSES) * HEAD_INPUTS
     return Workload(
         name=recipe.name,
@@ -448,7 +458,9 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
     )
     parts["start"] = on.start
     seconds = sum(parts.values())
+    # The affine stage repeats the last global batch size after the schedule has ended.
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
+    # The rate of reading at which nothing would wait for it.
     wanted = samples / (seconds - parts["input"])
     memory = None
     available = None
@@ -458,8 +470,10 @@ def predict(work: Workload, cluster: Cluster) -> Prediction:
         assert cluster.gpu is not None
         spread = SPREAD[cluster.gpu.generation]
         available = cluster.gpu.memory_gigabytes * 1e9
+        # Weights, gradients and momentum in float32, and an average.
         memory = (3 + work.averages) * 4 * GRADIENTS + work.cached_bytes + FIXED_BYTES
         memory += plan.device_batch * KEPT_BYTES * usual
+    # Computing cannot be shortened by a setting, so help is for the largest other part.
     wait = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
     limit = max(parts, key=lambda name: parts[name])
     remedy = f"against {wait}, {parts[wait] / seconds:.0%}: {HELP[wait]}"

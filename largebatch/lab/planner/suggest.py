@@ -91,6 +91,8 @@ def interpolate(batch: float, points: Sequence[Point], value: Setting) -> float:
     """Return the value of a power law through the two points around the batch."""
     batches = np.log([point.batch for point in points])
     values = np.log([value(point.recipe) for point in points])
+    # A straight line between logarithms is a power law; beyond the ends np.interp keeps the last
+    # value.
     return math.exp(np.interp(math.log(batch), batches, values))
 
 
@@ -143,6 +145,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     """
     points = reference_points()
     samples = IMAGES if base is None else base.data.train_split
+    # What matters of a batch is the number of updates in an epoch.
     equivalent = batch * IMAGES / samples  # with as many updates in an epoch of ImageNet
     if not points[0].batch <= equivalent <= LARGEST:
         least, most = (math.ceil(points[0].batch * samples / IMAGES), LARGEST * samples // IMAGES)
@@ -157,6 +160,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     values = {name: interpolate(equivalent, points, value) for name, value in SETTINGS.items()}
     law_epochs = fit_epochs(points)(equivalent)
     if epochs is None:
+        # A schedule ends some epochs after the mean run has reached the target.
         longer = median(point.recipe.duration.epochs / point.mean_epochs for point in points)
         epochs = lower.recipe.duration.epochs if is_point else math.ceil(law_epochs * longer)
     if is_point:
@@ -180,6 +184,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     has_spans = kept.batch.bn_span is not None
     own = kept.model_dump(mode="json", exclude_unset=True)
     sections = {key: own[key] for key in KEPT if key in own}
+    # It was for another batch, which it need not divide.
     sections.get("execution", {}).pop("device_batch", None)
     tree: dict[str, Any] = {
         "name": name,
@@ -227,6 +232,8 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
             "polish.clean": "the share of Fujitsu's entry",
         }
     if base is not None and isinstance(old := base.optimizer, LARS):
+        # The length of a step of LARS in a steady direction, relative to the weights: it decides
+        # whether the recipe's network diverges.
         length = rate * ETA / (1 - momentum)
         factor = length / (base.schedule.peak_lr * old.eta / (1 - old.momentum))
         if factor > LONGER:
@@ -238,6 +245,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
 
 
 def _span(batch: int, wanted: float) -> int:
+    # The ratio counts, because spans act on a logarithmic scale.
     possible = _spans(batch)
     if not possible:
         below = next(filter(_spans, range(batch, 0, -1)), None)

@@ -148,6 +148,7 @@ class Service:
         except PeerLostError as error:
             raise self.failure or error from None
         for thread in threads:
+            # Without an error all learners leave by themselves, after their last gradient.
             thread.join()
         self._require_whole()
 
@@ -165,7 +166,10 @@ class Service:
             self._changed.notify_all()
 
     def _answer(self, learner: int, link: Link) -> None:
+        # One message of fixed size for all requests. Float64 holds counters up to 2^53 exactly.
         asked = torch.empty(5, dtype=torch.float64)
+        # One buffer for each learner, which is sent outside of the lock while others change the
+        # weights.
         weights = self.server.weights[0].new_empty(sum(self._sizes))
         while True:
             link.receive(asked)
@@ -179,6 +183,8 @@ class Service:
                 with self._changed:
                     self._require_whole()
                     if kind == _PUSH:
+                        # No further mini-batch begins an update, but those that are begun end: all
+                        # learners come to rest after the same one.
                         if self._mini_batches and (stop or not math.isfinite(loss)):
                             self._mini_batches.stop_early()
                         self._push(learner, int(clock), gradient, int(mini_batch), loss)
@@ -187,6 +193,7 @@ class Service:
                         answer = self._pull(learner, weights)
             except Exception as error:
                 self._fail(error)
+                # The learner waits for an answer, and would wait for the full timeout without one.
                 link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
                 raise
             link.send(torch.tensor(answer, dtype=torch.float64))
@@ -214,6 +221,7 @@ class Service:
             self.updates.append((update, lr, seconds))
             self._changed.notify_all()
         elif self.server.rule.waits:
+            # Releases the lock, so that the other gradients of the update can arrive.
             self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
             if self.server.clock <= update:
                 self._require_whole()
@@ -287,9 +295,12 @@ def learn(
     first, *others = shards
     while True:
         first.ask(_PULL)
+        # The first server hands out mini-batches, so the others are asked after it: a learner that
+        # has none left pulls nothing.
         number = first.finish_pull()
         if number is None:
             break
+        # All requests before the first wait, so that the servers work at the same time.
         for shard in others:
             shard.ask(_PULL)
         for shard in others:
@@ -350,12 +361,14 @@ class Exchange:
         """
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
         rank = self.backend.rank
+        # Computed alike on every worker, so it need not be sent.
         parts = divide([weight.nbytes for weight in weights], len(self._servers))
         own = None
         numbers = list[int]()
         if rank in self._servers:
             place = self._servers.index(rank)
             numbers = parts[place]
+            # A server must not change the weights that its own process learns with.
             memo: dict[int, Any] = {}  # of copies, by the identity of what they copy
             copied = copy.deepcopy(optimizer, memo)
             copied.zero_grad()
@@ -363,6 +376,7 @@ class Exchange:
             server = ParameterServer(held, copied, schedule, rule, clock=clock)
             own = Service(server, mini_batches if place == 0 else None)
         learner, near = QueueLink.ends(rank)
+        # A worker that is both has no group with itself: its two threads talk over queues.
         served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
         if rank < self.learners:
             served[rank] = near
@@ -390,6 +404,8 @@ class Exchange:
         """
         held = [torch.zeros_like(weight) for weight in weights]
         momentum = [torch.zeros_like(weight) for weight in weights]
+        # Momentum is absent before the first update. Zeros would not be the same for an optimizer
+        # that sets it to the first gradient.
         flags = weights[0].new_zeros(len(weights))
         if own is not None:
             for number, values in zip(numbers, own.server.weights, strict=True):

@@ -205,6 +205,8 @@ class ParameterServer:
             taken.sort(key=lambda one: one[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]
         share = sum(factors) / len(factors)
+        # LARS divides by the length of the gradient, so the common factor goes into the rate; else
+        # into the gradients, and into the decay, which the optimizer adds to them.
         of_rate, of_decay = (share, 1.0) if isinstance(self.optimizer, LARS) else (1.0, share)
         lr = self._schedule(self.clock) * self.rule.rate
         groups = self.optimizer.param_groups
@@ -220,6 +222,8 @@ class ParameterServer:
         self.optimizer.step()
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
+        # The next update may have none for some weights of the optimizer, and must not repeat this
+        # one.
         for weight in self.weights:
             weight.grad = None
         self.clock += 1
@@ -239,6 +243,7 @@ def divide(sizes: Sequence[int], servers: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(servers)]
     filled = [0] * servers
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        # Of equally full servers the one with the fewest tensors, so that none stays empty.
         least = min(range(servers), key=lambda server: (filled[server], len(parts[server])))
         parts[least].append(number)
         filled[least] += sizes[number]
@@ -281,8 +286,10 @@ def replay(
         if not left[clock_read]:
             versions.pop(clock_read, None)
         tensors, loss = gradient(learner, mini_batch)
+        # Kept before the push, which changes the weights in place.
         if number % server.rule.gradients == 0 and left[clock]:  # this completes an update
             versions[clock] = [weight.clone() for weight in held]
+        # The server keeps it until its update is complete, and the next gradient overwrites it.
         own = [tensor.detach().clone() for tensor in tensors]
         made = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
         if made is not None:

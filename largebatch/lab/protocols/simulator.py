@@ -88,6 +88,8 @@ def quantiles(times: ComputeTime, uniform: FloatArray) -> FloatArray:
             places = (uniform * len(record)).astype(np.int64)
             return np.asarray(record, dtype=np.float64)[places]
         case Stragglers(usual=usual, probability=probability, factor=factor):
+            # One number decides both: whether the time is that of a straggler, and, stretched to 0
+            # to 1, the quantile. So each time takes one draw, whatever its distribution.
             slow = uniform < probability
             rest = (uniform - probability) / (1 - probability)
             found = quantiles(usual, np.where(slow, uniform / probability, rest))
@@ -234,6 +236,7 @@ class Direction:
 
     def send(self, now: float, size: float) -> float:
         """Send a message of `size` bytes and return the time of its last byte."""
+        # A message waits for those before it. Nothing else need be simulated of a queue.
         self.free_at = max(now, self.free_at) + size * self._seconds_per_byte
         return self.free_at
 
@@ -300,6 +303,8 @@ class _Engine:
         self._mini_batches = MiniBatches(rule, updates)
         hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
         link = cluster.server_link or cluster.link
+        # A server beside a learner has its host, and so its link; its own learner reaches it
+        # without.
         own = hosts if servers is None else [_Host(link) for _ in range(servers)]
         shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
         self.servers = [
@@ -328,6 +333,7 @@ class _Engine:
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
         delay = seconds - self.env.now
+        # Called directly: an event for what happens now would only cost time.
         if delay <= 0:
             call()
         else:
@@ -345,6 +351,8 @@ class _Engine:
 
     def _answer(self, connection: _Connection) -> None:
         learner, server = connection.learner, connection.server
+        # As in the real protocol, the first server hands out the mini-batches, and the others are
+        # asked after its answer.
         if server is self.servers[0]:
             number = self._mini_batches.next(learner.number)
             if number is None:
@@ -373,6 +381,8 @@ class _Engine:
     def _receive(self, connection: _Connection) -> None:
         server = connection.server
         server.arrived += 1
+        # The server adds up gradients and updates when the last one has arrived, one update after
+        # the other.
         completes = server.arrived % self._rule.gradients == 0
         seconds = self._update_seconds * server.share if completes else 0.0
         end = server.work.send(self.env.now, seconds)
@@ -386,6 +396,8 @@ class _Engine:
             Arrival(update, learner.number, read, update - read, learner.mini_batch)
         )
         server.pushed.append(connection)
+        # Without waiting a learner goes on when its gradient was taken; else all go on with the
+        # update.
         free: Sequence[_Connection] = () if self._rule.waits else (connection,)
         if len(server.pushed) == self._rule.gradients:
             free = server.pushed if self._rule.waits else free
@@ -417,6 +429,8 @@ class _Engine:
             received = target.inward.send(self.env.now, share)
             arrive(max(sent, received) + latency)
 
+        # The receiving end is entered when the sending one begins with the message, since bytes
+        # stream through both. Its last byte comes when the slower of the two has passed it.
         self._at(begin, receive)
 
 
@@ -463,6 +477,7 @@ class FairLinks:
     def _advance(self) -> None:
         passed = self._env.now - self._at
         self._at = self._env.now
+        # Rates are constant between two events, so what is left falls linearly.
         for message in self._under_way:
             message.left -= message.rate * passed
 
@@ -496,6 +511,8 @@ def _set_rates(messages: Sequence[_Message]) -> None:
             users.setdefault(end, []).append(message)
     free = {end: end.bandwidth or math.inf for end in users}
     while users:
+        # Max-min fairness by progressive filling: the end with the least for each message fixes its
+        # messages, and what these leave at other ends is divided among the rest.
         tightest = min(users, key=lambda end: free[end] / len(users[end]))
         rate = free[tightest] / len(users[tightest])
         for message in users.pop(tightest):

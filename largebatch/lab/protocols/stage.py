@@ -30,7 +30,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole, writing
 from largebatch.tracking.events import Step
 from largebatch.training.loop import Criterion, step_seeds
-from largebatch.training.session import Part, Training, Updates
+from largebatch.training.session import StageSteps, Training, Updates
 from largebatch.training.state import TrainState
 
 
@@ -45,7 +45,7 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
     servers = range(first, first + section.num_servers)
     exchange = Exchange(backend, learners=section.learners, servers=servers)
 
-    def updates(training: Training, part: Part) -> Generator[None, None, None]:
+    def updates(training: Training, part: StageSteps) -> Generator[None, None, None]:
         segment = _Segment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
@@ -57,7 +57,9 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
 
 
 class _Segment:
-    def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
+    def __init__(
+        self, training: Training, part: StageSteps, recipe: Recipe, exchange: Exchange
+    ) -> None:
         self._training = training
         self._part = part
         self._exchange = exchange
@@ -85,6 +87,7 @@ class _Segment:
         training = self._training
         rule = self._rule
         start = training.state.progress.step
+        # Learners rest only where the core needs one state: a rest costs the wait for the slowest.
         points = [point for point in training.plan.evaluate_after if point > start]
         if self._every is not None:
             points.append((start // self._every + 1) * self._every)
@@ -100,6 +103,7 @@ class _Segment:
                 gradient=self._gradients.of,
                 asks=lambda: any(training.requests.own()),
             )
+            # Before anything is written: the statistics are part of the state at this rest.
             average_statistics(
                 training.state.model, training.backend, learners=self._exchange.learners
             )
@@ -119,6 +123,7 @@ class _Segment:
         the step of a checkpoint is that of the record.
         """
         state = self._training.state
+        # Copies of everything that the block changes, because a part of it cannot be undone.
         progress = copy.deepcopy(state.progress)
         before = copy.deepcopy(state.model.state_dict())
         optimizer = copy.deepcopy(self._optimizer.state_dict())
@@ -215,11 +220,14 @@ class Gradients:
     def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
         """Return the mean gradient over a mini-batch at the current weights, and its loss."""
         self.model.train()
+        # So dropout is that of the same mini-batch in any order of arrival, and with hardsync that
+        # of the worker with this part of the batch.
         update, learner = divmod(mini_batch, self.learners)
         accelerator.seed(step_seeds(self.seed, learner)(update), self.reducer.device)
         images, labels = self.batch(mini_batch)
         self.reducer.zero()
         loss = self.criterion(self.model(images), labels) / len(labels)
+        # The moments are complete after forward.
         self.spans.reduce()
         self.reducer.arm()
         loss.backward()
@@ -242,6 +250,8 @@ def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> 
     if not buffers:
         return
     counts = backend.rank < learners
+    # One message for all buffers. Double, because counts of batches exceed what float32 has
+    # exactly.
     flat = torch.cat([buffer.flatten().double() for buffer in buffers]) * counts / learners
     flat = flat.to(backend.device)
     backend.all_reduce(flat).wait()

@@ -158,6 +158,8 @@ def rank(
         reached = reached_at(run, target)
         return None if reached is None else reached.step
 
+    # A policy that reached the target with one lucky seed must not be first, so the share of seeds
+    # counts before the mean.
     def order(one: Ranked) -> tuple[bool, bool, float, float]:
         known = one.scores.values()
         mean = fmean(known) if known else 0.0
@@ -319,6 +321,7 @@ def level_with(
     others: dict[str, Mapping[int, float]] = {}
     for name, values in settings.items():
         if name != best:
+            # A setting without some seeds has no fair interval, and so is not called worse.
             is_complete = values.keys() == settings[best].keys()
             others[name] = values if is_complete else {}
     compared = leads(settings[best], others, of_costs=not higher)
@@ -371,6 +374,7 @@ def compared_values(
     """
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
+        # Seeds that all settings have: the mean over more seeds has other luck.
         own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
         common = set.intersection(*({run.seed for run in one.seeds} for one in own))
         measured = {run.seed: measure.of(run) for run in cell.seeds if run.seed in common}
@@ -476,6 +480,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
             found += [each.finding for each in rankings]
+            # The curve to the highest target is the one that matters in practice.
             highest = max(rankings, key=lambda each: each.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_costs, target=highest.target or math.inf, name="step")
@@ -488,6 +493,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         if points:
             parts.insert(0, trade_off(f"cost-{recipe}", title, points))
         sections.append(Section(title=recipe, parts=parts))
+    # Settings run in processes of their own, in which time and memory are measured.
     if is_of_settings:
         title = "Settings"
         note = _SETTINGS

@@ -81,6 +81,7 @@ def doubts_about(
     ]
     if unfinished:
         doubts.append(f"not finished: {shorten(unfinished)}")
+    # Cells are compared in pairs of seeds, so only the seeds of all of them count.
     common = set.intersection(*(set(cell.runs) for cell in cells)) if cells else set()
     if len(common) < ENOUGH_SEEDS:
         doubts.append(f"too few {run}s to judge: {len(common)}, and {ENOUGH_SEEDS} are needed")
@@ -109,6 +110,7 @@ def _disturbances(runs: Sequence[Record], study: Iterable[Record]) -> list[str]:
     others = [record.other_cores for record in runs]
     if any(map(math.isnan, others)):
         doubts.append("what other programs used was not measured")
+    # The strictest of the runs: one disturbed run is enough to move a mean.
     allowed = min(
         (max(OTHER_CORES, OTHER_SHARE * record.cores) for record in runs), default=OTHER_CORES
     )

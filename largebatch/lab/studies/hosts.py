@@ -112,9 +112,11 @@ class PacedCriterion:
         """Return the loss, after the set time."""
         loss = self._criterion(outputs, labels)
         if torch.is_grad_enabled():
+            # Evaluations pass here too, without gradients; they are not part of a set time.
             left = self._begun + next(self._seconds) - time.perf_counter()
             self.gradients += 1
             self.late += left < 0
+            # Before backward, because its messages must leave when those of a real host would.
             time.sleep(max(0.0, left))
         return loss
 
@@ -251,6 +253,7 @@ def combined(workers: Sequence[Json], hosts: Sequence[str], *, updates: int) -> 
     for host in dict.fromkeys(hosts):
         marks = [Counters(*mark) for mark in workers[hosts.index(host)]["counters"]]
         before, between, after = marks  # the second segment is between the first two
+        # Both segments have the same messages at their ends. The difference is that of the updates.
         received.append((after.received - 2 * between.received + before.received) / updates)
         sent.append((after.sent - 2 * between.sent + before.sent) / updates)
     gradients = sum(worker["gradients"] for worker in workers)
@@ -299,6 +302,8 @@ def hosts_cell(  # noqa: PLR0913 -- where it is in the study, and what it starts
     with naming(f"{configuration}/{variant}"):
         base = recipe_of(entry, folder)
         tree = base.model_dump(mode="json")
+        # The recipe has the few samples that are computed; the nominal mini-batch is only slept
+        # for.
         tree["batch"]["global_batch"] = workers * computed
         tree["polish"] = None
         tree["evaluation"] = {}
@@ -381,6 +386,7 @@ def measure(cell: HostsCell, options: Options) -> Json:
         optimizer = session.state.updater.optimizer
         counters = []
         with applied_rates(optimizer) as rates:
+            # By the stage itself, so that the timed updates are those of `largebatch train`.
             for until in segments_of(on_hosts):
                 STAGES[0].run(session, range(session.plan.train_steps), until)
                 session.saver.finish()
@@ -399,6 +405,7 @@ def measure(cell: HostsCell, options: Options) -> Json:
 
 def idle_counters(backend: Backend) -> Counters:
     """Read the counters of this host's link while no worker sends anything."""
+    # The first barrier: all have ended their sums, and nothing is under way.
     backend.barrier()
     counters = read_counters(Path("/proc/net/dev").read_text())
     backend.barrier()  # nobody continues, or leaves, before all have read
@@ -431,6 +438,7 @@ def environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
         "HOROVOD_CROSS_RANK": str(list(names).index(here)),
         "HOROVOD_CROSS_SIZE": str(len(names)),
         "HOROVOD_HOSTNAME": here,
+        # Hosts of a study share the cores of this machine.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -529,6 +537,7 @@ def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
     groups: dict[tuple[str, str, str], list[HostsRow]] = {}
     for row in rows:
         if row.cell.workers > 1 and row.speed_up is not None and row.speed_up.mean < 1:
+            # One finding for all numbers of workers of a layout.
             key = row.cell.configuration, row.cell.look, row.scaling or ""
             groups.setdefault(key, []).append(row)
     for (recipe, look, scaling), slow in groups.items():

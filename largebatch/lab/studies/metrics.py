@@ -105,6 +105,7 @@ def robustness(top1: Iterable[tuple[int, float, float]]) -> Robustness | None:
     }
     if not whole or len(scales) < 2:
         return None
+    # Robustness is to factors of the rate: 2 and 1/2 are equally far from 1.
     places = np.log(scales)
     return Robustness(
         by_scale={

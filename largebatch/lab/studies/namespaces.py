@@ -90,6 +90,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
     `megabits` is the rate of each link in Mbit/s in each direction; None for no limit. Call it
     in its own namespaces.
     """
+    # `ip netns` keeps its names in /run: a file system of its own keeps them out of the machine's.
     _call("mount -t tmpfs tmpfs /run")
     _call("ip link set lo up")
     _call("ip link add name bridge type bridge")
@@ -105,6 +106,7 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
         if megabits is not None:
             _call(f"tc -n {name} qdisc add dev {CARD} root {_shape(megabits)}")
             _call(f"tc qdisc add dev to-{name} root {_shape(megabits)}")
+    # Libraries look up the host's own name, and without an entry wait for a name server.
     table = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
     replace_file("/etc/hosts", Path("/run/hosts"), "\n".join(table) + "\n")
 
@@ -121,12 +123,14 @@ def _shape(megabits: float) -> str:
     >>> _shape(1000)
     'tbf rate 1000000kbit burst 125000 limit 67108864'
     """
+    # A bucket of 1 ms at the rate. Smaller than a few frames it could never reach the rate.
     burst = max(_SHORTEST_BURST, round(megabits * 1e6 / 8 * _BURST_SECONDS))
     return f"tbf rate {round(megabits * 1000)}kbit burst {burst} limit {_QUEUE}"
 
 
 def on_host(name: str, *command: str) -> list[str]:
     """Return a command that runs another one on a host, under the host's name."""
+    # Gloo and Horovod take the host's name for its address, and all namespaces have the machine's.
     named = f'hostname {name} && exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 

@@ -95,6 +95,7 @@ def watched(make: Callable[[], Json]) -> Json:
 
     def of_others() -> float:
         every = busy(percpu=True)
+        # In a container the numbers of cores may exceed what psutil lists; then all are counted.
         own = [every[core] for core in cores] if cores and max(cores) < len(every) else every
         used = sum(
             core.user + getattr(core, "nice", 0.0) + core.system + getattr(core, "steal", 0.0)
@@ -107,6 +108,7 @@ def watched(make: Callable[[], Json]) -> Json:
     others_before = of_others()
     results = make()
     seconds = time.monotonic() - begun_monotonic
+    # Clock ticks of the two counters are not read at the same time: the difference may be below 0.
     others = max(0.0, of_others() - others_before) / seconds if seconds > 0 else math.nan
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return {

@@ -45,7 +45,7 @@ from largebatch.lab.studies.store import Store
 from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
 from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
-from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, StopRequests, answering
 from largebatch.runs.launch import Command, Processes
 from largebatch.runs.options import Options
 
@@ -108,6 +108,7 @@ class Runs:
 
         Seeds wait for the search of their cell.
         """
+        # A seed needs the rate found, which is known when the last trial is recorded.
         searching = {cell.name for cell, slot in left if slot.trial}
         for cell, slot in left:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
@@ -136,6 +137,7 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
     Raises LargebatchError for a mistake that a run finds, and WorkerFailedError for a run whose
     process failed; the others stop and can be resumed.
     """
+    # Before a run is claimed, so that a second command with other settings is refused.
     runs.store.define(runs.cells)
     pool = _Pool(jobs, in_processes=jobs > 1 or any(cell.own_process for cell in runs.cells))
     begun = time.monotonic()
@@ -152,6 +154,8 @@ def carry_out(runs: Runs, *, jobs: int, report: Callable[[str], None]) -> bool:
                         continue
                     runs.store.write(task.cell, task.slot, record)
                     done += 1
+                    # Other commands share the folder, so what is left is counted there and not
+                    # here.
                     number = len(runs.left)
                     seconds = round((time.monotonic() - begun) / done * number)
                     top1 = f": top-1 {record['top1']:.2%}" if "top1" in record else ""
@@ -208,7 +212,7 @@ class _Pool:
         self._in_processes = in_processes
         self.running: list[_RunInProcess] = []
         self._done: list[tuple[Task, Json | None]] = []
-        self._requests = Requests()
+        self._requests = StopRequests()
         self._shares = device_shares(jobs) if jobs > 1 else [{}]
         self.error: Exception | None = None
 
@@ -226,6 +230,8 @@ class _Pool:
 
         def stop(*_: object) -> None:
             self._requests.add()
+            # A run in this process that handles requests itself takes the signal instead of this
+            # function.
             if not self._in_processes:
                 raise KeyboardInterrupt
             for run in self.running:
@@ -251,6 +257,7 @@ class _Pool:
                 self._requests.add()
                 self._done.append((task, None))
             return
+        # A run gets the devices of the one that ended.
         taken = {run.place for run in self.running}
         place = next(place for place in range(self._jobs) if place not in taken)
         folder = tempfile.TemporaryDirectory(prefix="largebatch-")
@@ -359,8 +366,10 @@ def time_left(runs: Runs, *, jobs: int) -> TimeLeft:
     probed: dict[str, Json] = {}
     begun = time.monotonic()
     for cell in _by_turns([cell for cell in cells if cell.name not in known]):
+        # At least one cell of each recipe is measured, however long it takes.
         is_first = not any(one.name in known for one in cells if _are_alike(one, cell))
         probe = cell.probe
+        # Policies of a recipe begin alike, so one probe serves all of them.
         key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
         if key not in probed:
             if not is_first and time.monotonic() - begun > PROBING_SECONDS:
@@ -383,6 +392,7 @@ def _by_turns(cells: Sequence[Cell]) -> list[Cell]:
 
     So the first ones are a random sample of each recipe's cells, which differ in cost.
     """
+    # A fixed seed: two dry runs of a study measure the same cells.
     order = np.random.default_rng(0).permutation(len(cells))
     shuffled = [cells[place] for place in order]
     places = Counter[str]()

@@ -58,6 +58,8 @@ def _points(study: Study) -> Iterator[tuple[str, str, int, int, str]]:
             for workers in sorted({1, *study.scaling.workers}):
                 samples = entry.on_hosts.mini_batch
                 if kind == "strong":
+                    # Strong scaling: all share the batch that the most workers have in weak
+                    # scaling, so both kinds have the same cells there.
                     samples = samples * max(study.scaling.workers) // workers
                 for place in (INSIDE,) if workers == 1 else (INSIDE, HOSTS):
                     yield kind, name, workers, samples, place

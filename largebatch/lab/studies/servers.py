@@ -164,9 +164,13 @@ def link_bytes(cell: HostsCell, shares: Sequence[int]) -> list[float]:
     whole = sum(shares)
     dedicated = servers_of(cell)
     if dedicated is None:
+        # A ring all-reduce sends 2 (n - 1) / n of the bytes over each link.
         return [2 * whole * (workers - 1) / workers] * workers
     if dedicated:
+        # A worker pulls all weights and pushes a whole gradient; a server has one share for each
+        # worker.
         return [float(whole)] * workers + [float(workers * share) for share in shares]
+    # A worker reaches its own share without the link, and serves the others.
     return [float(whole - share + (workers - 1) * share) for share in shares]
 
 
@@ -228,6 +232,7 @@ def simulations(
         several = _cells(study, folder, name, numbers) if section.workers else []
         most = _cells(study, folder, name, [max(entry.on_hosts.workers)])
         recipe = most[0].recipe
+        # In the order of the optimizer's groups, by which a run divides tensors over servers.
         groups = param_groups(shapes_of(recipe), weight_decay=0.0)
         sizes = [weight.nbytes for group in groups for weight in group["params"]]
         points: list[tuple[Sweep, list[HostsCell]]] = [("workers", several)]
@@ -285,6 +290,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
                 compute_times(compute.factor, seed=seed, learner=n, factor=gradient)
                 for n in range(cell.workers)
             ]
+            # Every update of a ring waits for the slowest gradient, and then sends.
             sent = link_bytes(cell, shares)[0] / bandwidth
             every = islice(zip(*draws, strict=True), UPDATES)
             seconds = [max(each) + sent for each in every]
@@ -416,6 +422,7 @@ def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
     """Return by layout the lowest rate of links from which on it is faster than one worker."""
     found: dict[str, float] = {}
     ended = set()
+    # From fast links to slow ones, as long as the layout is faster.
     for row in sorted(rows, key=lambda row: row.cell.megabits, reverse=True):
         layout = row.cell.look
         if row.cell.workers == 1 or layout in ended or row.speed_up is None:

@@ -68,7 +68,7 @@ from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.tracking.events import Evaluation, Event
-from largebatch.training.session import Part, Session, Training
+from largebatch.training.session import Session, StageSteps, Training
 from largebatch.training.stages import run_stages
 
 _NOTE = (
@@ -179,6 +179,8 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
                 reference = base.batch.global_batch
                 protocol |= {"kind": "hardsync", "modulation": "sqrt", "reference_batch": reference}
             tree = base.model_dump(mode="json")
+            # An update has one gradient of every learner with hardsync, and lambda / n with
+            # n-softsync.
             tree["batch"]["global_batch"] = mu * (max(1, learners // sigma) if sigma else learners)
             tree["protocol"] = protocol
             with naming(f"{name}/{variant}"):
@@ -283,7 +285,7 @@ class _Learners:
         self.buffers: dict[int, list[Tensor]] = {}
         """The running statistics of every learner that has computed anything in the stage."""
 
-    def updates(self, training: Training, part: Part) -> Generator[None, None, None]:
+    def updates(self, training: Training, part: StageSteps) -> Generator[None, None, None]:
         """Make the updates of a stage, and yield after the last one; raise DivergedError."""
         begun = time.monotonic()
         state = training.state
@@ -291,10 +293,11 @@ class _Learners:
         size = self.cell.mu
         rule = self.cell.rule
         optimizer = state.updater.optimizer
+        # Those of the stage: the affine one trains a part of the weights only.
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         copies = self._copy(state.model)
         weights = [copies[weight] for weight in held]
-        # Drawn anew for each stage; else the second one would repeat the times of the first.
+        # Another seed in each stage: else the second one would repeat the times of the first.
         seed = int(np.random.SeedSequence((self.seed, steps.start)).generate_state(1)[0])
         model_bytes = float(sum(weight.nbytes for weight in copies.values()))
         cluster = replace(self.cell.cluster, model_bytes=model_bytes)

@@ -128,6 +128,8 @@ class Store:
             if not path.exists():
                 content = {**record, **identity(cell, slot)}
                 write_whole(path, to_json(content, indent=1, inf_nan_mode="null"))
+            # While the lock is held: who opens the removed file gets a lock, looks again, and finds
+            # a record.
             path.with_suffix(CLAIM).unlink(missing_ok=True)
         self.release(cell, slot)
 
@@ -142,6 +144,8 @@ class Store:
         with ExitStack() as opened:
             with _writing(path):
                 file = opened.enter_context(path.with_suffix(CLAIM).open("ab"))
+            # A lock and not the file itself is the claim, since the system releases it when its
+            # owner dies.
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -218,6 +218,8 @@ class TrainedCell(Cell):
         assert self.search is not None
         left = recipe.train_samples - self.search.held_out
         share = left / recipe.train_samples  # of the updates in an epoch
+        # If epochs are fixed, a run without these images has fewer updates, and its lengths in
+        # steps become shorter too; if steps are fixed, it has more epochs.
         lengths = (1.0, share) if recipe.duration.epochs is not None else (1 / share, 1.0)
         tree = shortened(recipe, lengths[0], steps=lengths[1]).model_dump(mode="json")
         tree["seed"] = slot.seed
@@ -230,6 +232,7 @@ class TrainedCell(Cell):
 
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made, at any ends of the search."""
+        # Before hours of runs: what a search may draw must be valid, in every combination.
         ends = [[(key, end) for end in both] for key, both in self.ranges.items()]
         kinds = {(slot.trial > 0, slot.scale): slot for slot in self.slots}
         for slot in kinds.values():
@@ -340,6 +343,7 @@ def drawn_values(
     }
     for trial in trials:
         params = {
+            # Trials of an earlier range may be outside of this one, which Optuna refuses.
             key: min(max(trial.values.get(key, low), low), high)
             for key, (low, high) in ranges.items()
         }
@@ -357,6 +361,7 @@ def chosen_values(trials: Sequence[Result], *, held_out: int) -> Values:
     divergence. Of trials at one rate the most accurate counts.
     """
     best = max(trial.top1 for trial in trials)
+    # The standard error of a fraction of these images that are right.
     least = best - math.sqrt(best * (1 - best) / held_out)
     good = [trial for trial in trials if trial.top1 >= least]
     return min(good, key=lambda trial: (trial.rate or 0.0, -trial.top1)).values
@@ -430,6 +435,7 @@ def train(recipe: Recipe, options: Options) -> Json:
             if isinstance(error, WorkerFailedError):
                 raise
             diverged = str(error)
+    # From its log, as for any finished run, so the record needs nothing of this process.
     read = read_run(folder)
     if diverged is None and has_diverged(read):
         diverged = "the validation loss at the end is not finite"
@@ -467,6 +473,7 @@ def usage_of(read: Run) -> dict[str, float]:
     steps = [step.step_seconds for step in read.steps]
     used = {"train_seconds": math.fsum(steps)}
     if steps:
+        # The first update has the start of the input, and the compilation of kernels.
         used["update_seconds"] = float(np.median(steps[1:] or steps))
     if not read.system or not all(one.seconds for one in read.system):
         return used
@@ -481,6 +488,8 @@ def usage_of(read: Run) -> dict[str, float]:
         **used,
         "cpu_seconds": cpu_seconds,
         "cores": cpu_seconds / float(seconds.mean(axis=1).sum()),
+        # The peak of each worker, although they need not be at the same time: at most this much is
+        # needed.
         "peak_memory_bytes": float(table("peak_memory_bytes").max(axis=0).sum()),
         "gpu_percent": float((table("gpu_percent") * seconds).sum() / seconds.sum()),
         "gpu_memory_bytes": float(table("gpu_memory_bytes").max()),

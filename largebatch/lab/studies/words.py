@@ -137,6 +137,7 @@ def windows_of(words: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
     >>> inputs.tolist(), targets.tolist()
     ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     """
+    # The last word of the text has no next one.
     number = (len(words) - 1) // length
     inputs, targets = words[: number * length], words[1 : number * length + 1]
     return inputs.view(number, length), targets.view(number, length)
