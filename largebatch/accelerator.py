@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
@@ -291,6 +291,26 @@ class Graph:
     def replay(self) -> None:
         """Run the recorded launches, behind what is queued in the current stream."""
         self._graph.replay()
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """What an object whose work is recorded in a graph offers to who replays it.
+
+    Its tensors and numbers must be on the device, in memory that stays, and so must be its results.
+    """
+
+    def refusal(self) -> str | None:
+        """Return why its work cannot be recorded as things are; None if it can be."""
+
+    def reads(self) -> object:
+        """Return addresses and numbers of the host that are fixed in a recording of its work.
+
+        If they are no longer equal, the recording is of no use.
+        """
+
+    def refresh(self) -> None:
+        """Do what the host does before its work: send numbers that have changed."""
 
 
 def is_recording() -> bool:

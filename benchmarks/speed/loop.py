@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import SGD
 
 from benchmarks.speed.measuring import (
@@ -41,7 +40,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.sgd import build_sgd
-from largebatch.training.loop import cross_entropy, step_seeds, train
+from largebatch.training.graph import GraphedStep
+from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
 RATE, MOMENTUM = 1e-3, 0.9
 
@@ -83,20 +83,22 @@ def compare(
     def ours(*, graph: bool) -> Step:
         trained = copy.deepcopy(model)
         weights = {"params": list(trained.parameters()), "weight_decay": 0.0}
-        updates = train(
+        kind = GraphedStep if graph else EagerStep
+        step = kind(
             trained,
             build_sgd([weights], lr=RATE, momentum=MOMENTUM, nesterov=False, scaled=False),
-            itertools.repeat(Batch(images, labels)),
-            lambda _: RATE,
             cross_entropy(smoothing=0.0, off_target="all"),
             Reducer(trained.named_parameters(), backend),
             Spans(trained, backend),
-            GradScaler(backend.device.type, enabled=False),
+            global_batch=batch,
+        )
+        updates = train(
+            step,
+            itertools.repeat(Batch(images, labels)),
+            lambda _: RATE,
             steps=range(10**9),
             accumulation=1,
-            global_batch=batch,
             seed=step_seeds(0, 0),
-            graph=graph,
         )
         return lambda: next(updates)
 

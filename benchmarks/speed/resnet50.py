@@ -35,7 +35,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.measuring import (
@@ -61,7 +60,8 @@ from largebatch.models.fusion import pair
 from largebatch.optim.lars import LARS
 from largebatch.optional import require_timm
 from largebatch.recipe.choices import Compile
-from largebatch.training.loop import cross_entropy, step_seeds, train
+from largebatch.training.graph import GraphedStep
+from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
 LR, MOMENTUM, DECAY, SMOOTHING = 0.1, 0.9, 5e-5, 0.1
 LOG_INTERVAL = 50
@@ -240,20 +240,22 @@ def ours(name: str, data: Data, mode: str | None = None, *, graph: bool = False)
         chosen = cast("Compile", True if mode == "default" else mode)
         compile_model(model, chosen, images.device, shares_spans=False)
     groups = param_groups(model, weight_decay=DECAY)
-    updates = train(
+    kind = GraphedStep if graph and images.device.type in accelerator.GRAPHS else EagerStep
+    step = kind(
         model,
         LARS(groups, lr=LR, momentum=MOMENTUM),
-        itertools.repeat(Batch(images, labels)),
-        lambda _: LR,
         cross_entropy(smoothing=SMOOTHING, off_target="all"),
         Reducer(model.named_parameters(), backend),
         Spans(model, backend),
-        GradScaler(images.device.type, enabled=False),
+        global_batch=len(images),
+    )
+    updates = train(
+        step,
+        itertools.repeat(Batch(images, labels)),
+        lambda _: LR,
         steps=range(10**9),
         accumulation=1,
-        global_batch=len(images),
         seed=step_seeds(0, 0),
-        graph=graph and images.device.type in accelerator.GRAPHS,
     )
     return lambda: next(updates)
 

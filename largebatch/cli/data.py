@@ -22,7 +22,7 @@ from largebatch.storage import Progress
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
-    from largebatch.runs.pretrained import Start
+    from largebatch.runs.pretrained import StartingModel
 
 SPLITS = ("train", "val")
 GENERIC = {"data", "dataset", "images", "train"}  # names that do not describe images
@@ -241,7 +241,7 @@ def init(  # noqa: PLR0913 -- its options
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
 
 
-def _start(train: "Index", weights: str | None, model: str | None) -> "Start | None":
+def _start(train: "Index", weights: str | None, model: str | None) -> "StartingModel | None":
     """Return the model that was asked for, or weights for few photographs if they can be had.
 
     None: random weights of the network that suits the images.

@@ -25,7 +25,7 @@ from largebatch.runs.options import (
     Folder,
     Given,
     Imports,
-    Machine,
+    MachineOptions,
     Number,
     Options,
     RecipeFile,
@@ -101,7 +101,7 @@ def range_(  # noqa: PLR0913 -- its options
     steps: Count | None = None,
     seeds: Count = 3,
     out: Folder = NEW_FOLDER,
-    options: Annotated[Machine, Given] = Machine(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> int:
     """Range test: train while the learning rate rises, and find the usable rates.
 
@@ -135,7 +135,7 @@ def noise(
     *,
     max_steps: Count | None = None,
     out: Folder = NEW_FOLDER,
-    options: Annotated[Machine, Given] = Machine(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> int:
     """Measure the gradient noise scale: the batch, in samples, above which a larger one pays less.
 
@@ -305,7 +305,7 @@ def batch(
     cluster: ClusterName | None = None,
     price: Number | None = None,
     out: Folder = NEW_FOLDER,
-    options: Annotated[Machine, Given] = Machine(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> int:
     """Measure how large a batch pays on your images, and write the recipe for it.
 

@@ -27,7 +27,7 @@ from largebatch.runs.options import (
     Folder,
     Given,
     Imports,
-    Machine,
+    MachineOptions,
     Options,
     RecipeFile,
     chosen_folder,
@@ -45,21 +45,24 @@ def train(recipe: RecipeFile, /, *, options: Annotated[Options, Given] = Options
     return _train(load_recipe(recipe, options.changes), options)
 
 
-class Asked(Options):
+class GivenOptions(Options):
     """Options but `out` that know which were given, also with the value of their default."""
 
     out: Annotated[Path, Parameter(parse=False)]
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 -- of Options
         super().__init__(**given)
-        vars(self)["given"] = given  # the dataclass is frozen
+        self.given = given  # not one of the fields, which are frozen
 
 
-_NOTHING = Asked()
+_NOTHING = GivenOptions()
 
 
 def resume(
-    run: Path, /, *, options: Annotated[Asked, Given, Parameter(show_default=False)] = _NOTHING
+    run: Path,
+    /,
+    *,
+    options: Annotated[GivenOptions, Given, Parameter(show_default=False)] = _NOTHING,
 ) -> int:
     """Continue a run with its recipe, its images and, if not given, the options it had before.
 
@@ -69,7 +72,7 @@ def resume(
     from largebatch.runs.folder import check_folder, remembered
 
     check_folder(run, resume=True)
-    resumed = remembered(run, vars(options)["given"])
+    resumed = remembered(run, options.given)
     return _train(load_recipe(run / RECIPE, resumed.changes), resumed)
 
 
@@ -111,7 +114,7 @@ def evaluate(
     model: str | None = None,
     training: bool = False,
     json: AsJson = False,
-    options: Annotated[Machine, Given] = Machine(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> None:
     """Measure a saved model: the newest checkpoint of a run, an export, or a file of weights.
 
@@ -164,7 +167,7 @@ def polish(  # noqa: PLR0913 -- its options
     weights: Path | None = None,
     ema: bool = False,
     samples: Count | None = None,
-    options: Annotated[Machine, Given] = Machine(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> None:
     """Recompute BatchNorm statistics of a run, an export, or weights of another program.
 

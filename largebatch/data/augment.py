@@ -46,14 +46,17 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     Whole images are shown if `area` is None.
     """
     samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
-    heights, widths = index.heights[samples], index.widths[samples]
+    heights = index.heights[samples]
+    widths = index.widths[samples]
     if area is None:
         boxes = whole_boxes(heights, widths)
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     if flip == "alternating":
-        trained = len(index) if index.trained is None else len(index.trained)
-        epochs = np.arange(positions.start, positions.stop) // trained
+        # Every other epoch shows the mirror image (Jordan 2024, arXiv:2404.00498): with random
+        # flips half of the images look the same in two epochs in a row.
+        num_trained = len(index) if index.trained is None else len(index.trained)
+        epochs = np.arange(positions.start, positions.stop) // num_trained
         flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
@@ -67,7 +70,8 @@ def clean_request(
     index: Index, samples: IntArray, *, image_size: int, resize: int | None
 ) -> Request:
     """Return the request for these samples as in validation: the centre, or all if no `resize`."""
-    heights, widths = index.heights[samples], index.widths[samples]
+    heights = index.heights[samples]
+    widths = index.widths[samples]
     if resize is None:
         boxes = whole_boxes(heights, widths)
     else:
@@ -90,6 +94,7 @@ def random_boxes(
     log-uniform in `aspect`, and a position. The first box that fits is used; if none of the ten
     fits, the largest central box of a permitted aspect ratio.
     """
+    # A block of four words for each attempt, used or not: a position finds its own blocks.
     words = random_words(
         seed, Stream.CROP, block=positions.start * ATTEMPTS, num_blocks=len(positions) * ATTEMPTS
     )
@@ -100,16 +105,17 @@ def random_boxes(
     box_widths = np.rint(np.sqrt(pixels * shape)).astype(np.int64)
     box_heights = np.rint(np.sqrt(pixels / shape)).astype(np.int64)
 
-    spare_heights, spare_widths = heights[:, None] - box_heights, widths[:, None] - box_widths
+    spare_heights = heights[:, None] - box_heights
+    spare_widths = widths[:, None] - box_widths
     fits = (box_heights > 0) & (box_widths > 0) & (spare_heights >= 0) & (spare_widths >= 0)
     tops = (u_top * (spare_heights + 1)).astype(np.int64)
     lefts = (u_left * (spare_widths + 1)).astype(np.int64)
     attempts = np.stack([tops, lefts, box_heights, box_widths], axis=-1)
-    chosen = attempts[np.arange(len(attempts)), fits.argmax(axis=1)]
+    first_fit = attempts[np.arange(len(attempts)), fits.argmax(axis=1)]
     high = np.minimum(heights, np.rint(widths / aspect[0])).astype(np.int64)
     wide = np.minimum(widths, np.rint(heights * aspect[1])).astype(np.int64)
     central = _centered(heights, widths, np.maximum(high, 1), np.maximum(wide, 1))
-    return np.where(fits.any(axis=1)[:, None], chosen, central)
+    return np.where(fits.any(axis=1)[:, None], first_fit, central)
 
 
 def random_flips(seed: int, positions: range) -> BoolArray:
@@ -153,7 +159,8 @@ def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
 def _centered(
     heights: IntArray, widths: IntArray, box_heights: IntArray, box_widths: IntArray
 ) -> IntArray:
-    tops, lefts = (heights - box_heights) // 2, (widths - box_widths) // 2
+    tops = (heights - box_heights) // 2
+    lefts = (widths - box_widths) // 2
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
@@ -188,6 +195,7 @@ def translate(images: Tensor, shifts: Tensor) -> Tensor:
     >>> translate(image, torch.tensor([[0, 1]])).flatten().tolist()
     [1.0, 0.0, 1.0, 2.0]
     """
+    # Indexing by tensors returns channels first, and the model expects the order of its weights.
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     order = torch.channels_last if channels_last else torch.contiguous_format
     rows = reflected(shifts[:, 0], num_pixels=images.shape[2])[:, None, :, None]
@@ -198,7 +206,7 @@ def translate(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def reflected(shifts: Tensor, *, num_pixels: int) -> Tensor:
-    """Return N x num_pixels places to read, reflected at the first and the last pixel."""
+    """Return the N x num_pixels pixels to read, reflected at the first and the last one."""
     last = num_pixels - 1
-    places = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
-    return last - (last - places.abs()).abs()
+    pixels = torch.arange(num_pixels, device=shifts.device) - shifts[:, None]
+    return last - (last - pixels.abs()).abs()

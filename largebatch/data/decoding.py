@@ -54,9 +54,10 @@ def choose_decoding(
     is not installed, UnwritableError or DeviceFullError if a cache that the recipe asks for cannot
     be made.
     """
-    if images.own:
-        return Decoding(partial(_open_own, images.own))
-    data, execution = recipe.data, recipe.execution
+    if images.items:
+        return Decoding(partial(_open_own, images.items))
+    data = recipe.data
+    execution = recipe.execution
     cache = execution.cache
     is_free = cache is None and data.source != "synthetic"
     if is_free:
@@ -91,7 +92,8 @@ def _choose_cache(
     """
     from largebatch.data.decoders import pixel_cache
 
-    data, execution = recipe.data, recipe.execution
+    data = recipe.data
+    execution = recipe.execution
     indexes = [images.train, images.val]
     is_remote = accelerator.is_remote(backend.device)
     sizes = {pixel_cache.one_size(index) for index in indexes}
@@ -115,11 +117,11 @@ def _choose_cache(
 
 
 def _open_own(
-    own: "Mapping[str, Items]", index: Index, view: View, resources: Resources
+    items: "Mapping[str, Items]", index: Index, view: View, resources: Resources
 ) -> AbstractContextManager[Decode]:
     from largebatch.data.datasets.own import open_decoder
 
-    return open_decoder(own[index.digest], index, view, resources)
+    return open_decoder(items[index.digest], index, view, resources)
 
 
 def _decoder(data: Data, execution: Execution) -> OpenDecoder:
@@ -170,6 +172,7 @@ def _open_cached(
     """Open cached pixels; raise UnwritableError or DeviceFullError on all workers or on none."""
     from largebatch.data.decoders import pixel_cache
 
+    # By digest: an index that a stage has changed, such as one without held-out images, is a copy.
     caches = {
         index.digest: pixel_cache.open_cache(
             index, backend=backend, threads=threads, progress=progress

@@ -48,7 +48,7 @@ class Images:
     validates_on_train: bool
     """True if an evaluation measures training images that are held out for it."""
 
-    own: "Mapping[str, Items]" = field(default_factory=dict)
+    items: "Mapping[str, Items]" = field(default_factory=dict)
     """A user's data sets, by the digest of their index; empty for images of a folder."""
 
     @property
@@ -83,9 +83,9 @@ def read_images(
     data = recipe.data
     folder = None if folder is None else Path(folder)
     recipe.refuse_folder(folder)
-    own: dict[str, Items] = {}
+    items: dict[str, Items] = {}
     if dataset is not None:
-        train, val, own = _read_own(recipe, dataset, folder, backend)
+        train, val, items = _read_own(recipe, dataset, folder, backend)
     else:
         # Where pixels are cached, training reads no files: all are compared with the index now.
         caches = recipe.execution.cache in {"memory", "device"}
@@ -97,7 +97,7 @@ def read_images(
         evaluated=evaluated,
         held_out=held_out,
         validates_on_train=data.held_out is not None,
-        own=own,
+        items=items,
     )
 
 
@@ -164,7 +164,8 @@ def _read_own(
 ) -> "tuple[Index, Index, dict[str, Items]]":
     from largebatch.data.datasets import own
 
-    data, execution = recipe.data, recipe.execution
+    data = recipe.data
+    execution = recipe.execution
     unused = {
         f"data.source: {data.source}": data.source != "folder",
         f"--data {folder}": folder is not None,

@@ -34,17 +34,24 @@ READS = 64
 """Images that a worker reads at a time, at most; fast storage uses fewer threads, down to one."""
 
 OpenView = Callable[[Index, View], AbstractContextManager[Decode]]
+"""Opens a decoder of the images of an index on this worker's device."""
+
 Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Batches of every stage for one worker."""
+    """Batches of every stage for one worker.
+
+    The requests of a batch are computed here, from seed and position; the decoder draws nothing.
+    """
 
     seed: int
     plan: Plan
     rank: int
-    evaluated_samples: IntArray  # rows of the validation data that an evaluation measures
+    evaluated_samples: IntArray
+    """Rows of the validation data that an evaluation measures."""
+
     held_out_samples: IntArray
     """Training samples excluded from training and statistics; they decide which stages are kept."""
 
@@ -52,8 +59,10 @@ class Pipeline:
     train_index: Index
     val_index: Index
     open_decoder: OpenView
-    channels_last: bool = False  # True if images are stored channels last, like the model's weights
-    dtype: torch.dtype = torch.float32  # type of the images
+    channels_last: bool = False
+    """True if images are stored channels last, like the model's weights."""
+
+    dtype: torch.dtype = torch.float32
     idle: dict[Split, tuple[ExitStack, Decode]] = field(default_factory=dict)
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
@@ -72,7 +81,7 @@ class Pipeline:
         """Yield the device batches of these updates, `accumulation` per update."""
         return self.at(self.positions(steps), clean=clean)
 
-    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
+    def at(self, batches: Iterable[range], *, clean: bool) -> Batches:
         """Yield a batch for each of these ranges of positions, in the image size of its first.
 
         Clean images are prepared like validation images, in the same order of samples. Augmented
@@ -80,11 +89,11 @@ class Pipeline:
         """
         usual = self.data.image_size
 
-        def size_of(part: range) -> int:
-            return usual if clean else self.plan.image_size(part.start, otherwise=usual)
+        def size_of(positions: range) -> int:
+            return usual if clean else self.plan.image_size(positions.start, otherwise=usual)
 
-        for size, several in groupby(parts, key=size_of):
-            requests = (self.training_request(part, clean=clean) for part in several)
+        for size, of_one_size in groupby(batches, key=size_of):
+            requests = (self.training_request(positions, clean=clean) for positions in of_one_size)
             yield from self.decode(self.train_index, requests, image_size=size)
 
     def decode(
@@ -110,10 +119,10 @@ class Pipeline:
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
 
-    def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
+    def clean(self, split: Split, batches: Iterator[IntArray]) -> Batches:
         """Yield batches of these images, prepared as in validation."""
         index = self.train_index if split == "train" else self.val_index
-        requests = (self.clean_request(index, part) for part in parts)
+        requests = (self.clean_request(index, samples) for samples in batches)
         if split in self.idle:
             stack, decode = self.idle.pop(split)
         else:
@@ -121,13 +130,15 @@ class Pipeline:
             decode = stack.enter_context(self.open_decoder(index, self.view()))
         with stack:  # closes the decoder if it has batches that nobody used
             yield from augmented(decode(requests))
+            # Two passes over a split at the same time opened one decoder each; one stays open.
             if split not in self.idle:
                 self.idle[split] = stack.pop_all(), decode
 
     def close(self) -> None:
         """Release the decoders that stay open between evaluations."""
         while self.idle:
-            self.idle.popitem()[1][0].close()
+            _, (stack, _) = self.idle.popitem()
+            stack.close()
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Return the training request for these positions of the run."""
@@ -145,8 +156,9 @@ class Pipeline:
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
         """Return the request for these samples, prepared as in validation."""
-        size, resize = self.data.image_size, self.data.eval_resize
-        return clean_request(index, samples, image_size=size, resize=resize)
+        return clean_request(
+            index, samples, image_size=self.data.image_size, resize=self.data.eval_resize
+        )
 
     def validation(self) -> Batches:
         """Yield this worker's share of the validation samples, which may be empty."""
@@ -168,8 +180,8 @@ class Pipeline:
     def validation_samples(self) -> IntArray:
         """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
-        parts = self._dealt(samples, size=self._evaluated_at_once)
-        return np.concatenate([*parts, samples[:0]])
+        dealt = self._dealt(samples, size=self._evaluated_at_once)
+        return np.concatenate([*dealt, samples[:0]])  # of none too, where there are fewer batches
 
     @property
     def _evaluated_at_once(self) -> int:
@@ -177,12 +189,13 @@ class Pipeline:
 
     def positions(self, steps: range) -> Iterator[range]:
         """Yield the positions of this worker's device batches in these updates, in order."""
-        for part, _, accumulation in self.plan.within(steps):
-            for step, micro in product(part, range(accumulation)):
+        for piece, _, accumulation in self.plan.within(steps):
+            for step, micro in product(piece, range(accumulation)):
                 yield self.plan.positions(step, micro, self.rank)
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
         """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
+        # Whole batches are dealt, not single samples: a batch of statistics has whole spans.
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
 
@@ -210,11 +223,12 @@ def open_pipeline(
     recipe: Recipe, plan: Plan, images: Images, decoding: Decoding, backend: Backend
 ) -> Pipeline:
     """Return the batches of one worker: these images, so decoded, in the order of the plan."""
-    device, execution = backend.device, recipe.execution
+    device = backend.device
+    execution = recipe.execution
     resources = Resources(
         device,
-        decoding_threads(backend),
-        max(plan.device_batch, plan.statistics_batch),
+        threads=decoding_threads(backend),
+        batch_size=max(plan.device_batch, plan.statistics_batch),
         reads=execution.reads or READS,
     )
     return Pipeline(

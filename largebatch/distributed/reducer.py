@@ -7,28 +7,30 @@ A `Grouping` takes the sizes of the gradients in bytes, in the order of the mode
 ranges of their numbers, the first to send in front: small groups start early but cost a latency
 each; large groups use the bandwidth well but start late.
 
-A gradient is a view into its buffer. The first backward pass of a step creates a new tensor, which
-is copied there; the later ones add to the view. A single worker needs no buffers.
+A gradient is a view into its buffer, also with a single worker, so that its address never changes:
+tables of addresses (optim/kernels/table.py) and graphs (training/graph.py) stay valid. The first
+backward pass of a step creates new tensors, which are copied there group by group; the later ones
+add to the views.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from largebatch.distributed.backend import Group, Work
+from largebatch.distributed.backend import Group, Work, in_graphs
 from largebatch.errors import UnusedParametersError
 
 Named = tuple[str, nn.Parameter]
 
-Held = list[tuple[dict[str, Tensor], Tensor | None]]
-"""Gradients of each group by name, and the squared norm after the first backward pass."""
-
 Grouping = Callable[[Sequence[int]], list[range]]
+
+_ALIGNMENT = 16
+"""Bytes: addresses of gradients are multiples of it."""
 
 
 def cubic(sizes: Sequence[int]) -> list[range]:
@@ -57,6 +59,10 @@ def by_bytes(limit: float) -> Grouping:
     return group
 
 
+def _whole(sizes: Sequence[int]) -> list[range]:
+    return [range(len(sizes))] if sizes else []
+
+
 def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
     """Return ranges of `counts` tensors from the end; the last range is the remainder."""
     groups, end = [], num_tensors
@@ -73,27 +79,41 @@ class _Group:
     parameters: dict[str, nn.Parameter]
     buffer: Tensor
     views: dict[str, Tensor]
-    """Storage of the gradients: views of the buffer in the shape of the parameters."""
+    """Parts of the buffer in the shapes of the parameters: their gradients from `place` on."""
 
     sent: Tensor
     """Tensor to send: the buffer itself, or one of the same length in a shorter type."""
 
-    held: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of this step."""
+    first: Tensor
+    """Squared norm of the gradients of a step's first backward pass, if measured: 0-d."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of this step: tensors of autograd until all have come, then the views."""
 
     pending: set[str] = field(default_factory=set)
     """Parameters that still get a gradient in the armed backward pass."""
 
-    first: Tensor | None = None
-    """Squared norm of the gradients of a step's first backward pass, if measured."""
+    @property
+    def is_placed(self) -> bool:
+        """True if the gradients of this step are in the buffer."""
+        return self.gradients is self.views
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of the gradients: the buffer, or the gradients one by one."""
-        return [self.buffer] if self.views else list(self.held.values())
+    def place(self) -> None:
+        """Move the gradients from the tensors of autograd into the buffer."""
+        torch._foreach_copy_(list(self.views.values()), [self.gradients[it] for it in self.views])
+        self.gradients = self.views
+        self.use_views()
+
+    def use_views(self) -> None:
+        """Make the views the gradients of the parameters, which other code may have replaced."""
+        for name, weight in self.parameters.items():
+            if weight.grad is not self.views[name]:
+                weight.grad = self.views[name]
 
     def square(self) -> Tensor:
         """Return the squared norm of the gradients: 0-d, on the device."""
-        return torch.stack(torch._foreach_norm(self.tensors())).square().sum()
+        length: Tensor = torch.linalg.vector_norm(self.buffer)
+        return length.square()
 
     def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
@@ -106,7 +126,9 @@ class Reducer:
 
     Per optimizer step: `zero`, any number of backward passes, `arm` before the last one, `wait`.
     Every gradient is then the sum over workers and micro-batches; with a loss divided by the global
-    batch it is the mean over all samples, and needs no further scaling.
+    batch it is the mean over all samples, and needs no further scaling. After `wait` the gradients
+    of every step have the same memory. Other code may remove or replace them between `wait` and
+    `zero`; within a step that is an error, which names the parameter.
 
     `dtype` is a shorter type to send. Each worker divides by `divisor` before rounding and
     multiplies the sum by it. The default is the number of workers, so that no sum of representable
@@ -129,27 +151,33 @@ class Reducer:
         exact: Collection[nn.Parameter] = (),
         measure: bool = False,
     ) -> None:
-        self.workers, self._measure = workers, measure
+        self.workers = workers
+        self._measure = measure
         self._divisor = divisor or workers.world_size
-        self._alone = workers.world_size == 1 and dtype is None
-        apart = set(exact)
-        self._groups = [
-            _Group(dict(members), torch.empty(0), {}, torch.empty(0))
-            if self._alone
-            else _with_buffer(dict(members), dtype=None if members[0][1] in apart else dtype)
-            for members in divide(parameters, grouping=grouping, exact=apart)
-        ]
+        self._sends = workers.world_size > 1 or dtype is not None
+        keeps_type = set(exact)
+        if not self._sends:
+            grouping = _whole  # nothing is sent early, so that one launch can place all gradients
+        self._groups: list[_Group] = []
+        for members in divide(parameters, grouping=grouping, exact=keeps_type):
+            kinds = _by_kind(members)
+            if len(kinds) > 1 and workers.world_size > 1:
+                raise ValueError(
+                    f"parameters of different types or devices in one group: {kinds.keys()}"
+                )
+            sent_as = None if members[0][1] in keeps_type else dtype
+            self._groups += [_with_buffer(named, dtype=sent_as) for named in kinds.values()]
         if not self._groups:
             raise ValueError("the model has no parameter with requires_grad=True")
-        self.device = next(iter(self._groups[0].parameters.values())).device
+        self.parameters = [weight for group in self._groups for weight in group.parameters.values()]
+        """The parameters whose gradients are summed."""
+
+        self.device = self.parameters[0].device
         self._armed = False
         self.in_passes = False
-        """True while train() computes gradients, before the optimizer changes weights."""
+        """True while a step computes gradients, before the optimizer changes weights."""
 
         self._under_way: list[Work] = []
-        self._held: Held | None = None
-        """Result of `held`, until the gradients are others."""
-
         self.squares: Tensor | None = None
         """With `measure`, after `wait`: squared norm of this worker's gradients in the step's first
         backward pass, and of the sum. Two numbers on the device."""
@@ -162,29 +190,36 @@ class Reducer:
 
     def zero(self) -> None:
         """Clear all gradients; the buffers stay allocated."""
-        self._held = None
+        # Autograd writes the first gradient of a step to a new tensor, without reading zeros, and
+        # `place` moves those of a group together: one launch instead of one for each parameter.
         for group in self._groups:
-            group.held = {}
-            group.first = None
+            group.gradients = {}
             for weight in group.parameters.values():
                 weight.grad = None
 
-    def held(self) -> Held:
-        """Return the gradients of this step so far, for `hold`."""
-        if self._held is None:
-            self._held = [(dict(group.held), group.first) for group in self._groups]
-        return self._held
+    def refusal(self) -> str | None:
+        """Return why a graph cannot repeat the sums; None if it can."""
+        return None if in_graphs(self.workers) else "only NCCL's sums can be recorded"
 
-    def hold(self, held: Held) -> None:
-        """Use the memory of these gradients, which a graph has written; nothing is armed."""
-        self._armed, self._under_way = False, []
-        is_new, self._held = held is not self._held, held
-        for group, (gradients, first) in zip(self._groups, held, strict=True):
-            if is_new:
-                group.held, group.first = dict(gradients), first
-            for name, weight in group.parameters.items():
-                if is_new or weight.grad is not gradients.get(name):  # as after zero_grad()
-                    weight.grad = gradients.get(name)
+    def reads(self) -> object:
+        """Return what a graph has fixed: nothing, for the buffers never move."""
+        return None
+
+    def refresh(self) -> None:
+        """Make the buffers the gradients again: before a graph repeats the passes of a step."""
+        for group in self._groups:
+            group.gradients = group.views
+            group.use_views()
+
+    def cancel(self) -> None:
+        """Forget sums that were only recorded, by a graph that is not used."""
+        self._armed = False
+        self._under_way = []
+
+    @property
+    def is_placed(self) -> bool:
+        """True if every parameter got a gradient in this step, which is now in its buffer."""
+        return all(group.is_placed for group in self._groups)
 
     def arm(self, *, complete: bool = False) -> None:
         """Announce the last backward pass of a step, which sends each group when it is complete.
@@ -195,12 +230,12 @@ class Reducer:
         """
         for group in self._groups:
             for name, weight in group.parameters.items():
-                if weight.grad is not group.held.get(name):
-                    raise _not_ours(name)
+                if weight.grad is not group.gradients.get(name):
+                    raise _replaced(name)
             group.pending = set() if complete else set(group.parameters)
         assert not self._under_way
         self._armed = True
-        if complete and not self._alone:
+        if complete and self._sends:
             self._send_complete_groups()
 
     def wait(self) -> None:
@@ -212,7 +247,8 @@ class Reducer:
         if not self._armed:
             raise ValueError("wait comes after arm and one backward pass")
         self._armed = False
-        under_way, self._under_way = self._under_way, []
+        under_way = self._under_way
+        self._under_way = []
         for group, work in zip(self._groups, under_way, strict=False):
             work.wait()
             if group.sent is not group.buffer:
@@ -224,35 +260,28 @@ class Reducer:
                 "train a model without these (in a recipe: another model.name, or model.arguments "
                 "that leave them out), or set requires_grad=False on them"
             )
-        assert self._alone or len(under_way) == len(self._groups)
+        assert not self._sends or len(under_way) == len(self._groups)
         if self._measure:
-            firsts = [group.first for group in self._groups if group.first is not None]
-            wholes = [group.square() for group in self._groups]
-            self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
+            firsts = torch.stack([group.first for group in self._groups])
+            wholes = torch.stack([group.square() for group in self._groups])
+            self.squares = torch.stack([firsts.sum(), wholes.sum()])
 
-    def finite(self, examine: Callable[[Iterable[Tensor]], Tensor | None] | None = None) -> Tensor:
-        """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device.
-
-        `examine` may find that of the parameters in a cheaper way, or return None.
-        """
-        weights = chain.from_iterable(group.parameters.values() for group in self._groups)
-        if examine is not None and (known := examine(weights)) is not None:
-            return known
-        held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
+    def finite(self) -> Tensor:
+        """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
+        buffers = [group.buffer for group in self._groups if group.buffer.numel()]
         if self.device.type != "cpu":  # one launch for many tensors
-            return _all_finite(torch._foreach_norm(held, ord=math.inf))
-        finite = _all_finite(torch._foreach_norm(held))  # 20 times as fast on the CPU
+            return _all_finite(torch._foreach_norm(buffers, ord=math.inf))
+        finite = _all_finite(torch._foreach_norm(buffers))  # 20 times as fast on the CPU
         if not finite:  # or a square overflowed
-            finite = _all_finite([end for tensor in held for end in torch.aminmax(tensor)])
+            finite = _all_finite([end for buffer in buffers for end in torch.aminmax(buffer)])
         return finite
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release the gradients."""
         for hook in self._hooks:
             hook.remove()
-        for group in self._groups:
-            for weight in group.parameters.values():
-                weight.grad = None
+        for weight in self.parameters:
+            weight.grad = None
         self._hooks.clear()
         self._groups.clear()
 
@@ -263,11 +292,10 @@ class Reducer:
         self.close()
 
     def _on_gradient(self, group: _Group, name: str) -> Callable[[Tensor], None]:
-        view = group.views.get(name)
+        """Return the hook of a parameter, which runs after autograd has added to its gradient."""
 
         def note(weight: Tensor) -> None:
-            gradient, held = weight.grad, group.held.get(name)
-            assert gradient is not None
+            assert weight.grad is not None
             if torch.is_grad_enabled():  # in a hook of backward(create_graph=True), and only there
                 raise ValueError(
                     f"{name} got a gradient from backward(create_graph=True), which cannot be "
@@ -279,18 +307,17 @@ class Reducer:
                     f"{name} got a second gradient after arm, while the first is being summed; arm "
                     "announces the last backward pass of a step"
                 )
-            if held is None:
-                if view is not None:
-                    weight.grad = gradient = view.copy_(gradient)
-                self._held = None
-                group.held[name] = gradient
-                if self._measure and len(group.held) == len(group.parameters):
-                    group.first = group.square()  # before later passes add, and before it is sent
-            elif gradient is not held:
-                raise _not_ours(name)
+            if name not in group.gradients:
+                group.gradients[name] = weight.grad
+                if len(group.gradients) == len(group.parameters):
+                    group.place()
+                    if self._measure:  # before later passes add, and before it is sent
+                        group.first.copy_(group.square())
+            elif weight.grad is not group.gradients[name]:
+                raise _replaced(name)
             if self._armed:
                 group.pending.discard(name)
-                if not self._alone:
+                if self._sends:
                     self._send_complete_groups()
 
         return note
@@ -325,22 +352,30 @@ def divide(
     return [*groups, last] if last else groups
 
 
-def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:
-    kinds = {(weight.dtype, weight.device) for weight in parameters.values()}
-    if len(kinds) > 1:
-        raise ValueError(f"parameters of different types or devices in one group: {kinds}")
-    own_dtype, device = kinds.pop()
-    sizes = [weight.numel() for weight in parameters.values()]
-    buffer = torch.zeros(sum(sizes), dtype=own_dtype, device=device)
-    parts = zip(parameters.items(), buffer.split(sizes), strict=True)
-    views = {
-        name: part.as_strided(weight.size(), weight.stride(), part.storage_offset())
-        if torch.ops.aten.is_non_overlapping_and_dense(weight)
-        else part.view_as(weight)
-        for (name, weight), part in parts
-    }
-    sent = buffer if dtype in {None, own_dtype} else torch.zeros_like(buffer, dtype=dtype)
-    return _Group(parameters, buffer, views, sent)
+def _by_kind(members: Iterable[Named]) -> dict[tuple[torch.dtype, torch.device], list[Named]]:
+    """Divide parameters by type and device, for a buffer has one of each."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
+    for name, weight in members:
+        kinds.setdefault((weight.dtype, weight.device), []).append((name, weight))
+    return kinds
+
+
+def _with_buffer(members: list[Named], *, dtype: torch.dtype | None) -> _Group:
+    weights = [weight for _, weight in members]
+    # Every view begins at a multiple of 16 bytes, like a tensor with memory of its own: kernels
+    # then load several elements at once. The gaps are zeros, which change no sum and no norm.
+    unit = max(1, _ALIGNMENT // weights[0].element_size())
+    sizes = [-(-weight.numel() // unit) * unit for weight in weights]
+    buffer = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
+    views = {}
+    for (name, weight), part in zip(members, buffer.split(sizes), strict=True):
+        if torch.ops.aten.is_non_overlapping_and_dense(weight):
+            # In the memory layout of the weight, such as channels_last.
+            views[name] = part.as_strided(weight.size(), weight.stride(), part.storage_offset())
+        else:
+            views[name] = part[: weight.numel()].view_as(weight)
+    sent = buffer if dtype in {None, buffer.dtype} else torch.zeros_like(buffer, dtype=dtype)
+    return _Group(dict(members), buffer, views, sent, first=buffer.new_zeros(()))
 
 
 def _all_finite(numbers: Sequence[Tensor]) -> Tensor:
@@ -348,8 +383,8 @@ def _all_finite(numbers: Sequence[Tensor]) -> Tensor:
     return finite
 
 
-def _not_ours(name: str) -> ValueError:
+def _replaced(name: str) -> ValueError:
     return ValueError(
-        f"the gradient of {name} is no longer the reducer's; use Reducer.zero, not "
-        "zero_grad(set_to_none=True)"
+        f"the gradient of {name} is no longer the reducer's: other code has removed or replaced it "
+        "within a step; use Reducer.zero, not zero_grad, and change gradients in place"
     )

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.distributed.backend import Backend, Group, Work
+from largebatch.distributed.backend import Backend, Group, Work, in_graphs
 from largebatch.models import kernels
 from largebatch.models.batchnorm_functional import Moments, check, exact_type, normalise
 from largebatch.models.wrappers import describe_layer, has_own_hooks
@@ -312,9 +312,22 @@ class Spans:
         """The workers that share this worker's spans, if it shares them."""
         return [] if self._group is None else [self._group]
 
+    def refusal(self) -> str | None:
+        """Return why a graph cannot repeat the sums over workers; None if it can."""
+        groups = [self.backend, *self.groups]
+        return None if all(map(in_graphs, groups)) else "only NCCL's sums can be recorded"
+
+    def reads(self) -> object:
+        """Return what a graph has fixed: the addresses of the running statistics."""
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
+        return [buffer.data_ptr() for buffer in buffers]
+
+    def refresh(self) -> None:
+        """Do nothing: the numbers of a replay are on the device."""
+
     @property
     def counts(self) -> list[int]:
-        """Number of spans of this step so far, by layer."""
+        """Number of spans of this step so far, by layer. A replay counts nothing: set it then."""
         return [layer.num_spans for layer in self.layers]
 
     @counts.setter

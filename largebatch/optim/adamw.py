@@ -25,33 +25,47 @@ class FusedAdamW(AdamW):
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:  # noqa: ANN401 -- of AdamW
         super().__init__(groups, fused=True, capturable=True, **settings)
 
-    def can_replay(self) -> object:
-        """Return what a graph of the last step reads; None if no graph may repeat it."""
-        keys = ("weight_decay", "betas", "eps", "amsgrad", "maximize")
-        fixed = [[group[key] for key in keys] for group in self.param_groups]
-        return None if self._rates is None else (self._rates, fixed)
+    def refusal(self) -> str | None:
+        """Return why a graph cannot repeat a step; None if it can."""
+        return "no step was made" if self._rates is None else None
 
-    def refresh(self) -> Tensor:
-        """Copy the learning rates of the groups to the device: before a replay. Return them."""
+    def reads(self) -> object:
+        """Return what a graph of the last step has fixed."""
+        keys = ("weight_decay", "betas", "eps", "amsgrad", "maximize")
+        return self._rates, [[group[key] for key in keys] for group in self.param_groups]
+
+    def refresh(self) -> None:
+        """Send the learning rates of the groups to the device: before a replay."""
+        self._send_rates()
+
+    def _send_rates(self) -> Tensor:
+        """Return the learning rates of the groups, on the device."""
         if self._rates is None:
             weights = (weight for group in self.param_groups for weight in group["params"])
             self._rates = Numbers(next(weights).device, torch.float32)
         return self._rates.use([group["lr"] for group in self.param_groups])
 
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401 -- as torch's
-        """Step by the rates on the device; gradients get their weights' layout."""
-        given = [group["lr"] for group in self.param_groups]
-        for group, rate in zip(self.param_groups, self.refresh().unbind(), strict=True):
+        """Step by the rates on the device; gradients are read in the layout of their weights."""
+        weights = [
+            weight
+            for group in self.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        ]
+        grads = [weight.grad for weight in weights]
+        rates = [group["lr"] for group in self.param_groups]
+        for weight, grad in zip(weights, as_models(grads, weights), strict=True):
+            weight.grad = grad
+        for group, rate in zip(self.param_groups, self._send_rates().unbind(), strict=True):
             group["lr"] = rate
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            fitted = as_models([weight.grad for weight in weights], weights)
-            for weight, grad in zip(weights, fitted, strict=True):
-                weight.grad = grad
         try:
             return super().step(closure)
         finally:
-            for group, rate in zip(self.param_groups, given, strict=True):
+            for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
 
 
 def build_adamw(groups: list[dict[str, Any]], **settings: Any) -> AdamW:  # noqa: ANN401 -- of AdamW

@@ -87,10 +87,6 @@ class LARS(Tabled):
     tensor([3.0000, 3.5000])
     """
 
-    _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()
-    """Ratios of the last step with the parameters of each kernel call. A class attribute, because a
-    copy of an optimizer has only its groups and state."""
-
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
         self,
         params: ParamsT,
@@ -118,6 +114,11 @@ class LARS(Tabled):
             "kernels": kernels,
         }
         super().__init__(params, defaults)
+
+    def _drop_tables(self) -> None:
+        super()._drop_tables()
+        self._ratios: list[tuple[list[Tensor], Tensor]] = []
+        """Ratios of the last step with the parameters of each kernel call."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; raise ValueError for an invalid hyper-parameter or parameter.

@@ -34,6 +34,7 @@ from largebatch.distributed.backend import Group, in_graphs
 from largebatch.distributed.connection import running_backend
 from largebatch.errors import RecipeError
 from largebatch.models import classifier_weights, hidden_matrices, param_groups
+from largebatch.optim import replay
 from largebatch.optim.adamw import build_adamw
 from largebatch.optim.building import Weights
 from largebatch.optim.kernels.numbers import Numbers
@@ -136,20 +137,27 @@ class Muon(Optimizer):
         self._others.step()
         return loss
 
-    def can_replay(self) -> object:
-        """Return what a graph of the last step reads; None if no graph may repeat it."""
+    def refusal(self) -> str | None:
+        """Return why a graph cannot repeat the last step; None if it can."""
+        if self._numbers is None:
+            return "the numbers of Muon are on the host"
+        if not in_graphs(self._workers):
+            return "only NCCL's sums can be recorded, and Muon's are not"
         self._lend()
-        others = getattr(self._others, "can_replay", lambda: None)()
-        if others is None or self._numbers is None or not in_graphs(self._workers):
-            return None
+        return replay.refusal(self._others)
+
+    def reads(self) -> object:
+        """Return what a graph of the last step has fixed."""
+        self._lend()
         keys = ("nesterov", "ns_steps", "ns_dtype", "normalize_weights")
-        return others, [self.param_groups[0][key] for key in keys]
+        return replay.reads(self._others), [self.param_groups[0][key] for key in keys]
 
     def refresh(self) -> None:
-        """Copy hyper-parameters to the device: before a replay."""
+        """Send hyper-parameters to the device: before a replay."""
         self._use_numbers()
         self._lend()
-        self._others.refresh()  # type: ignore[attr-defined]  # see can_replay
+        assert isinstance(self._others, accelerator.Replayable), "see refusal"
+        self._others.refresh()
 
     def _use_numbers(self) -> dict[str, Any]:
         """Return the group of the matrices with its numbers, on a device with graphs those there.

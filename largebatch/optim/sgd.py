@@ -41,7 +41,7 @@ class TabledSGD(Tabled, SGD):
         scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         self._update_tables(self._rules(), scale, found_inf)
         if self._others:
-            with hidden_gradients(it for tabled in self._tables for it in tabled.parameters):
+            with hidden_gradients(it for table in self._tables for it in table.parameters):
                 unwrap(SGD.step)(self)  # its hooks have run
         return loss
 

@@ -21,7 +21,7 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
 from largebatch.errors import DeviceMemoryError, PlanError, RecipeError
 from largebatch.models.of_recipe import build_model, require_accepted, require_trainable
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import resolve
 from largebatch.runs.interrupts import stop_requests
@@ -67,54 +67,59 @@ def join(
 def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build every object of a run, on all workers; trackers can be added later.
 
-    `facts` and errors are those of join.
+    Nothing that is built changes afterwards: the images are read, then where their pixels come from
+    is chosen, then the plan is resolved, and only then batches are opened. `facts` and errors are
+    those of join.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
         # One sample at most: whether workers would share spans where memory is short.
         most = 1 if accelerator.kind() or options.resume else None
         splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
-    facts, protocol = {**facts, **recipe.model_dump(mode="json")}, recipe.protocol
+    facts = {**facts, **recipe.model_dump(mode="json")}
+    protocol = recipe.protocol
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
-        began, begun = time.time(), time.monotonic()
-        # What the recipe alone decides, and what it cannot be divided into, before images are read.
+        began = time.time()
+        start_monotonic = time.monotonic()
+        device = backend.device
+        # A recipe that cannot be divided, or a wrong model, is refused before images are read.
         draft = make_plan(recipe, workers=backend.world_size, backend=backend.name)
-        section, device = recipe.model, backend.device
         wait_for_proof(device)
         model = build_model(recipe, device)
-        require_trainable(model, section.name)
-        require_storable(model, section.name)
-        sizes = {piece.image_size for piece in draft.sizes}
-        require_accepted(section, classes=recipe.data.classes, image_sizes=sizes)
+        _require_model(recipe, draft, model)
         require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
-        # A server without a learner sees the time only when learners rest, and would mistake the
-        # time between for the time that a stop needs.
-        serves = protocol is not None and backend.rank >= protocol.learners
-        limit = None if serves else options.time_limit
-        handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
-        alone = protocol is not None  # each worker's gradients are its own, for the servers
-        # Cached images take memory of a GPU, so the device batch is measured after them.
+
         images = read_images(recipe, backend, folder=options.data, dataset=options.dataset)
+        # Cached images take memory of a GPU, so the device batch is measured after them.
         passes = draft.epoch(draft.updates)
         decoding = choose_decoding(recipe, images, backend, passes=passes)
         resumes = options.out if options.resume else None
         plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
         if decoding.remark is not None:
             remarks.insert(0, decoding.remark)
+
+        # A server without a learner sees the time only when learners rest, and would mistake the
+        # time between for the time that a stop needs.
+        serves = protocol is not None and backend.rank >= protocol.learners
+        limit = None if serves else options.time_limit
+        handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
         with (
             closing(open_pipeline(recipe, plan, images, decoding, backend)) as pipeline,
-            stop_requests(handles_signals=handles_signals, limit=limit, begun=begun) as wants_stop,
+            stop_requests(
+                handles_signals=handles_signals, limit=limit, begun=start_monotonic
+            ) as wants_stop,
         ):
             proven = settle(recipe, plan, images.train, model, backend, options)
             if recipe.execution.compile:
                 from largebatch.models.compiled import compile_model
 
-                mode, shares_spans = recipe.execution.compile, plan.sync_workers > 1
-                compile_model(model, mode, device, shares_spans=shares_spans)
+                shares_spans = plan.sync_workers > 1
+                compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
+            alone = protocol is not None  # each worker's gradients are its own, for the servers
             with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
                 updates: Updates = synchronous_updates
                 if protocol is not None:
@@ -135,27 +140,42 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
                 )
 
 
+def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:
+    """Raise RecipeError unless the model can be trained on these images, saved and resumed."""
+    name = recipe.model.name
+    require_trainable(model, name)
+    require_storable(model, name)
+    sizes = {piece.image_size for piece in plan.sizes}
+    require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
+
+
 @contextmanager
 def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run on any number of workers."""
-    facts, here = {**facts, **recipe.model_dump(mode="json")}, recipe.without_machine_settings
-    device_batch, folder = recipe.execution.device_batch, options.data
+    facts = {**facts, **recipe.model_dump(mode="json")}
+    # This machine may lack the kernels of the run's, and a measurement sends no gradients.
+    portable = recipe.without_machine_settings
     with join(options, facts) as backend:
-        switch_off(here, backend.device)
-        alone = make_plan(recipe.mathematics)
-        plan = alone.measuring(workers=backend.world_size, device_batch=device_batch)
+        switch_off(portable, backend.device)
+        plan = make_plan(recipe.mathematics).measuring(
+            workers=backend.world_size, device_batch=recipe.execution.device_batch
+        )
         model = build_model(recipe, backend.device)
-        with closing(
-            open_images(recipe, plan, backend, folder=folder, dataset=options.dataset)
-        ) as pipeline:
+        opened = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
+        with closing(opened) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            with closing(build_state(here, plan, model, backend)) as state:
-                updates = synchronous_updates  # it makes none
+            with closing(build_state(portable, plan, model, backend)) as state:
+                session = build_session(
+                    portable,
+                    pipeline,
+                    backend,
+                    state,
+                    synchronous_updates,  # a measurement makes none
+                    folder=options.out,
+                )
                 try:
                     with accelerator.memory_errors():
-                        yield build_session(
-                            here, pipeline, backend, state, updates, folder=options.out
-                        )
+                        yield session
                 except torch.OutOfMemoryError:
                     raise DeviceMemoryError(
                         f"execution.device_batch: {plan.device_batch:,} images do not fit the "
@@ -168,12 +188,15 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
-    size, positions = pipeline.plan.statistics_batch, range(pipeline.plan.train_samples)
+    size = pipeline.plan.statistics_batch
+    positions = range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
-    parts = (pipeline.training_samples(positions[start : start + size]) for start in starts)
+    batches_of_samples = (
+        pipeline.training_samples(positions[start : start + size]) for start in starts
+    )
     # In float32, with decoders of its own: weights are computed from the images.
     exact = replace(pipeline, dtype=torch.float32, idle={})
-    with closing(exact), closing(exact.clean("train", parts)) as batches:
+    with closing(exact), closing(exact.clean("train", batches_of_samples)) as batches:
         init(batch.images for batch in batches)
 
 
@@ -189,25 +212,26 @@ def with_profiler(
     if session.updates is not synchronous_updates:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     first, last = options.profile
-    made, end = session.state.progress.step, min(until, session.plan.updates)
+    done = session.state.progress.step
+    end = min(until, session.plan.updates)
     if options.resume == "auto":  # the same command starts the run and every restart
-        first = max(first, made + 1)
+        first = max(first, done + 1)
         if first > last:
             return session, nullcontext()
-    if not made < first <= last <= end:
-        raise PlanError(f"--profile {first}:{last}: expected updates from {made + 1} to {end}")
+    if not done < first <= last <= end:
+        raise PlanError(f"--profile {first}:{last}: expected updates from {done + 1} to {end}")
     if session.backend.rank:
         return session, nullcontext()
 
-    def action(number: int) -> ProfilerAction:
-        number += made + 1
-        if number == last:
+    def action(calls: int) -> ProfilerAction:
+        update = done + 1 + calls  # the profiler counts from its start, users from the run's
+        if update == last:
             return ProfilerAction.RECORD_AND_SAVE
-        return ProfilerAction.RECORD if first <= number < last else ProfilerAction.NONE
+        return ProfilerAction.RECORD if first <= update < last else ProfilerAction.NONE
 
-    def write(found: profile) -> None:
-        found.export_chrome_trace(str(options.out / TRACE))
-        session.step_log.resume_clock()
+    def write(recorded: profile) -> None:
+        recorded.export_chrome_trace(str(options.out / TRACE))
+        session.step_log.resume_clock()  # writing took seconds that are no update's
 
     profiler = profile(schedule=action, on_trace_ready=write, acc_events=True)
     return replace(session, updates=partial(synchronous_updates, after=profiler.step)), profiler

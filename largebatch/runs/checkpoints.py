@@ -103,11 +103,11 @@ def evaluate_checkpoint(
     facts = {"command": "evaluate", "checkpoint": checksum(saved.weights), "--training": training}
     with open_measuring(saved.recipe, options, facts) as session:
         restore(session, saved)
-        found = session.evaluator.validation(each)
+        on_validation = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         step = saved.checkpoint.progress.updates if saved.checkpoint else None
         classes = saved.recipe.data.classes
-        return Evaluated(saved.path, step, found, on_training, classes)
+        return Evaluated(saved.path, step, on_validation, on_training, classes)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
@@ -123,8 +123,9 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(saved.weights)}
     with open_measuring(recipe, options, facts) as session:
-        begun = {**checkpoint.state, "ema": {}, "snapshot": {}}
-        restore(session, saved._replace(checkpoint=replace(checkpoint, stages=[], state=begun)))
+        # The averages and the snapshot of the run that is polished are not those of the new one.
+        state = {**checkpoint.state, "ema": {}, "snapshot": {}}
+        restore(session, saved._replace(checkpoint=replace(checkpoint, stages=[], state=state)))
         session.evaluator.store_average()
         stage = current_stage(checkpoint, session.plan)
 
@@ -149,7 +150,8 @@ def restore(session: Session, saved: Saved) -> None:
 
     The optimizer of a run comes with it, because Schedule-Free has its average there.
     """
-    model, source = session.state.model, str(saved.path)
+    model = session.state.model
+    source = str(saved.path)
     if saved.checkpoint is not None:
         require_finite(saved.weights, constants_of(model), source=source)
         session.saver.restore(saved.checkpoint, source=source)
@@ -178,11 +180,11 @@ def load_saved(
     saved = find_saved(path)
     if saved.checkpoint is not None:
         named = {"data": options.data, "dataset": options.dataset, "imports": options.imports}
-        own = remembered(
+        of_run = remembered(
             saved.path.parent.parent, {name: value for name, value in named.items() if value}
         )
         if options.dataset is None:
-            options = replace(options, data=own.data)
+            options = replace(options, data=of_run.data)
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
@@ -215,11 +217,13 @@ def find_saved(
         zoo.require_known(model)
         weights = read_weights(path, ema=ema)
         if data is None:
-            number, names = _count_classes(model, weights, path), []
+            number = _count_classes(model, weights, path)
+            names = []
             samples = (_BATCH, 1)  # no image is measured
         else:
             train, val = (load_or_read(Path(data), split) for split in ("train", "val"))
-            number, names = len(train.classes), list(train.classes)
+            number = len(train.classes)
+            names = list(train.classes)
             samples = (len(train), len(val))
         recipe = _recipe_for(model, classes=number, samples=samples, overrides=overrides)
         return Saved(path, recipe, weights, names)
@@ -236,7 +240,8 @@ def find_saved(
         is_run = any((path / CHECKPOINTS).glob("step-*"))
         hint = ", or an export" if path.is_dir() and not is_run else hint
         raise CheckpointError(f"{error}{hint}") from None
-    weights, classes = checkpoint.state["model"], checkpoint.origin.classes
+    weights = checkpoint.state["model"]
+    classes = checkpoint.origin.classes
     if len(classes) != checkpoint.recipe.data.classes:
         classes = []
     return Saved(path, checkpoint.recipe, weights, classes, checkpoint)
@@ -252,17 +257,18 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     """Read the newest readable checkpoint of a run folder, or `path` if it is a file."""
     if not path.is_dir():
         return path, load_checkpoint(path)
-    found = newest_checkpoint(path / CHECKPOINTS)
-    if found is None:
+    newest = newest_checkpoint(path / CHECKPOINTS)
+    if newest is None:
         raise CheckpointError(
             f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors; give a checkpoint or "
             "the folder of a run (--out of `largebatch train`)"
         )
-    return found.path, found.checkpoint
+    return newest.path, newest.checkpoint
 
 
 def _count_classes(model: str, weights: Mapping[str, Tensor], path: Path) -> int:
     """Return the number of classes of a model's weights, from the shape of its classifier."""
+    # A classifier of any size has the name that is looked for.
     network = _without_memory(model, classes=2)
     head = classifier(network)
     names = [name for name, weight in network.named_parameters() if weight is head.weight]
@@ -313,6 +319,7 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     under_way: StageName = "clean" if step > plan.train_steps else "train"
     under_way = "affine" if step > plan.steps else under_way
     ended = {stage.name for stage in checkpoint.stages}
+    # A pass over the statistics moves no weights, so the stage before it made them.
     kept = [stage.name for stage in checkpoint.stages if stage.kept]
     moved = [name for name in kept if name != "statistics"]
     return moved[-1] if moved and ended & {under_way, "statistics"} else under_way
@@ -320,12 +327,12 @@ def current_stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     """Return the recipe with a pass over `samples` images (None: all), without MLPerf's log."""
-    there = recipe.train_samples
+    most = recipe.train_samples
     if recipe.batch.bn_span is None:
         raise CheckpointError(f"{recipe.model.name} has no BatchNorm statistics to polish")
-    number = samples or there
-    if number > there:
-        raise CheckpointError(f"cannot measure {number} of {there} training images")
+    number = samples or most
+    if number > most:
+        raise CheckpointError(f"cannot measure {number} of {most} training images")
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})

@@ -79,7 +79,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     require_named(path.parent.parent, imports=imports, images=True)  # it needs none
     for module in imports:
         import_own(module)
-    section, data = checkpoint.recipe.model, checkpoint.recipe.data
+    section = checkpoint.recipe.model
+    data = checkpoint.recipe.data
     weights = checkpoint.model(source=path)
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)
     load_weights(model, weights, source=str(path))
@@ -105,7 +106,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
 def _to_onnx(model: nn.Module, side: int, *, name: str) -> bytes:
     """Return the model in ONNX, for any number of images of one size."""
     require_torchvision()  # the exporter looks for its operators
-    images, batch = torch.zeros(2, 3, side, side), torch.export.Dim.DYNAMIC
+    images = torch.zeros(2, 3, side, side)
+    batch = torch.export.Dim.DYNAMIC
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch's exporter uses what PyTorch deprecates
@@ -128,7 +130,9 @@ def _to_onnx(model: nn.Module, side: int, *, name: str) -> bytes:
 
 
 def _card(checkpoint: Checkpoint) -> str:
-    recipe, section, data = checkpoint.recipe, checkpoint.recipe.model, checkpoint.recipe.data
+    recipe = checkpoint.recipe
+    section = checkpoint.recipe.model
+    data = checkpoint.recipe.data
     library = "timm" if is_timms(section.name) else "largebatch"
     code = (_TIMM if library == "timm" else _OURS) + _PREDICT
     code = code.format(

@@ -185,7 +185,9 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     Raises DeviceMemoryError, with a smaller device batch, if the recipe gives another or this
     worker cannot reach the folder.
     """
-    recipe, plan, backend = session.saver.recipe, session.plan, session.backend
+    recipe = session.saver.recipe
+    plan = session.plan
+    backend = session.backend
     reducer = session.state.updater.reducer
     free = recipe.with_execution(device_batch=None)
     halved = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2)
@@ -193,7 +195,8 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
         halved = _with_evaluations(halved, max(1, plan.evaluation_batch // 2))
     smaller = halved.device_batch
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
-    step, in_passes = session.state.progress.step, reducer.in_passes
+    step = session.state.progress.step
+    in_passes = reducer.in_passes
     if smaller >= plan.device_batch or recipe.protocol is not None:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"

@@ -78,7 +78,8 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
 
     Raises CheckpointError if the folder cannot be written or another run writes to it.
     """
-    recipe, note = session.saver.recipe, partial(session.log.note, "train")
+    recipe = session.saver.recipe
+    note = partial(session.log.note, "train")
     job_type = recipe.tracking.job_type or "train"
     tracking = recipe.tracking.model_copy(update={"group": recipe.group, "job_type": job_type})
     config = {
@@ -140,7 +141,7 @@ def recorded(session: Session, options: Options) -> Iterator[Recording]:
             with failures_named():
                 yield recording
                 session.saver.finish()
-        except SmallerBatchError:
+        except SmallerBatchError:  # not an end: the run starts again at once, and draws later
             session.saver.finish()
             reason = "memory ran out: it continues with a smaller device batch"
             _finish(session, folder, _End("paused", reason), draws=False)
@@ -177,16 +178,20 @@ def end_of(session: Session, options: Options, *, complete: bool) -> _End:
         return _End("paused", f"--max-steps {options.max_steps}")
     # Launch scripts resume automatically, and schedulers start what they stop again.
     by_scheduler = cause not in {"SIGINT", "SIGHUP"} and scheduler() is not None
-    whole = options.whole_limit or options.time_limit or 0.0
-    used = whole - (options.time_limit or 0.0) + time.time() - session.began
-    reason = describe_cause(cause, limit=whole, used=used)
+    # A restart has a part of the command's limit; what starts before it used counts too.
+    whole_limit = options.whole_limit or options.time_limit or 0.0
+    used = whole_limit - (options.time_limit or 0.0) + time.time() - session.began
+    reason = describe_cause(cause, limit=whole_limit, used=used)
     requeued = by_scheduler and options.resume == "auto"
     return _End("interrupted", reason, is_requeued=requeued)
 
 
 def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summary:
-    plan, state, backend = session.plan, session.state, session.backend
-    progress, last = state.progress, state.last_kept
+    plan = session.plan
+    state = session.state
+    backend = session.backend
+    progress = state.progress
+    last = state.last_kept
     timed = progress.images and progress.train_seconds
     summary = Summary(
         recipe=session.saver.recipe.name,
@@ -212,7 +217,7 @@ def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summar
         **end._asdict(),
     )
     if backend.rank == 0:
-        if not folder.is_dir():
+        if not folder.is_dir():  # else `writing` would make it again, with a summary alone
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         with writing(folder):
             write_json(folder / SUMMARY, summary)
@@ -239,23 +244,23 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
     """
     if not resume:
         return None
-    found = None
+    newest = None
     if backend.rank == 0:
         try:
-            found = newest_checkpoint(folder / CHECKPOINTS)
+            newest = newest_checkpoint(folder / CHECKPOINTS)
         except CheckpointError as error:
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
-    content = broadcast_bytes(found.content if found else None, backend)
-    if found is not None:
-        return found.checkpoint
+    content = broadcast_bytes(newest.content if newest else None, backend)
+    if newest is not None:  # worker 0 has parsed it already
+        return newest.checkpoint
     return parse_checkpoint(content, source="the checkpoint of worker 0") if content else None
 
 
 def require_same_run(
     checkpoint: Checkpoint,
-    here: Mapping[str, Any],
+    mathematics: Mapping[str, Any],
     splits: Mapping[str, object],
     folder: Path,
     *,
@@ -264,17 +269,18 @@ def require_same_run(
 ) -> None:
     """Raise CheckpointError, with every difference, unless a checkpoint is of this run.
 
-    `here` is the mathematics of the recipe, `splits` its data. `allow` has the keys of both that
-    may differ, but not the kind of optimizer; `again`: they may be saved already.
+    `mathematics` are those of the recipe, `splits` its data. `allow` has the keys of both that may
+    differ, but not the kind of optimizer; `again`: they may be saved already.
     """
-    there = checkpoint.recipe.mathematics.model_dump(mode="json")
-    data = checkpoint.origin.data, splits
+    saved_mathematics = checkpoint.recipe.mathematics.model_dump(mode="json")
+    of_recipe = differences(saved_mathematics, mathematics)
+    of_data = differences(checkpoint.origin.data, splits, "data.index")
     changed = {
         key: f"{key} is {_written(old)} there and {_written(new)} here"
-        for key, old, new in (*differences(there, here), *differences(*data, "data.index"))
+        for key, old, new in (*of_recipe, *of_data)
     }
     unknown = sorted(set(allow) - changed.keys())
-    if unknown and not again:
+    if unknown and not again:  # a restart repeats the options of the start that allowed them
         raise CheckpointError(
             f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )
@@ -309,7 +315,7 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
 
 def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
     if isinstance(value, dict):
-        value = {key: one for key, one in value.items() if one is not None}
+        value = {key: item for key, item in value.items() if item is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -331,13 +337,13 @@ def remembered(folder: Path, given: Mapping[str, Any] = MappingProxyType({})) ->
     require_named(
         folder, imports=given.get("imports", ()), images=given.get("dataset") or given.get("data")
     )
-    own = _recorded(folder) or Options(**given)
-    own = replace(own.without_limits, dataset=None, imports=())
+    options = _recorded(folder) or Options(**given)
+    options = replace(options.without_limits, dataset=None, imports=())
     if given.get("dataset"):
-        own = replace(own, data=None)  # one of the two
-    if worker_rank() is not None:
-        own = replace(own, workers=1, restarts=0, min_workers=None)
-    return replace(own, **{**given, "out": folder, "resume": given.get("resume") or True})
+        options = replace(options, data=None)  # one of the two
+    if worker_rank() is not None:  # the launcher's number of workers, not that of before
+        options = replace(options, workers=1, restarts=0, min_workers=None)
+    return replace(options, **{**given, "out": folder, "resume": given.get("resume") or True})
 
 
 def _recorded(folder: Path) -> Options | None:
@@ -353,12 +359,12 @@ def require_named(folder: Path, *, imports: Sequence[str], images: object) -> No
     Somebody else may have written the folder, so its record alone never makes code run: `imports`
     are the command's, and `images` is true if the command names its images or needs none.
     """
-    own = _recorded(folder)
-    if own is None:
+    options = _recorded(folder)
+    if options is None:
         return
-    missing = [f"--import {quote(module)}" for module in own.imports] if not imports else []
-    if own.dataset is not None and not images:
-        missing.insert(0, f"--dataset {quote(own.dataset)}")
+    missing = [f"--import {quote(module)}" for module in options.imports] if not imports else []
+    if options.dataset is not None and not images:
+        missing.insert(0, f"--dataset {quote(options.dataset)}")
     if missing:
         raise CheckpointError(
             f"{folder}: this run was made with {clip(shorten(missing, between=' '), 300)}; code "
@@ -374,8 +380,8 @@ def check_folder(folder: Path, *, resume: Resume | None) -> None:
         raise CheckpointError(f"{folder}: is not UTF-8; choose another --out") from None
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(above, os.W_OK):
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(above, os.W_OK):  # found now, and not after the images are read
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
     require_unlocked(folder / LOG)
     is_run = (folder / RECIPE).exists() and not (folder / WEIGHTS).exists()  # not an export

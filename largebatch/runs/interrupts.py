@@ -126,14 +126,18 @@ def stop_requests(
             raise KeyboardInterrupt
 
     with answering(add, *STOPS, *([CTRL_C] if launched else [])):
-        longest, last = 0.0, time.monotonic()
+        longest = 0.0
+        last = time.monotonic()
         end = math.inf if limit is None else (last if begun is None else begun) + limit
 
         def wants_stop() -> "StopCause | None":
             """Return the cause; the limit's comes 1.5 of the longest time between calls before."""
             nonlocal longest, last
+            # Between two calls is an update, with an evaluation or a checkpoint if one is due. The
+            # longest may come before the next call; half of it is left for the last checkpoint.
             now = time.monotonic()
-            longest, last = max(longest, now - last), now
+            longest = max(longest, now - last)
+            last = now
             if requests.any:
                 return CAUSES[requests.number]
             return "time limit" if now + 1.5 * longest > end else None
@@ -151,9 +155,9 @@ def describe_cause(cause: "StopCause", *, limit: float | None, used: float) -> s
     manager = scheduler()
     if cause == "time limit":
         limit = limit or 0.0
-        given = duration(limit) if limit >= 120 else f"{limit:g} s"
+        shown = duration(limit) if limit >= 120 else f"{limit:g} s"
         return (
-            f"--time-limit {given}, of which {duration(used)} were over: the next "
+            f"--time-limit {shown}, of which {duration(used)} were over: the next "
             "update might have ended later"
         )
     if cause == "SIGINT":
@@ -170,8 +174,8 @@ def noting_requests() -> Callable[[], bool]:
 
     A run handles requests until its last update; a series of runs needs the later ones too.
     """
-    begun = time.monotonic()
-    return lambda: Requests.latest > begun
+    start = time.monotonic()
+    return lambda: Requests.latest > start
 
 
 def describe_saved(folder: Path) -> str:

@@ -93,9 +93,14 @@ def completing(
 
     def complete(context: "CompletionContext") -> list[str]:
         above = context.incomplete[: context.incomplete.rfind("/") + 1]
-        files = [it for it in Path(above or ".").iterdir() if it.is_dir() or it.suffix == suffix]
-        found = [f"{above}{it.name}{'/' * it.is_dir()}" for it in files if it.name[0] != "."]
-        return [*names(), *(name for name in found if quote(name) == name)]  # bash quotes twice
+        candidates = [*names()]
+        for path in Path(above or ".").iterdir():
+            if path.name.startswith(".") or not (path.is_dir() or path.suffix == suffix):
+                continue
+            name = f"{above}{path.name}/" if path.is_dir() else f"{above}{path.name}"
+            if quote(name) == name:  # bash would quote the others twice
+                candidates.append(name)
+        return candidates
 
     return complete
 
@@ -157,7 +162,7 @@ class Changes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Changes, Workers):
+class MachineOptions(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
     data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
@@ -178,7 +183,7 @@ class Machine(Changes, Workers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Machine):
+class Options(MachineOptions):
     """All options of a run."""
 
     out: Annotated[Folder, OF_FOLDER] = NEW_FOLDER
@@ -223,20 +228,20 @@ class Options(Machine):
     @property
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
-        own = {"out", "backend", "report", "workers", "restarts", "min_workers"}
+        of_one_worker = {"out", "backend", "report", "workers", "restarts", "min_workers"}
         return {
             f"--{name.replace('_', '-')}": value
             for name, value in vars(self).items()
-            if name not in own
+            if name not in of_one_worker
         }
 
     @property
     def without_limits(self) -> Self:
         """The options of the whole run, without changes, limits and what one command does."""
-        whole = replace(
+        unlimited = replace(
             self, max_steps=None, time_limit=None, whole_limit=None, profile=None, allow=()
         )
-        return whole.without_changes()
+        return unlimited.without_changes()
 
     def continued(self, *, seconds: float) -> Self:
         """Return the options with which a run is started again, `seconds` after these.

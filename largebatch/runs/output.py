@@ -64,7 +64,8 @@ def prepare_streams() -> None:
         if not isinstance(stream, io.TextIOWrapper) or isinstance(stream, Output):
             continue  # a notebook's, a test's
         with suppress(ValueError):  # detached or closed
-            encoding, buffered = stream.encoding, stream.line_buffering
+            encoding = stream.encoding
+            buffered = stream.line_buffering
             raw = stream.detach()
             setattr(
                 sys,

@@ -51,7 +51,7 @@ class Predictions(NamedTuple):
 
 def predict(
     saved_model: Path,
-    places: Iterable[Path],
+    images: Iterable[Path],
     *,
     model: str | None = None,
     imports: Sequence[str] = (),
@@ -67,10 +67,10 @@ def predict(
         import_own(module)  # before the model's name is looked up
     saved = find_saved(saved_model, model=model)
     if saved.checkpoint is not None:
-        require_named(saved.path.parent.parent, imports=imports, images=True)  # its places
+        require_named(saved.path.parent.parent, imports=imports, images=True)  # of this call
         saved.checkpoint.model(source=saved.path)  # not before the end of a Schedule-Free run
     recipe = saved.recipe
-    files, ignored = _list_images(places)
+    files, ignored = _list_images(images)
     unreadable: dict[Path, str] = {}
     plan = make_plan(recipe.mathematics)
     plan = plan.measuring(workers=1, device_batch=recipe.execution.device_batch)
@@ -87,8 +87,8 @@ def predict(
     readable = [row for row, file in enumerate(files) if file not in unreadable]
     if not readable:
         causes = [f"{file}: {unreadable[file]}" for file in files] + [ignored]
-        found = "no image can be read" if files else "these folders hold no images"
-        raise DataError("\n  ".join([found, *filter(None, causes)]))
+        problem = "no image can be read" if files else "these folders hold no images"
+        raise DataError("\n  ".join([problem, *filter(None, causes)]))
     return Predictions(
         classes=saved.classes or [str(label) for label in range(recipe.data.classes)],
         paths=[files[row] for row in readable],
@@ -98,29 +98,33 @@ def predict(
     )
 
 
-def _list_images(places: Iterable[Path]) -> tuple[list[Path], str]:
-    """Return the files among places and the images in their folders, each once, in order."""
-    found: list[Path] = []
+def _list_images(paths: Iterable[Path]) -> tuple[list[Path], str]:
+    """Return the files among paths and the images in their folders, each once, in order.
+
+    And a line for each folder with files that are not images.
+    """
+    images: list[Path] = []
     lines: list[str] = []
-    for place in places:
-        if not place.is_dir():
-            found.append(place)
+    for path in paths:
+        if not path.is_dir():
+            images.append(path)
             continue
         ignored: list[str] = []
-        for folder, below, names in os.walk(place):
-            below[:] = sorted(filter(visible, below))
+        for folder, below, names in os.walk(path):
+            below[:] = sorted(filter(visible, below))  # os.walk goes into what is left of it
             shown = sorted(filter(visible, names))
-            found += [Path(folder, name) for name in shown if is_image(name)]
+            images += [Path(folder, name) for name in shown if is_image(name)]
             ignored += [name for name in shown if not is_image(name)]
-        lines.append(describe(by_suffix(ignored), where=str(place), folder=place))
-    return list(dict.fromkeys(found)), "\n".join(filter(None, lines))
+        lines.append(describe(by_suffix(ignored), where=str(path), folder=path))
+    return list(dict.fromkeys(images)), "\n".join(filter(None, lines))
 
 
 def _decode(
     files: Sequence[Path], recipe: Recipe, resources: Resources, unreadable: dict[Path, str]
 ) -> Batches:
     """Yield batches as an evaluation of the run does; images that cannot be read are black."""
-    data, cached = recipe.data, recipe.execution.cache in {"memory", "device"}
+    data = recipe.data
+    cached = recipe.execution.cache in {"memory", "device"}
     view = View(
         image_size=data.image_size,
         mean=data.mean,
@@ -142,9 +146,10 @@ def _decode(
         if not cached:
             show(image, view, box, np.False_, out)
             return
+        # The resizing of cached pixels rounds otherwise, and a prediction has the run's own bits.
         top, left, high, wide = box
-        part = np.array(image)[top : top + high, left : left + wide]
-        out[:] = resized(part, size=out.shape[:2], interpolation=view.interpolation)
+        cropped = np.array(image)[top : top + high, left : left + wide]
+        out[:] = resized(cropped, size=out.shape[:2], interpolation=view.interpolation)
 
     def fill(rows: Sequence[int], pixels: Bytes | Floats) -> None:
         for row, out in zip(rows, pixels, strict=True):
@@ -155,12 +160,12 @@ def _decode(
                 out[:] = 0
 
     def divide(rows: range) -> tuple[IntArray, list[Part]]:
-        parts = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)
+        slices = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)
         labels = np.zeros(len(rows), dtype=np.int64)  # evaluation needs some
-        return labels, [Part(part, partial(fill, rows[part])) for part in parts]
+        return labels, [Part(some, partial(fill, rows[some])) for some in slices]
 
     starts = range(0, len(files), resources.batch_size)
-    parts = (range(start, min(start + resources.batch_size, len(files))) for start in starts)
+    orders = (range(start, min(start + resources.batch_size, len(files))) for start in starts)
     with open_prefetcher(view, resources) as fill_ahead:
-        for _, batch in fill_ahead(parts, divide):
+        for _, batch in fill_ahead(orders, divide):
             yield batch

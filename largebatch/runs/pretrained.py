@@ -65,7 +65,8 @@ def polish_weights(
     saved = saved._replace(recipe=with_statistics(saved.recipe, samples))
     facts = {"command": "polish", "--weights": checksum(saved.weights)}
     with open_measuring(saved.recipe, replace(options, out=Path()), facts) as session:
-        network, evaluator = session.state.model, session.evaluator
+        network = session.state.model
+        evaluator = session.evaluator
         restore(session, saved)
         before = evaluator.validation()
         drift = evaluator.statistics(samples or saved.recipe.train_samples)
@@ -80,7 +81,7 @@ def polish_weights(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartingModel:
     """A model to begin a training with."""
 
     model: Model
@@ -102,7 +103,7 @@ TRIES, PAUSE, TIMEOUT = 3, 1.0, 5.0
 _COLORS = {"mean", "std", "interpolation"}
 
 
-def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
+def start_with(weights: str | None, name: str | None, *, classes: int) -> StartingModel:
     """Return a model with weights, or `name` without; a new classifier is drawn for the weights.
 
     `weights` are `timm:NAME`, which are downloaded once into NAME.safetensors here, a file of the
@@ -114,10 +115,12 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
     path = Path(weights or "")
     if weights is not None and weights.startswith(TIMM):
         name = weights.removeprefix(TIMM)
-        section, path = {"name": name}, _download(name)
+        section = {"name": name}
+        path = _download(name)
     elif weights is not None and name is None:
         saved = find_saved(path)
-        path, recipe = saved.path, saved.recipe
+        path = saved.path
+        recipe = saved.recipe
         section = recipe.model.model_dump(include={"name", "arguments"}, exclude_unset=True)
         data = recipe.data.model_dump(mode="json", include=_COLORS)
     name = str(section["name"])
@@ -133,7 +136,7 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Start:
         load_initial(path, built, drawn=True)
     size = prepared.get("image_size")
     normalized = any(isinstance(layer, _BatchNorm) for layer in built.modules())
-    return Start(model=model, data=data, image_size=size, has_batchnorm=normalized)
+    return StartingModel(model=model, data=data, image_size=size, has_batchnorm=normalized)
 
 
 def download_of(weights: str) -> str | None:

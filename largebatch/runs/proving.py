@@ -43,7 +43,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion, build_state
-from largebatch.training.graph import UseGraph, refused
+from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
 
 _UPDATES = 7  # of a trial of the graph: two before it is recorded, and five that are measured
@@ -341,23 +341,24 @@ class _Updates:
             spans = Spans(model, group)
             for layer in spans.layers if plan.sync_workers > 1 else ():
                 layer.group = group
-            updates = train(
+            step = step_for(self._graph, device, note=self._note)(
                 model,
                 state.updater.optimizer,
-                repeat(Batch(images, labels)),
-                lambda _: _SHRUNK * recipe.schedule.peak_lr,
                 build_criterion(recipe.loss),
                 state.updater.reducer,
                 spans,
-                state.scaler,
-                steps=range(self._updates),
-                accumulation=accumulation,
+                scaler=state.scaler,
                 global_batch=self._num * accumulation,
-                seed=step_seeds(0, 0),
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
                 follow=state.move_average,
-                graph=self._graph,
-                note=self._note,
+            )
+            updates = train(
+                step,
+                repeat(Batch(images, labels)),
+                lambda _: _SHRUNK * recipe.schedule.peak_lr,
+                steps=range(self._updates),
+                accumulation=accumulation,
+                seed=step_seeds(0, 0),
             )
             losses, seconds = [], []
             with closing(updates):

@@ -165,13 +165,14 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     join_slurm()
     options = replace(options, out=chosen_folder(options.out, recipe.name))
     _require_options(options)
+    # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
         if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
             from largebatch.data.index.index import require_stored
 
             require_stored(options.data, purpose="tracking: [mlperf]")
-    if options.workers > 1:
+    if options.workers > 1:  # a recipe that they cannot divide is refused before they start
         make_plan(recipe, workers=options.workers, backend=options.backend)
     return options
 
@@ -206,7 +207,7 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
 
     workers = options.workers
     least = options.min_workers or workers
-    restarts = options.restarts
+    restarts = options.restarts  # those that are left
     started = time.monotonic()
     following = options
     while True:
@@ -215,13 +216,14 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
         try:
             start_workers(command, workers=workers, horovod=options.backend == "horovod")
             return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
-        except SmallerBatchError as error:
+        except SmallerBatchError as error:  # not counted: the device batch halves, so it ends
             reason = str(error)
         except WorkerFailedError as error:
             if not restarts:
                 raise
             reason = str(error)
             restarts -= 1
+            # After progress all are started again; a worker that dies at once may lack its device.
             if describe_saved(options.out) == saved:
                 workers = _fewer_workers(recipe, options, workers, least=least)
         following = options.continued(seconds=time.monotonic() - started)
@@ -261,6 +263,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 if until is None:
                     until = session.plan.updates
                 profiled, profiler = with_profiler(session, following, until=until)
+                # Everything that a user can get wrong has been checked: the folder is made now.
                 with recorded(session, following) as recording:
                     _note_choices(session, following, is_new=checkpoint is None)
                     is_out_of_memory = False
@@ -277,7 +280,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             if not error.alone:
                 raise
         # The tensors of this session leave the device before the next one is opened.
-        del session, profiled, profiler, recording
+        del session, profiled, profiler, recording, checkpoint
         gc.collect()
         following = options.continued(seconds=time.monotonic() - started)
 
@@ -293,7 +296,7 @@ def _restore(session: Session, checkpoint: Checkpoint | None, options: Options) 
             drawn = recipe.model.head_std is not None
             begin_with(Path(recipe.model.weights), session.state, session.backend, drawn=drawn)
         return None
-    require_same_run(
+    require_same_run(  # before anything of it is loaded
         checkpoint,
         recipe.mathematics.model_dump(mode="json"),
         session.pipeline.splits,
@@ -305,7 +308,7 @@ def _restore(session: Session, checkpoint: Checkpoint | None, options: Options) 
     session.saver.restore(checkpoint, source=str(folder))
     summary = finished_summary(folder, session.backend)
     if summary is None or len(summary.stages) != len(checkpoint.stages):
-        return None  # if the numbers differ, its last checkpoint is damaged
+        return None  # if the numbers differ, its last checkpoint is damaged: its end is repeated
     if session.backend.rank == 0:
         write_to(sys.stdout, printable(f"{folder}: already finished\n"))
     return summary
@@ -313,7 +316,8 @@ def _restore(session: Session, checkpoint: Checkpoint | None, options: Options) 
 
 def _note_choices(session: Session, options: Options, *, is_new: bool) -> None:
     """Keep the choices for this machine in the run folder, and note them in the log."""
-    recipe, backend = session.saver.recipe, session.backend
+    recipe = session.saver.recipe
+    backend = session.backend
     if backend.rank == 0:
         remember(options.out, options)
         keep(options.out, backend, session.plan)

@@ -53,7 +53,8 @@ def build_state(
     """
     group = Serial(backend.device) if alone else backend
     polish = recipe.polish or Polish.model_construct()
-    lr, scaled = recipe.schedule.peak_lr, recipe.precision == "fp16"
+    lr = recipe.schedule.peak_lr
+    scaled = recipe.precision == "fp16"
     optimizer = build_optimizer(recipe, model, group)
     if recipe.model.early is not None:
         _train_early(optimizer, recipe.model.early, plan, model, peak_lr=lr)
@@ -121,7 +122,8 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     `began` is the start of this worker in seconds since 1970, `proven`, `remarks` and `ignored` as
     in Session.
     """
-    plan, checkpoints = pipeline.plan, recipe.execution.checkpoints
+    plan = pipeline.plan
+    checkpoints = recipe.execution.checkpoints
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
@@ -186,7 +188,8 @@ def build_step_log(
     requests: Requests | None = None,
 ) -> StepLog:
     """Build what emits the records of updates; without `requests` nobody has any."""
-    section, in_fp16 = recipe.nonfinite, state.scaler.is_enabled()
+    section = recipe.nonfinite
+    in_fp16 = state.scaler.is_enabled()
     most = section.most if section.action == "skip" else 0
     return StepLog(
         plan,

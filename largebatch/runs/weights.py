@@ -40,7 +40,8 @@ def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) 
     If the classifier is `drawn`, it keeps its random weights. Raises CheckpointError if the file
     cannot be read or does not fit the model.
     """
-    model, digest = state.model, None
+    model = state.model
+    digest = None
     if backend.rank == 0:
         load_initial(path, model, drawn=drawn)
         with path.open("rb") as file:
@@ -53,15 +54,15 @@ def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) 
 def load_initial(path: Path, model: nn.Module, *, drawn: bool) -> None:
     """Load a file of weights into a model, except into a classifier that is `drawn`."""
     weights = read_weights(path)
-    own = set(classifier(model).parameters()) if drawn else set()
-    names = {name for name, weight in model.named_parameters() if weight in own}
+    of_head = set(classifier(model).parameters()) if drawn else set()
+    names = {name for name, weight in model.named_parameters() if weight in of_head}
     try:
-        found = state_for(model, weights, without=names)
-        require_finite(found, constants_of(model), source="the weights")
+        state = state_for(model, weights, without=names)
+        require_finite(state, constants_of(model), source="the weights")
     except CheckpointError as error:
         hint = "; to draw a new classifier, set model.head_std, such as 0.01"
         raise CheckpointError(f"{path}: {error}{'' if drawn else hint}") from None
-    model.load_state_dict({**model.state_dict(), **found})
+    model.load_state_dict({**model.state_dict(), **state})
 
 
 def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
@@ -83,11 +84,11 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
+        refused = re.search(r"GLOBAL (\S+)", str(error))
         reason = "neither .pth nor .safetensors"
-        if found:
+        if refused:
             reason = (
-                f"it holds {found[1]}, which only code could rebuild: load the file where you "
+                f"it holds {refused[1]}, which only code could rebuild: load the file where you "
                 "trust that code, and save the model's state_dict() alone"
             )
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
@@ -96,17 +97,20 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
     inside = content if isinstance(content, dict) else {}
     keys = _AVERAGED if ema else _PLACES
-    places = {key: own for key in keys if (own := _tensors(inside.get(key)))}
-    weights = places or {"": {} if ema else _tensors(inside)}
-    if len(places) > 1:
-        raise CheckpointError(f"{path}: holds weights under {' and '.join(places)}; save one alone")
-    if not any(weights.values()):
+    by_key = {key: _tensors(inside.get(key)) for key in keys}
+    filled = [key for key, tensors in by_key.items() if tensors]
+    if len(filled) > 1:
+        raise CheckpointError(f"{path}: holds weights under {' and '.join(filled)}; save one alone")
+    tensors: dict[str, Tensor] = {}
+    if filled:
+        tensors = by_key[filled[0]]
+    elif not ema:  # a state dict alone; an average is never without its key
+        tensors = _tensors(inside)
+    if not tensors:
         raise CheckpointError(
-            f"{path}: expected weights by name{', bare or' * (not ema)} under "
-            f"{' or '.join(keys)}; found "
-            f"{shorten(list(map(str, inside)), most=3)}"
+            f"{path}: expected weights by name{'' if ema else ', bare or'} under "
+            f"{' or '.join(keys)}; found {shorten(list(map(str, inside)), most=3)}"
         )
-    _, tensors = weights.popitem()
     return {name: _plain(tensor, f"{path}: {name}") for name, tensor in tensors.items()}
 
 
@@ -144,8 +148,11 @@ def read_classes(path: Path, *, number: int) -> list[str]:
 def _tensors(content: object) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         return {}
-    items = content.items()
-    tensors = {key: it for key, it in items if isinstance(key, str) and isinstance(it, Tensor)}
+    tensors = {
+        key: value
+        for key, value in content.items()
+        if isinstance(key, str) and isinstance(value, Tensor)
+    }
     tensors.pop("n_averaged", None)  # the number of averaged models, of PyTorch's AveragedModel
     return tensors
 
@@ -161,38 +168,40 @@ def state_for(
     keys: dict[str, list[str]] = {}
     for key in tensors:
         keys.setdefault(_name(key, expected), []).append(key)
-    here = {name: own[0] for name, own in keys.items() if name not in without}
-    there = {name: own for name, own in expected.items() if name not in without}
-    counters = {name for name in there if name.endswith("num_batches_tracked")}
+    # Several keys of the file may have one name, with and without a wrapper: see "twice".
+    key_of = {name: same_name[0] for name, same_name in keys.items() if name not in without}
+    wanted = {name: tensor for name, tensor in expected.items() if name not in without}
+    counters = {name for name in wanted if name.endswith("num_batches_tracked")}
+    shared = [name for name in key_of if name in wanted]
     problems = {
-        "missing": sorted(there.keys() - here.keys() - counters),
-        "not known": sorted(here[name] for name in here.keys() - there.keys()),
-        "twice": [name for name in sorted(here) if keys[name][1:]],
+        "missing": sorted(wanted.keys() - key_of.keys() - counters),
+        "not known": sorted(key_of[name] for name in key_of.keys() - wanted.keys()),
+        "twice": [name for name in sorted(key_of) if len(keys[name]) > 1],
         "of another shape": [
-            f"{name}: {sizes(tensors[key])}, expected {sizes(there[name])}"
-            for name, key in here.items()
-            if name in there and tensors[key].shape != there[name].shape
+            f"{name}: {sizes(tensors[key_of[name]])}, expected {sizes(wanted[name])}"
+            for name in shared
+            if tensors[key_of[name]].shape != wanted[name].shape
         ],
         "of another type": [
-            f"{name}: {_type(tensors[key])}, expected {_type(there[name])}"
-            for name, key in here.items()
-            if name in there and not _converts(tensors[key], there[name])
+            f"{name}: {_type(tensors[key_of[name]])}, expected {_type(wanted[name])}"
+            for name in shared
+            if not _converts(tensors[key_of[name]], wanted[name])
         ],
     }
     misfits = [
-        f"{len(names)} {what} ({shorten(names, most=3)})"
-        for what, names in problems.items()
+        f"{len(names)} {problem} ({shorten(names, most=3)})"
+        for problem, names in problems.items()
         if names
     ]
     if misfits:
         raise CheckpointError(f"the weights do not fit: {'; '.join(misfits)}")
-    return {
-        # A number may be finite in float64 and infinite in the model.
-        name: tensors[key].to(there[name].dtype)
-        if there[name].is_floating_point()
-        else tensors[key]
-        for name, key in here.items()
-    }
+    state: dict[str, Tensor] = {}
+    for name, key in key_of.items():
+        state[name] = tensors[key]
+        if wanted[name].is_floating_point():
+            # Here, for require_finite: a number may be finite in float64 and infinite in the model.
+            state[name] = tensors[key].to(wanted[name].dtype)
+    return state
 
 
 def named_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,15 +210,15 @@ def named_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return {_name(key, expected): value for key, value in tensors.items()}
 
 
-def _converts(tensor: Tensor, own: Tensor) -> bool:
-    """Return True if a tensor's numbers are those of `own` in another precision.
+def _converts(tensor: Tensor, expected: Tensor) -> bool:
+    """Return True if a tensor's numbers are those of the expected one in another precision.
 
     Integers in place of weights have a scale of their own, which is not in the file.
     """
-    if own.is_floating_point() or own.is_complex():
-        return (tensor.is_floating_point(), tensor.is_complex()) == (
-            own.is_floating_point(), own.is_complex(),
-        )  # fmt: skip
+    if expected.is_complex():
+        return tensor.is_complex()
+    if expected.is_floating_point():
+        return tensor.is_floating_point()
     return not tensor.is_complex()  # counters, which averages keep as floats
 
 
@@ -219,6 +228,7 @@ def _type(tensor: Tensor) -> str:
 
 def _name(key: str, expected: Collection[str]) -> str:
     """Return the expected name of a key, without wrappers and the module around the network."""
-    parts = [part for part in key.split(".") if part not in _WRAPPERS]
-    names = ".".join(parts), ".".join(parts[1:])
-    return next((name for name in names if name in expected), names[0])
+    modules = [module for module in key.split(".") if module not in _WRAPPERS]
+    unwrapped = ".".join(modules)
+    inner = ".".join(modules[1:])
+    return inner if inner in expected and unwrapped not in expected else unwrapped

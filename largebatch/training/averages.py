@@ -41,7 +41,7 @@ class _Average:
         if not self._includes(step):
             return
         self._average.n_averaged += 1
-        if self.num_models == 1:
+        if self.num_models == 1:  # until now the average holds the initial weights
             torch._foreach_copy_(self._averages, self._live)
         else:
             self._add()
@@ -89,6 +89,8 @@ class EMA(_Average):
         if skipped is None:
             torch._foreach_lerp_(self._averages, self._live, self._share)
             return
+        # Both results are computed and one is multiplied by zero: a graph cannot branch, and the
+        # host must not wait for `skipped`. Weights stay finite in a skipped update, so 0 x is 0.
         moved = torch._foreach_lerp(self._averages, self._live, self._share)
         torch._foreach_mul_(self._averages, skipped.to(moved[0].dtype))  # one of the two is zero
         torch._foreach_mul_(moved, (~skipped).to(moved[0].dtype))

@@ -152,7 +152,9 @@ class Writer:
         keep_last: int,
         constants: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        self._folder, self._keep_last, self._constants = folder, keep_last, constants
+        self._folder = folder
+        self._keep_last = keep_last
+        self._constants = constants
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self.seconds = 0.0
@@ -168,7 +170,8 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; raise CheckpointError if that fails."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
+        self._under_way = None
         if under_way is not None:
             under_way.result()
 
@@ -193,18 +196,20 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
 
     Raises CheckpointError if it is damaged, incomplete or of another version.
     """
-    other = CheckpointError(
+    unrelated = CheckpointError(
         f"{source}: not a checkpoint of largebatch: it does not hold the state of a run"
     )
+    # A file of safetensors is the length of its header, 8 bytes, and the header, a JSON object.
     if content[8:10] != b'{"':
-        raise other
+        raise unrelated
     try:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        text, expected = metadata[CONTENT], metadata[CHECKSUM]
+        text = metadata[CONTENT]
+        expected = metadata[CHECKSUM]
         tensors = safetensors.torch.load(content)
     except KeyError:
-        raise other from None
+        raise unrelated from None
     except (SafetensorError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{source}: damaged: {error}"[:500]) from None
     if _checksum(text, tensors) != expected:
@@ -221,7 +226,8 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
         model = state["model"]
-        if not isinstance(model, dict) or not all(isinstance(it, Tensor) for it in model.values()):
+        is_named = isinstance(model, dict)
+        if not is_named or not all(isinstance(value, Tensor) for value in model.values()):
             raise TypeError("model must hold tensors by name")
         if not isinstance(state["optimizer"]["param_groups"], list):
             raise TypeError("param_groups must be a list")
@@ -236,7 +242,7 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
     raise CheckpointError(f"{source}: not a complete checkpoint: {reason}")
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest readable checkpoint of a folder."""
 
     path: Path
@@ -245,7 +251,7 @@ class Found(NamedTuple):
     """The file, for workers that do not read it."""
 
 
-def newest_checkpoint(folder: Path) -> Found | None:
+def newest_checkpoint(folder: Path) -> NewestCheckpoint | None:
     """Return the newest readable checkpoint; None if the folder has no checkpoint.
 
     Logs a warning for each newer one that cannot be read; raises CheckpointError if none can.
@@ -260,7 +266,7 @@ def newest_checkpoint(folder: Path) -> Found | None:
             continue
         for problem in problems:
             _LOG.warning("%s; going back to %s", problem, path.name)
-        return Found(path, checkpoint, content)
+        return NewestCheckpoint(path, checkpoint, content)
     if problems:
         raise CheckpointError("\n".join(problems))
     return None
@@ -291,9 +297,9 @@ def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # no
         tensors[name] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, tensors, f"{name}/{key}") for key, each in value.items()}
+        return {str(key): _plain(item, tensors, f"{name}/{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, tensors, f"{name}/{key}") for key, each in enumerate(value)]
+        return [_plain(item, tensors, f"{name}/{key}") for key, item in enumerate(value)]
     return value
 
 
@@ -302,19 +308,20 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     if isinstance(value, dict):
         if _TENSOR in value:
             return tensors[value[_TENSOR]]
-        return {key: _unpack(each, tensors) for key, each in value.items()}
+        return {key: _unpack(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
-        return [_unpack(each, tensors) for each in value]
+        return [_unpack(item, tensors) for item in value]
     return value
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the CRC-32 of the JSON and of the names, types, shapes and bytes of the tensors."""
-    parts: list[bytes | memoryview] = [text.encode()]
+    pieces: list[bytes | memoryview] = [text.encode()]
     for name, tensor in sorted(tensors.items()):
-        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        parts.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-    return checksum(parts).hex()
+        # Two tensors may have the same bytes, in another type or shape.
+        pieces.append(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        pieces.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum(pieces).hex()
 
 
 def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plain values
@@ -322,9 +329,9 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True).contiguous()  # sync: a checkpoint is due
     if isinstance(value, Mapping):
-        return {key: copy_state(each) for key, each in value.items()}
+        return {key: copy_state(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [copy_state(each) for each in value]
+        return [copy_state(item) for item in value]
     return value
 
 
@@ -377,9 +384,9 @@ def constants_of(model: nn.Module) -> dict[str, Tensor]:
     """
     constants: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        places = ~_is_finite(tensor).cpu()  # sync: once, before the run
-        if places.any():
-            constants[name] = places
+        infinite = ~_is_finite(tensor).cpu()  # sync: once, before the run
+        if infinite.any():
+            constants[name] = infinite
     return constants
 
 
@@ -503,9 +510,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
 
 def _require_types(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raise TypeError if weights would be converted: int8 to zeros, 1e300 to infinity."""
-    for name, own in model.state_dict().items():
-        if own.is_floating_point() and name in weights and weights[name].dtype != own.dtype:
-            raise TypeError(f"{name} has type {weights[name].dtype}, expected {own.dtype}")
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or name not in weights:
+            continue
+        if weights[name].dtype != tensor.dtype:
+            raise TypeError(f"{name} has type {weights[name].dtype}, expected {tensor.dtype}")
 
 
 @contextmanager

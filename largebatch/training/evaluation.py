@@ -173,7 +173,8 @@ class _Tally:
         outside = labels.where(within != labels, 0).flatten()
         self._outside = self._outside + outside.count_nonzero()
         self._limits = torch.stack(torch.cat([self._limits, outside]).aminmax())
-        logits, labels = logits.flatten(0, -2), within.flatten()
+        logits = logits.flatten(0, -2)
+        labels = within.flatten()
         if not self.table.shape[1]:
             self.table = self.table.new_zeros(_ROWS, logits.shape[1])
         best = five_best(logits).eq(labels.unsqueeze(1))
@@ -188,22 +189,26 @@ class _Tally:
         return within
 
     def sum(self, backend: Backend) -> None:
+        """Sum the table over the workers, to the CPU; raise ValueError for labels of no class."""
         width = self.table.shape[1]
         failed = accelerator.Graph.unshared_failures()
-        own = torch.tensor([width, width**2, width > 0, failed])
-        found = torch.cat([own.to(self._outside), self._outside]).to(backend.device)
-        backend.all_reduce(found).wait()
-        total, squares, counting, failed, outside = found.tolist()  # sync: how wide the table is
+        # One collective for all that workers must agree on; a worker without a batch has no width.
+        counts = torch.tensor([width, width**2, width > 0, failed])
+        sums = torch.cat([counts.to(self._outside), self._outside]).to(backend.device)
+        backend.all_reduce(sums).wait()
+        total, squares, counting, failed, outside = sums.tolist()  # sync: how wide the table is
         accelerator.Graph.share_failures(failed)
         common = total // max(1, counting)
-        if (common * counting, common * total) != (total, squares):  # some differ from their mean
-            widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
+        # All widths are equal if they equal their mean, and the squares that of the mean.
+        if common * counting != total or common * total != squares:
+            widths = backend.all_gather(sums.new_tensor(width)).tolist()  # sync: for the message
             raise ValueError(f"workers have scores for other classes: {sorted({*widths} - {0})}")
         if outside:
             limits = backend.all_gather(self._limits.to(backend.device))
-            such = {limits.min().item(), limits.max().item()} - {0}  # sync: for the message
+            examples = {limits.min().item(), limits.max().item()} - {0}  # sync: for the message
+            named = " and ".join(map(str, examples))
             raise ValueError(
-                f"{outside} labels, such as {' and '.join(map(str, such))}, are not class numbers: "
+                f"{outside} labels, such as {named}, are not class numbers: "
                 f"the model has {common} classes, 0 to {common - 1}; leave unlabelled samples out"
             )
         table = self.table if width else self.table.new_zeros(_ROWS, common)
@@ -241,13 +246,13 @@ class Answers:
     """Collects the predictions for each sample on this worker, without waiting for the device."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._batches: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add one batch; pass it to `evaluate` as `each`."""
         losses = F.cross_entropy(_at_least_fp32(logits), labels, reduction="none")
         columns = (labels, five_best(logits)[:, 0], losses)
-        self._parts.append(torch.stack([column.double() for column in columns], dim=1))
+        self._batches.append(torch.stack([column.double() for column in columns], dim=1))
 
     def gather(
         self, samples: npt.NDArray[np.int64], everyone: npt.NDArray[np.int64], backend: Backend
@@ -257,9 +262,10 @@ class Answers:
         `everyone` has the samples of all workers in ascending order.
         """
         device = backend.device
+        # Each worker fills in its own rows, so the sum over the workers has all of them.
         table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)
-        places = torch.from_numpy(np.searchsorted(everyone, samples)).to(device)
-        table[places] = torch.cat([table[:0], *(part.to(device) for part in self._parts)])
+        rows = torch.from_numpy(np.searchsorted(everyone, samples)).to(device)
+        table[rows] = torch.cat([table[:0], *(batch.to(device) for batch in self._batches)])
         backend.all_reduce(table).wait()
         label, predicted, loss = table.cpu().numpy().T  # sync: the result is wanted
         return Answer(everyone, label.astype(np.int64), predicted.astype(np.int64), loss)

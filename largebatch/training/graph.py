@@ -3,53 +3,66 @@
 A small device batch is bound by the host, which launches hundreds of kernels; a graph is one
 launch. The first two updates of a shape run as always, because libraries choose kernels and
 optimizers create their state in them; during the second it is noted where the host waits for the
-device. The third is recorded, part by part, and replayed from then on:
+device. The third is recorded, part by part (`Part`), and replayed from then on.
 
-    passes      forward and backward pass of a micro-batch, a graph for each place in an update:
-                the first one writes gradients, later ones add to them, the last one sends them
-    sums        sums over the workers (NCCL's alone can be recorded)
-    optimizer   check of gradients, its step, loss scale, running statistics, average of an EMA
+One graph has all parts, or as many from the first as can be recorded. The optimizer has its own
+graph where passes or sums cannot be recorded. All graphs of a step share memory. A batch is copied
+into the memory that the graph reads: on the device that takes microseconds, and copies from the
+host overlap with updates before (data/decoders/prefetch.py).
 
-One graph has all of them, or as many from the first as can be recorded. The optimizer has its own
-graph where passes or sums cannot be recorded. All graphs of a `train()` share memory. A batch is
-copied into the memory that the graph reads: on the device that takes microseconds, and copies from
-the host overlap with updates before (data/decoders/prefetch.py).
-
-What a replay must find is on the device: gradients, moments, statistics, and the numbers of the
-optimizer, which `refresh` copies there. Random numbers are those of the seed that is set before.
+What a replay must find is on the device, and stays where it was: the gradients in the buffers of
+the reducer, weights, moments, statistics, and the numbers of the optimizer, which `refresh` sends
+there. Random numbers are those of the seed that is set before.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import partial
-from itertools import chain, takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from largebatch import accelerator, proof
+from largebatch.accelerator import Replayable
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import agree
-from largebatch.distributed.backend import in_graphs
-from largebatch.distributed.reducer import Held
 from largebatch.errors import RecipeError, clip
 from largebatch.models.wrappers import is_on_several_devices, needs_host, watch_host
+from largebatch.optim import replay
 from largebatch.optim.rates import hidden_gradients
+from largebatch.training.loop import EagerStep, Result
 
-if TYPE_CHECKING:
-    from largebatch.training.loop import Work
+_LOG = logging.getLogger(__name__)
 
 UseGraph = Literal["auto", True, False]
 
-_PARTS = PASSES, SUMS, OPTIMIZER = "forward and backward", "sums of gradients", "optimizer"
-"""Parts of an update in their order, by their names in the log."""
 
-_WARM_UP = 2  # updates of a shape before it is recorded
+class Part(Enum):
+    """A part of an update, in their order, with its name in the log."""
 
-_SHAPES = 4  # shapes whose graphs are kept
+    PASSES = "forward and backward"
+    """Both passes of a micro-batch. An update has a graph for each place of a micro-batch: the
+    first one writes gradients, later ones add to them, the last one sends them."""
+
+    SUMS = "sums of gradients"
+    """Sums over the workers; NCCL's alone can be recorded."""
+
+    OPTIMIZER = "optimizer"
+    """The check of the gradients, the optimizer's step, the loss scale, running statistics, and the
+    average of an EMA."""
+
+
+# Libraries choose kernels and optimizers create their state in the first update of a shape. Whether
+# the host waits for the device is found in the second, in which nothing is done for the first time.
+_WARM_UP = 2
+
+# Shapes whose graphs are kept. A run has few at a time: one or two image sizes, each with a whole
+# and a smaller last micro-batch. All of a graph's intermediate results stay allocated.
+_SHAPES = 4
 
 
 @dataclass(slots=True)
@@ -57,17 +70,18 @@ class _Graph:
     """Recorded parts of an update, and what the host must know after they were replayed."""
 
     graph: accelerator.Graph
-    parts: Collection[str]
-    held: Held
-    results: dict[str, Tensor]
-    """Values of `Results` in its memory."""
+    parts: list[Part]
+    results: dict[str, Any]
+    """Fields of `Result` that the recording has computed, in the memory of the graph."""
 
-    is_summed: bool
     before: list[int]
     """Spans that were counted before; the sums over workers are of this number of them."""
 
-    counts: list[int]
-    """Spans that were counted."""
+    after: list[int]
+    """Spans that were counted after."""
+
+    has_sums: bool
+    """True if the moments of the spans are summed over the workers, and not used yet."""
 
 
 @dataclass(slots=True)
@@ -80,85 +94,118 @@ class _Shape:
     changed: Callable[[], str | None] = lambda: None
     """Names what the model has changed on the host since the second update."""
 
+    reads: dict[str, object] = field(default_factory=dict)
+    """What the graphs have fixed, by its name; the same in every update that is replayed."""
+
     graphs: dict[object, _Graph] = field(default_factory=dict)
-    """By whether the micro-batch is the first one of an update, and parts; or by OPTIMIZER."""
+    """By whether the micro-batch is the first one of an update, and parts."""
 
 
-class Graphs:
-    """Does the work of an update in place of `Work`: replays the parts that it has recorded."""
+@dataclass(kw_only=True)
+class GraphedStep(EagerStep):
+    """An update on a GPU, recorded once for each shape of a batch and replayed.
 
-    def __init__(self, work: "Work", use: UseGraph, note: Callable[[str], object]) -> None:
-        self._work, self._use, self._note = work, use, note
-        self._device = work.reducer.device
+    It has the same bits as a result. Parts that cannot be recorded run without a graph, on all
+    workers; `note` gets one sentence: which parts these are, and why. With `required` RecipeError
+    is raised if the passes are among them.
+
+    Gradients stay in the buffers of the reducer. Weights, statistics, the optimizer's state and its
+    settings besides the learning rate must stay as they are too: ValueError is raised if other code
+    replaces one after a graph was recorded.
+    """
+
+    required: bool = False
+    note: Callable[[str], object] = _LOG.info
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._noted = ""
+        self._device = self.reducer.device
+        self._workers = self.reducer.workers
+        self._replayable: dict[str, Replayable] = {
+            "gradients": self.reducer,
+            "running statistics": self.spans,
+        }
         self._shapes: dict[object, _Shape] = {}
         self._shape = _Shape(None)
-        self._replayed: Collection[str] = ()  # parts, since the last micro-batch began
-        self._computed: set[str] = set()  # results of this update in the memory of graphs
-        self._excluded: dict[str, str] = {}  # parts that are not recorded, and why
-        self._read: list[object] = []
-        self._noted, self._drops = "", 0
-        self._has_watched = False  # True from the second update of a shape to the next one
-        over_workers = [it for it in work.spans.groups if not in_graphs(it)]
-        if is_on_several_devices(work.model):
-            self._exclude(OPTIMIZER, "the model is on several devices")
-        if problem := needs_host(work.model):
-            self._exclude(PASSES, problem)
-        elif over_workers:
-            self._exclude(PASSES, "a BatchNorm span is summed over workers, and not by NCCL")
-        elif not in_graphs(work.spans.backend) or not in_graphs(work.reducer.workers):
-            self._exclude(SUMS, "only NCCL's sums can be recorded")
+        self._failures = accelerator.Graph.failures
+        self._replayed: list[Part] = []
+        """Parts that were replayed since the last micro-batch began."""
+
+        self._in_graphs: set[str] = set()
+        """Results of this update in the memory of graphs."""
+
+        self._excluded: dict[Part, str] = {}
+        """Parts that are not recorded, and why."""
+
+        self._has_watched = False
+        """True from the second update of a shape to the next one."""
+
+        if is_on_several_devices(self.model):
+            self._exclude(Part.OPTIMIZER, "the model is on several devices")
+        if problem := needs_host(self.model):
+            self._exclude(Part.PASSES, problem)
+        elif self.spans.groups and (problem := self.spans.refusal()):
+            self._exclude(Part.PASSES, f"a BatchNorm span is summed over workers: {problem}")
+        if problem := self.reducer.refusal() or self.spans.refusal():
+            self._exclude(Part.SUMS, problem)
         self._agree()
 
     def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
         """Do the passes of a micro-batch; a graph of the last one may do the rest too."""
-        work, self._replayed = self._work, ()
+        self._replayed = []
         if first:
-            self._computed = set()
-            self._begin(batch)
-        shape = self._shape
-        parts = [*takewhile(lambda it: it not in self._excluded, _PARTS if last else _PARTS[:1])]
-        key = first, *parts
-        if parts and shape.batch is not None and shape.form == _form(batch):
-            passes = partial(work.accumulate, shape.batch, first=first, last=SUMS in parts)
-            graph = shape.graphs.get(key) or self._record(key, parts, passes)
-            if graph is not None and (not last or graph.before == work.spans.counts):
-                for kept, given in zip(shape.batch, batch, strict=True):
-                    kept.copy_(given, non_blocking=True)
-                self._replay(graph)
-                return
-        # Not recorded, or a smaller micro-batch now or before the last.
-        self._do(PASSES, partial(work.accumulate, batch, first=first, last=last))
-
-    def sum(self) -> None:
-        """Finish the sums over the workers, unless a graph did."""
-        if SUMS in self._replayed:
+            self.begin()
+            self._begin_shape(batch)
+        graph = self._graph_of_passes(batch, first=first, last=last)
+        if graph is None:
+            work = partial(self.forward_backward, batch, first=first, last=last)
+            self._watch(Part.PASSES, work)
             return
-        if PASSES in self._replayed:
-            self._work.spans.reduce()
-            self._work.reducer.arm(complete=True)
-        self._do(SUMS, self._work.sum)
+        assert self._shape.batch is not None
+        for memory, tensor in zip(self._shape.batch, batch, strict=True):
+            memory.copy_(tensor, non_blocking=True)
+        self._replay(graph)
 
-    def update(self) -> None:
-        """Update weights and running statistics, unless a graph did."""
-        work = self._work
-        if OPTIMIZER not in self._replayed and not self._replay_optimizer():
-            self._do(OPTIMIZER, work.update)
-        for name in self._computed:  # the next replay overwrites them
-            setattr(work.results, name, getattr(work.results, name).clone())
+    def finish(self) -> Result:
+        """Do what no graph has done of the sums and the update of the weights."""
+        if Part.SUMS not in self._replayed:
+            if Part.PASSES in self._replayed:
+                # The hooks that send gradients did not run: all are sent now.
+                self.spans.reduce()
+                self.reducer.arm(complete=True)
+            self._watch(Part.SUMS, self.sum_gradients)
+        if Part.OPTIMIZER not in self._replayed:
+            graph = self._graph_of_optimizer()
+            if graph is None:
+                self._watch(Part.OPTIMIZER, self.update_weights)
+            else:
+                self._replay(graph)
+        for name in self._in_graphs:  # the next replay overwrites them
+            setattr(self.result, name, getattr(self.result, name).clone())
+        self._in_graphs = set()
         self._has_watched = self._shape.updates == _WARM_UP
+        return self.result
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin_shape(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
         self._shape = _Shape(None)
+        for part in self._replayable.values():
+            part.refresh()
         if self._has_watched:  # which may have found something on one worker
             self._has_watched = False
             self._agree()
-        if {PASSES, OPTIMIZER} <= self._excluded.keys():
+        if {Part.PASSES, Part.OPTIMIZER} <= self._excluded.keys():
             self._say()
             return
-        self._drop_outdated()
+        if self._failures != accelerator.Graph.failures:
+            # After a recording that failed, also one of an evaluation, older graphs draw random
+            # numbers by another seed than the one that is set.
+            self._failures = accelerator.Graph.failures
+            self._shapes.clear()
         form = _form(batch)
-        key = form, len(self._work.frozen)
+        # Weights that are not trained yet have no gradient in the optimizer's step.
+        key = form, len(self.frozen)
         if key not in self._shapes and self._pool() and self._is_crowded():
             self._shapes.clear()  # its first updates cannot use the memory of other graphs
         self._shape = self._shapes.pop(key, _Shape(form))
@@ -166,92 +213,141 @@ class Graphs:
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
         self._shape.updates += 1
-        if self._shape.updates == _WARM_UP + 1 and PASSES not in self._excluded:
+        if self._shape.updates > _WARM_UP:
+            self._require_unchanged()
+        else:
+            self._shape.reads = self._reads()
+        if self._shape.updates == _WARM_UP + 1 and Part.PASSES not in self._excluded:
             self._shape.batch = Batch(*map(torch.empty_like, batch))
 
-    def _drop_outdated(self) -> None:
-        """Drop all graphs if they would use outdated memory."""
-        optimizer, has_own = self._work.optimizer, OPTIMIZER not in self._excluded
-        weights = chain(*(group["params"] for group in optimizer.param_groups))
-        statistics = chain(*(layer._buffers.values() for layer in self._work.spans.layers))
-        read = self._can_replay() if has_own else None
-        now = [accelerator.Graph.failures, _addresses(weights), _addresses(statistics)]
-        if has_own:
-            states = chain(*(state.values() for state in optimizer.state.values()))
-            now += [read, _addresses(states)]
-        if now != self._read[: len(now)] or (has_own and read is None):
-            warm_up = {key: it for key, it in self._shapes.items() if it.updates < _WARM_UP}
-            self._drops += len(warm_up) < len(self._shapes)
-            self._shapes, self._read, self._shape = warm_up, now, _Shape(None)
-        if self._drops > _SHAPES:
-            self._drops, part = 0, OPTIMIZER if has_own else PASSES
-            self._exclude(part, "tensors or settings change between updates")
+    def _graph_of_passes(self, batch: Batch, *, first: bool, last: bool) -> _Graph | None:
+        """Return the graph of a micro-batch, which is recorded if it is new; None to do without."""
+        shape = self._shape
+        parts: list[Part] = []
+        for part in Part if last else [Part.PASSES]:
+            if part in self._excluded:
+                break
+            parts.append(part)
+        # A smaller micro-batch than the first of an update has no graph.
+        if not parts or shape.batch is None or shape.form != _form(batch):
+            return None
+        sends = Part.SUMS in parts
+        passes = partial(self.forward_backward, shape.batch, first=first, last=sends)
+        graph = shape.graphs.get((first, *parts)) or self._record((first, *parts), parts, passes)
+        if graph is not None and last and graph.before != self.spans.counts:
+            return None  # another micro-batch before this one was smaller
+        return graph
 
-    def _do(self, part: str, do: Callable[[], object]) -> None:
+    def _graph_of_optimizer(self) -> _Graph | None:
+        """Return the optimizer's own graph, where the sums have none; None to do without."""
+        is_separate = Part.SUMS in self._excluded and Part.OPTIMIZER not in self._excluded
+        if not is_separate or self._shape.updates <= _WARM_UP:
+            return None
+        if Part.PASSES not in self._replayed:
+            self._require_unchanged()  # the passes may have moved weights
+        key = Part.OPTIMIZER
+        return self._shape.graphs.get(key) or self._record(key, [Part.OPTIMIZER], lambda: None)
+
+    def _reads(self) -> dict[str, object]:
+        """Return what the graphs of an update fix, by its name: addresses, and the optimizer's."""
+        weights = [it for group in self.optimizer.param_groups for it in group["params"]]
+        memory: dict[str, object] = {name: it.reads() for name, it in self._replayable.items()}
+        memory["weights"] = [weight.data_ptr() for weight in weights]
+        if Part.OPTIMIZER not in self._excluded:
+            with hidden_gradients(self.frozen):
+                refusal = replay.refusal(self.optimizer)
+                memory["state or settings of the optimizer"] = refusal, replay.reads(self.optimizer)
+        return memory
+
+    def _require_unchanged(self) -> None:
+        """Raise ValueError if a replay would use memory or numbers that are outdated."""
+        reads = self._reads()
+        changed = [name for name in reads if reads[name] != self._shape.reads[name]]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)}: replaced after updates were recorded in a graph, which "
+                "would not follow; change tensors in place, or train without a graph "
+                "(execution.graph: false)"
+            )
+
+    def _watch(self, part: Part, work: Callable[[], object]) -> None:
         """Do a part without a graph; in the second update of a shape, note what prevents one."""
         if self._shape.updates != _WARM_UP:
-            do()
+            work()
             return
-        watch = accelerator.waits(self._device)
-        if part == PASSES:
-            self._shape.changed = watch_host(self._work.model)
+        watch: AbstractContextManager[list[str]] = accelerator.waits(self._device)
+        if part is Part.PASSES:
+            self._shape.changed = watch_host(self.model)
             watch = accelerator.passes(self._device, self._shape.changed)
-        elif part == OPTIMIZER and self._can_replay() is None:
-            name = type(self._work.optimizer).__name__
-            self._exclude(OPTIMIZER, f"{name} needs the host here, or has hooks")
-        with watch as found:
-            do()
-        if found:
-            self._exclude(part, found[0])
+        elif part is Part.OPTIMIZER:
+            with hidden_gradients(self.frozen):
+                refusal = replay.refusal(self.optimizer)
+            if refusal is not None:
+                self._exclude(Part.OPTIMIZER, refusal)
+        with watch as problems:
+            work()
+        if problems:
+            self._exclude(part, problems[0])
 
     def _record(
-        self, key: object, parts: list[str], passes: Callable[[], object] = lambda: None
+        self, key: object, parts: list[Part], passes: Callable[[], object]
     ) -> _Graph | None:
         """Record parts on all workers; nothing is computed. Return None if that failed on any.
 
         Nothing then remains of it. Raises the error of a device without memory, also without a
         trace.
         """
-        if not self._shape.updates:  # dropped in this update
-            return None
-        before = set(self._excluded)
-        self._record_here(key, parts, passes)
+        excluded = set(self._excluded)
+        graph = self._record_here(parts, passes)
         self._agree()
-        if before != self._excluded.keys():
-            self._shapes.clear()
-            self._shape = _Shape(None)
+        if excluded != self._excluded.keys():
+            self._forget_shapes()
             accelerator.Graph.share_failures(1)  # on some worker
+            self._failures = accelerator.Graph.failures
             return None
-        if parts[-1] == [it for it in _PARTS if it not in self._excluded][-1]:
+        assert graph is not None
+        self._shape.graphs[key] = graph
+        if parts[-1] is [part for part in Part if part not in self._excluded][-1]:
             self._say()
-        return self._shape.graphs[key]
+        return graph
 
-    def _record_here(self, key: object, parts: list[str], passes: Callable[[], object]) -> None:
+    def _record_here(self, parts: list[Part], passes: Callable[[], object]) -> _Graph | None:
         """Record parts on this worker, or exclude the one that cannot be recorded."""
-        work, reducer, spans, shape = self._work, self._work.reducer, self._work.spans, self._shape
-        held, counts, is_summed = [*reducer.held()], spans.counts, spans.is_summed
+        if Part.PASSES in parts and (name := self._shape.changed()):
+            reason = f"{name} changes between updates, which a replay would not see"
+            self._exclude(Part.PASSES, reason)
+            return None
+        work = {
+            Part.PASSES: passes,
+            Part.SUMS: self.sum_gradients,
+            Part.OPTIMIZER: self.update_weights,
+        }
+        spans = self.spans
+        result = self.result
+        before = spans.counts
+        has_sums = spans.is_summed
         handled = sys.exception()  # by the caller
-        if PASSES in parts and (name := shape.changed()):
-            self._exclude(PASSES, f"{name} changes between updates, which a replay would not see")
-            return
-        results, part = work.results, parts[0]
-        steps = {PASSES: passes, SUMS: work.sum, OPTIMIZER: work.update}
+        part = parts[0]
         try:
-            work.results = replace(results)
+            self.result = replace(result)
             graph = accelerator.Graph(self._device, self._pool())
             with graph.record():
                 for part in parts:
-                    steps[part]()
-            more = [after - before for after, before in zip(spans.counts, counts, strict=True)]
-            values = {it.name: getattr(work.results, it.name) for it in fields(results)}
-            new = {name: it for name, it in values.items() if it is not getattr(results, name)}
-            made = _Graph(graph, parts, reducer.held(), new, spans.is_summed, counts, more)
-            shape.graphs[key] = made
+                    work[part]()
+            if not self.reducer.is_placed:
+                raise ValueError("a micro-batch reaches some of the weights only")
+            return _Graph(
+                graph=graph,
+                parts=parts,
+                results=_changes(result, self.result),
+                before=before,
+                after=spans.counts,
+                has_sums=spans.is_summed,
+            )
         except Exception as problem:  # torch and Triton raise all kinds
-            self._shapes.clear()
-            self._shape = _Shape(None)
-            if work.scaler.is_enabled():
-                work.scaler._per_optimizer_states.clear()  # gradients are not unscaled
+            self._forget_shapes()
+            self.reducer.cancel()
+            self.scaler.update(result.loss_scale)  # the same; forgets that gradients were unscaled
             cause: BaseException | None = problem
             while cause is not None and cause is not handled:
                 if accelerator.is_out_of_memory(cause):
@@ -259,69 +355,48 @@ class Graphs:
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._exclude(part, f"recording failed ({reason})")
+            return None
         finally:
-            reducer.hold(held)
-            reducer.in_passes = True
-            spans.counts, spans.is_summed, work.results = counts, is_summed, results
+            # Nothing was computed: the host takes back what it has counted.
+            self.result = result
+            self.reducer.in_passes = True
+            spans.counts = before
+            spans.is_summed = has_sums
 
     def _replay(self, graph: _Graph) -> None:
-        work, reducer, spans = self._work, self._work.reducer, self._work.spans
-        reducer.hold(graph.held)
-        reducer.in_passes = OPTIMIZER not in graph.parts
-        if not reducer.in_passes:
-            with hidden_gradients(work.frozen):
-                work.optimizer.refresh()  # type: ignore[attr-defined]  # see _can_replay
+        if Part.OPTIMIZER in graph.parts:
+            self.reducer.in_passes = False
+            assert isinstance(self.optimizer, Replayable), "see replay.refusal"
+            with hidden_gradients(self.frozen):
+                self.optimizer.refresh()
         graph.graph.replay()
-        work.results = replace(work.results, **graph.results)
-        spans.counts = [a + b for a, b in zip(spans.counts, graph.counts, strict=True)]
-        spans.is_summed = graph.is_summed
+        for name, tensor in graph.results.items():
+            setattr(self.result, name, tensor)
+        counts = zip(self.spans.counts, graph.before, graph.after, strict=True)
+        self.spans.counts = [now + after - before for now, before, after in counts]
+        self.spans.is_summed = graph.has_sums
         self._replayed = graph.parts
-        self._computed |= graph.results.keys()
+        self._in_graphs |= graph.results.keys()
 
-    def _replay_optimizer(self) -> bool:
-        """Replay the optimizer's own graph; return False to do without."""
-        work = self._work
-        is_apart = SUMS in self._excluded and OPTIMIZER not in self._excluded
-        if not is_apart or self._shape.updates <= _WARM_UP:
-            return False
-        if PASSES not in self._replayed:
-            self._drop_outdated()  # the passes may have moved the weights
-        graph = self._shape.graphs.get(OPTIMIZER) or self._record(OPTIMIZER, [OPTIMIZER])
-        if graph is None:
-            return False
-        pairs = zip(graph.held, work.reducer.held(), strict=True)
-        both = [(kept[name], it) for (kept, _), (given, _) in pairs for name, it in given.items()]
-        if moved := [(kept, given) for kept, given in both if given is not kept]:
-            torch._foreach_copy_([kept for kept, _ in moved], [given for _, given in moved])
-        self._replay(graph)
-        return True
+    def _forget_shapes(self) -> None:
+        """Drop all graphs; the rest of this update has none."""
+        self._shapes.clear()
+        self._shape = _Shape(None)
 
     def _pool(self) -> object:
         """Return the memory of the graphs; None without any, for torch then refuses it."""
-        every = chain.from_iterable(shape.graphs.values() for shape in self._shapes.values())
-        return next((each.graph.pool for each in every), None)
+        for shape in self._shapes.values():
+            for graph in shape.graphs.values():
+                return graph.graph.pool
+        return None
 
-    def _can_replay(self) -> object:
-        """Return what a graph of the optimizer's step reads; None if it cannot be in a graph.
-
-        An optimizer that can be has its numbers on the device. It has `can_replay`, and `refresh`,
-        which copies them there before a replay, and the addresses of the gradients. Hooks may
-        decide on the host.
-        """
-        optimizer = self._work.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-            return None
-        with hidden_gradients(self._work.frozen):
-            return getattr(optimizer, "can_replay", lambda: None)()
-
-    def _exclude(self, part: str, reason: str) -> None:
+    def _exclude(self, part: Part, reason: str) -> None:
         """Do without a graph of a part on this worker; `_agree` follows on all of them."""
         if part in self._excluded:
             return
         self._excluded[part] = reason
-        if part == PASSES:
-            self._exclude(SUMS, "they follow the passes")
+        if part is Part.PASSES:
+            self._exclude(Part.SUMS, "they follow the passes")
 
     def _agree(self) -> None:
         """Exclude what any worker excludes; raise RecipeError on all if that is required.
@@ -330,26 +405,28 @@ class Graphs:
         at the same places: before the first update, after the second one of a shape, which decides
         what is recorded, and after a recording, before it is replayed.
         """
-        own = {part: self._excluded.get(part) for part in _PARTS}
-        for part, reason in agree(own, self._work.reducer.workers, self._device).items():
+        reasons = {part.value: self._excluded.get(part) for part in Part}
+        agreed = agree(reasons, self._workers, self._device)
+        for part in Part:
+            reason = agreed[part.value]
             if reason is not None:
                 self._exclude(part, reason)
-        if self._use is True and PASSES in self._excluded:
-            raise refused(self._excluded[PASSES])
+        if self.required and Part.PASSES in self._excluded:
+            raise refused(self._excluded[Part.PASSES])
 
     def _is_crowded(self) -> bool:
         """Return True if graphs leave too little memory for others on any worker."""
         reason = "crowded" if accelerator.is_crowded(self._device) else None
-        return any(agree({"memory": reason}, self._work.reducer.workers, self._device).values())
+        return any(agree({"memory": reason}, self._workers, self._device).values())
 
     def _say(self) -> None:
         """Note which parts of an update are not recorded, and why."""
-        parts = [f"{it} ({self._excluded[it]})" for it in _PARTS if it in self._excluded]
+        parts = [f"{it.value} ({self._excluded[it]})" for it in Part if it in self._excluded]
         rest = f"parts of an update without a CUDA graph: {'; '.join(parts)}"
         text = rest if parts else "an update is one CUDA graph"
         if text != self._noted:
             self._noted = text
-            self._note(text)
+            self.note(text)
 
 
 def refused(reason: str) -> RecipeError:
@@ -357,15 +434,22 @@ def refused(reason: str) -> RecipeError:
     return RecipeError(f"execution.graph: true: {reason}; set graph: auto, or false")
 
 
-def uses_graphs(use: UseGraph, device: torch.device) -> bool:
-    """Return True if updates are recorded; raise RecipeError if that is required and refused."""
+def step_for(
+    use: UseGraph, device: torch.device, *, note: Callable[[str], object] = _LOG.info
+) -> Callable[..., EagerStep]:
+    """Return the class of the step on a device: GraphedStep, or EagerStep where graphs are refused.
+
+    `note` is that of GraphedStep. Raises RecipeError if a graph is required (True) and refused.
+    """
     require_graphs(use, device)
     if use is False or device.type not in accelerator.GRAPHS:
-        return False
+        return EagerStep
     reason = proof.refusal(proof.GRAPH, device)
-    if reason is not None and use is True:
+    if reason is None:
+        return partial(GraphedStep, required=use is True, note=note)
+    if use is True:
         raise refused(reason)
-    return reason is None
+    return EagerStep
 
 
 def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = False) -> None:
@@ -376,8 +460,10 @@ def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = Fals
         raise refused(f"there are no graphs on a device of type {device.type}")
 
 
-def _addresses(tensors: Iterable[object]) -> list[int]:
-    return [it.data_ptr() for it in tensors if isinstance(it, torch.Tensor)]
+def _changes(before: Result, after: Result) -> dict[str, Any]:
+    """Return the fields of a result that are other objects than before, by name."""
+    values = {it.name: getattr(after, it.name) for it in fields(Result)}
+    return {name: value for name, value in values.items() if value is not getattr(before, name)}
 
 
 def _form(batch: Batch) -> object:

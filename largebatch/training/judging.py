@@ -138,7 +138,7 @@ class Judge:
 
     def evaluate(self, stage: StageName, each: Each = lambda *_: None) -> Metrics:
         """Evaluate the current model and emit the event."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see collected_by_hand
         metrics = self.evaluator.validation(each)
         step = self.evaluator.state.progress.step
@@ -147,7 +147,7 @@ class Judge:
                 stage=stage,
                 step=step,
                 epoch=self.evaluator.pipeline.plan.epoch(step),
-                seconds=time.perf_counter() - begun,
+                seconds=time.perf_counter() - start,
                 **asdict(metrics),
             )
         )
@@ -175,9 +175,10 @@ class Judge:
         state = self.evaluator.state
         if note is not None:
             self.log.note(name, note, kind="stage")
-        metrics, last = self._evaluate_end(name), state.last_kept
-        held_out, kept = self._decide(name, last, failed=failed)
-        if kept:
+        metrics = self._evaluate_end(name)
+        last = state.last_kept
+        held_out, is_kept = self._decide(name, last, failed=failed)
+        if is_kept:
             state.progress.note(metrics)
         else:
             state.roll_back()
@@ -191,22 +192,24 @@ class Judge:
                 loss=metrics.loss,
                 before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
                 held_out=held_out,
-                kept=kept,
+                kept=is_kept,
                 note=note,
             )
         )
-        state.snapshot = {}
+        state.snapshot = {}  # not in the next checkpoint: the decision is made
         self.saver.save()
 
     def _evaluate_end(self, stage: StageName) -> Metrics:
         """Evaluate the model; emit the images it classifies wrongly and the generalization gap."""
-        pipeline, step = self.evaluator.pipeline, self.evaluator.state.progress.step
+        pipeline = self.evaluator.pipeline
+        step = self.evaluator.state.progress.step
         if pipeline.classes:
             answers = Answers()
             metrics = self.evaluate(stage, answers.add)
-            own, samples = pipeline.validation_samples, pipeline.evaluated_samples
-            found = answers.gather(own, samples, self.evaluator.backend)
-            self.log.emit(find_mistakes(found, stage=stage, step=step, classes=pipeline.classes))
+            answer = answers.gather(
+                pipeline.validation_samples, pipeline.evaluated_samples, self.evaluator.backend
+            )
+            self.log.emit(find_mistakes(answer, stage=stage, step=step, classes=pipeline.classes))
         else:
             metrics = self.evaluate(stage)
         if self.measures_gap:
@@ -240,7 +243,8 @@ class Judge:
             return metrics.top1, True
         assert last.held_out is not None
         usable = not failed and math.isfinite(metrics.loss)
-        kept = usable and metrics.top1 > last.held_out
+        # Strictly more: as many correct images do not pay for weights that moved.
+        is_kept = usable and metrics.top1 > last.held_out
         self.log.emit(
             Decision(
                 stage=name,
@@ -248,23 +252,23 @@ class Judge:
                 samples=metrics.samples,
                 before=last.held_out,
                 after=metrics.top1,
-                kept=kept,
+                kept=is_kept,
             )
         )
-        return metrics.top1, kept
+        return metrics.top1, is_kept
 
 
 def find_mistakes(
-    found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
+    answer: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]
 ) -> Mistakes:
-    """Return the mistakes."""
-    wrong = np.flatnonzero(found.label != found.predicted)
+    """Return the images that are classified wrongly, and the sizes of the classes."""
+    wrong = np.flatnonzero(answer.label != answer.predicted)
     return Mistakes(
         stage=stage,
         step=step,
         classes=classes,
-        sizes=tuple(np.bincount(found.label, minlength=len(classes)).tolist()),
-        samples=tuple(found.sample[wrong].tolist()),
-        labels=tuple(found.label[wrong].tolist()),
-        predicted=tuple(found.predicted[wrong].tolist()),
+        sizes=tuple(np.bincount(answer.label, minlength=len(classes)).tolist()),
+        samples=tuple(answer.sample[wrong].tolist()),
+        labels=tuple(answer.label[wrong].tolist()),
+        predicted=tuple(answer.predicted[wrong].tolist()),
     )

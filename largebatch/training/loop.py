@@ -3,13 +3,16 @@
 A step is: set the learning rate, accumulate the gradients of one global batch, reduce, update. The
 loop does not depend on YAML, LARS or the number of workers; runs/build.py combines these. It is a
 generator: its caller logs, evaluates and saves between two updates, or stops.
+
+`EagerStep` computes an update, in the order in which one reads it. `GraphedStep` records the same
+work on a GPU and replays it (training/graph.py).
 """
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, get_args
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,12 +25,10 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
 from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
-from largebatch.training.graph import Graphs, UseGraph, uses_graphs
-
-_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,58 +68,103 @@ class Stopwatch:
         return sum(seconds) + float(sum(milliseconds)) / 1000
 
 
-class Update(NamedTuple):
-    """One optimizer update that was just made, or skipped."""
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What an update computed besides weights. Tensors are 0-d, on the device."""
 
-    step: int
-    lr: float
     loss: Tensor
-    """This worker's share of the mean loss over the global batch, on the device; shares add up."""
+    """This worker's share of the mean loss over the global batch; shares add up."""
+
+    scaled_by: Tensor
+    """Factor of the loss, and so of the measured gradients."""
 
     loss_scale: Tensor
-    """Factor of the loss at the next step: 0-d, on the device; 1 unless training in fp16."""
-
-    skipped: Tensor | None
-    """True if weights, momentum and statistics did not change because gradients were not finite:
-    0-d bool, on the device. None if updates are never skipped."""
+    """Factor of the loss at the next step; 1 unless training in fp16."""
 
     finite: Tensor
-    """True if all gradients of the global batch were finite: 0-d bool, on the device."""
-
-    data: Stopwatch
-    """Seconds spent waiting for input."""
+    """True if all gradients of the global batch were finite."""
 
     reduction: Stopwatch
     """Time that it waited for the summed gradients after computing its own: the network, and slower
     workers. Sums for BatchNorm, for which a forward pass waits, and in graphs are not included."""
 
-    scaled_by: Tensor
-    """Factor of the loss, and so of the measured gradients: 0-d, on the device."""
+    skipped: Tensor | None = None
+    """True if weights, momentum and statistics did not change because gradients were not finite.
+    None if updates are never skipped."""
 
     squares: Tensor | None = None
     """Squared lengths of gradients, if the reducer measures them: see Reducer.squares."""
 
     gradient_norm: Tensor | None = None
-    """Value returned by `measure_norm` of train(), if it is given."""
+    """Value returned by `measure_norm` of the step, if it is given."""
 
 
-@dataclass(slots=True)
-class Results:
-    """What an update computes besides weights: 0-d tensors on the device, as in `Update`."""
+class Update(NamedTuple):
+    """One optimizer update that was just made, or skipped. Tensors are those of its `Result`."""
 
-    scale: Tensor
+    step: int
+    lr: float
     loss: Tensor
+    loss_scale: Tensor
+    skipped: Tensor | None
     finite: Tensor
-    skipped: Tensor | None = None
+
+    data: Stopwatch
+    """Seconds spent waiting for input."""
+
+    reduction: Stopwatch
+    scaled_by: Tensor
     squares: Tensor | None = None
-    norm: Tensor | None = None
+    gradient_norm: Tensor | None = None
 
 
-@dataclass(kw_only=True)
-class Work:
-    """The work of an update on the device, in the parts that a graph can replay (see graph.py).
+class Step(Protocol):
+    """Makes optimizer updates: `accumulate` the micro-batches of one, then `finish` it."""
 
-    `results` are those of the update so far, `reduction` the time of its sums.
+    model: nn.Module
+    optimizer: Optimizer
+    reducer: Reducer
+
+    frozen: list[nn.Parameter]
+    """Weights that the next update leaves as they are, with their momentum."""
+
+    def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
+        """Add the gradients of a micro-batch: the `first`, the `last` or another one, or both."""
+
+    def finish(self) -> Result:
+        """Sum the gradients over the workers, and update the weights."""
+
+
+@dataclass
+class EagerStep:
+    """An optimizer update, computed in the order in which one reads it.
+
+    `criterion` sums the losses of the samples, which are divided by `global_batch`: that of all
+    workers and micro-batches. `scaler` scales the loss for fp16; without one, nothing is scaled.
+    With it, or with `skip_nonfinite`, an update whose summed gradients are not finite is skipped.
+    An infinity of one worker is in every sum, so all workers skip the same update. The host does
+    not wait for that result, except with optimizers that it must tell: all but LARS and torch's
+    fused ones.
+
+    `measure_norm` is called after the gradients are summed, while they are still scaled, and before
+    the optimizer, which may overwrite them. `follow` is called at the end of an update, with
+    `Result.skipped`.
+
+    >>> from largebatch.distributed.serial import Serial
+    >>> model, backend = nn.Linear(4, 2), Serial(torch.device("cpu"))
+    >>> reducer = Reducer(model.named_parameters(), backend)
+    >>> step = EagerStep(
+    ...     model,
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     nn.CrossEntropyLoss(reduction="sum"),
+    ...     reducer,
+    ...     Spans(model, backend),
+    ...     global_batch=8,
+    ... )
+    >>> batch = Batch(torch.randn(8, 4), torch.randint(2, (8,)))
+    >>> step.accumulate(batch, first=True, last=True)
+    >>> bool(step.finish().finite)
+    True
     """
 
     model: nn.Module
@@ -126,139 +172,148 @@ class Work:
     criterion: Criterion
     reducer: Reducer
     spans: Spans
-    scaler: GradScaler
+    _: KW_ONLY
     global_batch: int
-    skip_nonfinite: bool
-    measure_norm: Callable[[], Tensor] | None
-    follow: Callable[[Tensor | None], object]
+    scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
+    skip_nonfinite: bool = False
+    measure_norm: Callable[[], Tensor] | None = None
+    follow: Callable[[Tensor | None], object] = lambda _: None
+    frozen: list[nn.Parameter] = field(default_factory=list, init=False)
+    result: Result = field(init=False)
+    """The result of the update so far."""
 
     def __post_init__(self) -> None:
         self._one = torch.ones((), device=self.reducer.device)
-        self.results = Results(self.scaler.scale(self._one), self._one, self._one)
-        self.reduction = Stopwatch(self.reducer.device)
-        self.frozen: list[nn.Parameter] = []
-        """Weights that this update leaves as they are."""
+        self.result = self._new_result(self.scaler.scale(self._one))
+
+    def begin(self) -> None:
+        """Begin the result of an update: nothing is computed yet."""
+        self.result = self._new_result(self.result.loss_scale)
+
+    def _new_result(self, scale: Tensor) -> Result:
+        stopwatch = Stopwatch(self.reducer.device)
+        return Result(
+            loss=self._one, scaled_by=scale, loss_scale=scale, finite=self._one, reduction=stopwatch
+        )
 
     def accumulate(self, batch: Batch, *, first: bool, last: bool) -> None:
         """Add the gradients of a micro-batch; those of the last one are sent while they come."""
-        results, reducer = self.results, self.reducer
         if first:
-            reducer.zero()
-            results.loss = torch.zeros((), device=reducer.device)
+            self.begin()
+        self.forward_backward(batch, first=first, last=last)
+
+    def finish(self) -> Result:
+        """Sum the gradients over the workers, and update weights and running statistics."""
+        self.sum_gradients()
+        self.update_weights()
+        return self.result
+
+    def forward_backward(self, batch: Batch, *, first: bool, last: bool) -> None:
+        """Do the forward and the backward pass of a micro-batch."""
+        if first:
+            self.reducer.zero()
         loss = self.criterion(self.model(batch.images), batch.labels) / self.global_batch
         if last:
+            # The forward passes of this update are over, so their statistics are complete.
             self.spans.reduce()
-            reducer.arm()
+            self.reducer.arm()
         self.scaler.scale(loss).backward()
-        results.loss += loss.detach()
+        if first:
+            self.result.loss = loss.detach()
+        else:
+            self.result.loss += loss.detach()
 
-    def sum(self) -> None:
+    def sum_gradients(self) -> None:
         """Finish the sums over the workers and measure the gradients."""
-        results = self.results
-        with self.reduction:
+        with self.result.reduction:
             self.reducer.wait()
         self.spans.wait()
-        results.squares = self.reducer.squares
-        results.norm = None if self.measure_norm is None else self.measure_norm()
+        self.result.squares = self.reducer.squares
+        if self.measure_norm is not None:
+            self.result.gradient_norm = self.measure_norm()
 
-    def update(self) -> None:
+    def update_weights(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
-        results, scaler = self.results, self.scaler
-        examine = None if scaler.is_enabled() else getattr(self.optimizer, "examine", None)
-        results.finite = self.reducer.finite(examine)  # a scaler would change what LARS examined
+        result = self.result
+        result.finite = self._are_finite()
         self.reducer.in_passes = False
-        skipped = ~results.finite if self.skip_nonfinite else None
-        before = scaler.scale(self._one)
+        skipped = ~result.finite if self.skip_nonfinite else None
+        before = self.scaler.scale(self._one)
         with hidden_gradients(self.frozen):
-            self._step(skipped)
-        if scaler.is_enabled():
-            skipped = results.scale < before
-        results.skipped = skipped
+            self._step_optimizer(skipped)
+        if self.scaler.is_enabled():
+            # A scaler says that it has skipped a step by a smaller scale only.
+            skipped = result.loss_scale < before
+        result.skipped = skipped
         self.spans.update(skipped)
         self.follow(skipped)
 
-    def _step(self, skipped: Tensor | None) -> None:
-        results, optimizer, scaler = self.results, self.optimizer, self.scaler
-        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    def _are_finite(self) -> Tensor:
+        # LARS reads the gradients once, for their norms too. A scaler would change them after that.
+        if isinstance(self.optimizer, Tabled) and not self.scaler.is_enabled():
+            are_finite = self.optimizer.examine(self.reducer.parameters)
+            if are_finite is not None:
+                return are_finite
+        return self.reducer.finite()
+
+    def _step_optimizer(self, skipped: Tensor | None) -> None:
+        optimizer = self.optimizer
+        scaler = self.scaler
+        skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused ones
         if skipped is not None and skips_itself and not scaler.is_enabled():
-            optimizer.grad_scale, optimizer.found_inf = None, skipped.float()  # type: ignore[attr-defined]  # as GradScaler sets them
+            # As GradScaler does it: the optimizer reads on the device whether it skips this step.
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        elif skipped is None or results.finite.item():  # sync: only where the recipe skips updates
+        elif skipped is None or self.result.finite.item():  # sync: only where updates are skipped
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            results.scale = scaler.scale(self._one)
+            self.result.loss_scale = scaler.scale(self._one)
 
 
-def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
-    model: nn.Module,
-    optimizer: Optimizer,
+def train(
+    step: Step,
     batches: Iterator[Batch],
     schedule: Schedule,
-    criterion: Criterion,
-    reducer: Reducer,
-    spans: Spans,
-    scaler: GradScaler,
     *,
     steps: range,
     accumulation: int,
-    global_batch: int,
     seed: Callable[[int], int],
-    skip_nonfinite: bool = False,
-    measure_norm: Callable[[], Tensor] | None = None,
-    follow: Callable[[Tensor | None], object] = lambda _: None,
-    graph: UseGraph = False,
-    note: Callable[[str], object] = _LOG.info,
 ) -> Generator[Update, None, None]:
     """Make one optimizer update for each of `steps`, in order, and yield after each.
 
-    `seed` gives every step its own seed for dropout and the like, so a resumed run needs no
-    generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
-    `skip_nonfinite`, an update whose summed gradients are not finite is skipped. An infinity of
-    one worker is in every sum, so all workers skip the same step. The host does not wait for that
-    result, except with optimizers that it must tell: all but LARS and torch's fused ones.
-    `measure_norm` is called after the gradients are summed, while they are still scaled, and before
-    the optimizer, which may overwrite them. `follow` is called at the end of an update, with
-    `Update.skipped`.
-
-    With `graph` an update is recorded once for each shape of a batch, on a GPU, and replayed with
-    the same bits as a result; parts that cannot be recorded run without. `note` gets one sentence:
-    which parts these are, and why. With True RecipeError is raised if the passes are among them.
+    An update takes `accumulation` micro-batches. `seed` gives every update its own seed for dropout
+    and the like, so a resumed run needs no generator state.
     """
-    work = Work(
-        model=model,
-        optimizer=optimizer,
-        criterion=criterion,
-        reducer=reducer,
-        spans=spans,
-        scaler=scaler,
-        global_batch=global_batch,
-        skip_nonfinite=skip_nonfinite,
-        measure_norm=measure_norm,
-        follow=follow,
-    )
-    parts = Graphs(work, graph, note) if uses_graphs(graph, reducer.device) else work
-    for step in steps:
-        model.train()
-        accelerator.seed(seed(step), reducer.device)
-        lr, scaled_by = schedule(step), work.results.scale
-        set_rates(optimizer, lr, step=step)
-        work.frozen = frozen_weights(optimizer, step=step)
-        work.results = Results(scaled_by, scaled_by, scaled_by)
-        data, work.reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
+    device = step.reducer.device
+    for number in steps:
+        step.model.train()
+        accelerator.seed(seed(number), device)
+        lr = schedule(number)
+        set_rates(step.optimizer, lr, step=number)
+        step.frozen = frozen_weights(step.optimizer, step=number)
+        step.reducer.in_passes = True
+        data = Stopwatch(device)
         for micro in range(accumulation):
-            reducer.in_passes = True
             with data:
                 batch = Batch(*next(batches))
-            parts.accumulate(batch, first=micro == 0, last=micro == accumulation - 1)
-        parts.sum()
-        parts.update()
-        found = work.results
+            step.accumulate(batch, first=micro == 0, last=micro == accumulation - 1)
+        result = step.finish()
         yield Update(
-            step, lr, found.loss, found.scale, found.skipped, found.finite,
-            data, work.reduction, scaled_by, found.squares, found.norm,
-        )  # fmt: skip
+            step=number,
+            lr=lr,
+            loss=result.loss,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
+            finite=result.finite,
+            data=data,
+            reduction=result.reduction,
+            scaled_by=result.scaled_by,
+            squares=result.squares,
+            gradient_norm=result.gradient_norm,
+        )
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:

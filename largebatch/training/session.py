@@ -18,7 +18,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import Polish
 from largebatch.tracking.events import StageName, Start, now
 from largebatch.training.checkpoint import Saver
-from largebatch.training.graph import UseGraph
+from largebatch.training.graph import UseGraph, step_for
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, Update, step_seeds, train
 from largebatch.training.state import TrainState
@@ -64,47 +64,48 @@ checkpoints of the recipe need it.
 """
 
 
-def train_pieces(
-    train_piece: Callable[..., Generator[Update, None, None]], plan: Plan, steps: range
-) -> Generator[Update, None, None]:
-    """Make updates of the plan, each piece with its own global batch and accumulation."""
-    for piece, global_batch, accumulation in plan.within(steps):
-        yield from train_piece(steps=piece, accumulation=accumulation, global_batch=global_batch)
-
-
 def synchronous_updates(
     training: Training, part: Part, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
     """Make synchronous updates by the training loop; call `after` and yield after each."""
-    state, plan, step_log = training.state, training.plan, training.step_log
-    batches = training.pipeline.training(part.steps, clean=part.clean)
-
-    train_piece = partial(
-        train,
-        state.model,
-        state.updater.optimizer,
-        batches,
-        state.updater.schedule,
-        training.criterion,
-        state.updater.reducer,
-        training.spans,
-        state.scaler,
-        seed=step_seeds(training.seed, training.backend.rank),
-        skip_nonfinite=training.skip_nonfinite,
-        measure_norm=step_log.monitors.measure_norm,
-        follow=state.move_average,
-        graph=training.graph,
+    state = training.state
+    step_log = training.step_log
+    make_step = step_for(
+        training.graph,
+        training.backend.device,
         note=partial(training.log.note_once, part.stage),
     )
-    updates = train_pieces(train_piece, plan, part.steps)
+    batches = training.pipeline.training(part.steps, clean=part.clean)
     step_log.resume_clock()
-    with closing(batches), closing(updates):
-        for update in updates:
-            log_update(part.stage, update, state, step_log)
-            after()
-            yield
-            if not step_log.is_training:  # it was flushed, for something other than updates
-                step_log.resume_clock()
+    with closing(batches):
+        # A schedule of the batch has pieces, each with its own global batch and accumulation.
+        for steps, global_batch, accumulation in training.plan.within(part.steps):
+            step = make_step(
+                state.model,
+                state.updater.optimizer,
+                training.criterion,
+                state.updater.reducer,
+                training.spans,
+                scaler=state.scaler,
+                global_batch=global_batch,
+                skip_nonfinite=training.skip_nonfinite,
+                measure_norm=step_log.monitors.measure_norm,
+                follow=state.move_average,
+            )
+            updates = train(
+                step,
+                batches,
+                state.updater.schedule,
+                steps=steps,
+                accumulation=accumulation,
+                seed=step_seeds(training.seed, training.backend.rank),
+            )
+            for update in updates:
+                log_update(part.stage, update, state, step_log)
+                after()
+                yield
+                if not step_log.is_training:  # it was flushed, for something other than updates
+                    step_log.resume_clock()
 
 
 def log_update(stage: StageName, update: Update, state: TrainState, step_log: StepLog) -> None:

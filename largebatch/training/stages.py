@@ -40,7 +40,9 @@ def run_updates(
 
     A stage with a snapshot ends if it diverges, and is then rolled back.
     """
-    state, judge = session.state, session.judge
+    state = session.state
+    judge = session.judge
+    # `until` counts updates that were made; the plan also counts those of a stage that diverged.
     end = min(steps.stop, until + state.progress.discarded)
     over = state.progress.step >= end or session.requests.stopped
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
@@ -48,6 +50,7 @@ def run_updates(
         return
     if begin is not None and state.progress.step == steps.start:  # later, it was restored
         begin(state)
+    # After `begin`, which changes what is trained; before the updates, which may be rolled back.
     judge.begin()
     diverged: str | None = None
     try:
@@ -64,13 +67,13 @@ def run_updates(
         if not state.snapshot:  # nothing to roll back to
             raise
         diverged = str(error)
-    made = state.progress.step - steps.start
+    num_steps = state.progress.step - steps.start
     if diverged is not None:
         state.progress.discard_until(steps.stop)
     if state.progress.step == steps.stop:
         if steps.stop == session.plan.steps:  # the schedule has ended
             session.evaluator.store_average()
-        judge.end(name, num_steps=made, note=diverged, failed=diverged is not None)
+        judge.end(name, num_steps=num_steps, note=diverged, failed=diverged is not None)
 
 
 def run_average(
@@ -80,7 +83,8 @@ def run_average(
 
     The statistics of an SWA are measured before it is judged.
     """
-    state, judge = session.state, session.judge
+    state = session.state
+    judge = session.judge
     if not isinstance(state.average, kind):
         return
     if not state.average.num_models:
@@ -99,7 +103,8 @@ def run_average(
 
 def run_statistics(session: Session, _: range, __: int) -> None:
     """Run the statistics pass, unless the last stage that was kept has measured them."""
-    last, judge = session.state.last_kept, session.judge
+    last = session.state.last_kept
+    judge = session.judge
     is_measured = judge.decides and last is not None and last.name == "swa"
     if session.polish.statistics is not None and not is_measured:
         polish_statistics(judge, session.polish.statistics)
@@ -158,10 +163,12 @@ def run_stages(session: Session, *, until: int) -> bool:
 
     Stops early, and saves, after `until` updates in all, or when any worker is asked to stop.
     """
-    state, begin = session.state, 0
+    state = session.state
+    begin = 0
     ended = {result.name for result in state.stages}
     with collected_by_hand(), fastest_convolutions(session.plan):
         for stage in stages_of(session.polish):
+            # Where a stage ends is in the plan, so a resumed run enters the one that was left.
             end = stage.end(session.plan)
             if stage.name not in ended:
                 stage.run(session, range(begin, end), until)
@@ -199,7 +206,8 @@ def collected_by_hand() -> Iterator[None]:
     Else it would stop every worker at a different update. Earlier objects are frozen, so that a
     call takes milliseconds. Afterwards everything is as before.
     """
-    enabled, freezes = gc.isenabled(), gc.get_freeze_count() <= _FROZEN_BY_PYTHON
+    enabled = gc.isenabled()
+    freezes = gc.get_freeze_count() <= _FROZEN_BY_PYTHON
     gc.disable()
     if freezes:  # else unfreeze() would free what somebody else froze
         gc.freeze()

@@ -66,10 +66,11 @@ class Progress:
         """Number of optimizer updates made."""
         return self.step - self.discarded
 
-    def note(self, found: Metrics) -> None:
+    def note(self, metrics: Metrics) -> None:
         """Record an evaluation of the current state."""
-        if self.best is None or found.top1 > self.best:
-            self.best, self.best_step = found.top1, self.step
+        if self.best is None or metrics.top1 > self.best:
+            self.best = metrics.top1
+            self.best_step = self.step
 
     def discard_until(self, step: int) -> None:
         """Count the updates before `step` as discarded."""
@@ -150,12 +151,13 @@ class TrainState:
 
     def take_snapshot(self) -> None:
         """Store the current state, once in a stage that may be rolled back."""
-        if not self.snapshot:
-            model, ema = (
-                {name: value.clone() for name, value in state.items()}
-                for state in (self.model.state_dict(), self._average_state())
-            )
-            self.snapshot = {"model": model, "ema": ema, "scaler": self.scaler.state_dict()}
+        if self.snapshot:  # of the start of this stage, from a checkpoint
+            return
+        self.snapshot = {
+            "model": _copied(self.model.state_dict()),
+            "ema": _copied(self._average_state()),
+            "scaler": self.scaler.state_dict(),
+        }
 
     def roll_back(self) -> None:
         """Return to the snapshot without momentum: the next stage has its own optimizer."""
@@ -203,10 +205,10 @@ class TrainState:
         self.snapshot = state["snapshot"]
         if self.snapshot:
             states = {"model": self.model.state_dict(), "ema": self._average_state()}
-            for name, own in states.items():
-                shapes = {key: tensor.shape for key, tensor in own.items()}
-                there = {key: value.shape for key, value in self.snapshot[name].items()}
-                if there != shapes:
+            for name, state_here in states.items():
+                expected = {key: tensor.shape for key, tensor in state_here.items()}
+                saved = {key: tensor.shape for key, tensor in self.snapshot[name].items()}
+                if saved != expected:
                     raise ValueError(f"the snapshot has another {name} than this run")
         self._begun = time.perf_counter()
 
@@ -218,9 +220,10 @@ class TrainState:
         Raises as load_state_dict.
         """
         optimizer = self.updater.optimizer
-        own = optimizer.state_dict()["param_groups"]
+        # The recipe's hyper-parameters, which may have been changed with --allow, and saved counts.
+        groups_here = optimizer.state_dict()["param_groups"]
         groups = []
-        for group, saved in zip(own, param_groups, strict=True):
+        for group, saved in zip(groups_here, param_groups, strict=True):
             counts = {key: saved[key] for key in _COUNTED if key in saved}
             for key, value in counts.items():
                 if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
@@ -238,7 +241,12 @@ class TrainState:
                         f"expected {list(shape)}"
                     )
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # A checkpoint is contiguous; fused kernels need moments in the order of their weight.
         for weight, entry in optimizer.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

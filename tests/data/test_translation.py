@@ -12,9 +12,10 @@ from decoding import needs_dali, png_folder
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.data.augment import random_shifts, train_request, translate
+from largebatch.data.augment import augment, random_shifts, train_request, translate
 from largebatch.data.index.index import load_or_read
 from largebatch.data.pipeline import open_images
+from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
@@ -86,6 +87,20 @@ def test_every_decoder_shows_the_moved_image_mirrored(settings: list[str], tmp_p
         padded = F.pad(image, (2, 2, 2, 2), mode="reflect")
         window = padded[:, 2 - down : 34 - down, 2 - right : 34 - right]
         torch.testing.assert_close(moved[number], window, rtol=0, atol=0)
+
+
+def test_what_is_left_to_apply_travels_with_the_batch(tmp_path: Path) -> None:
+    index = png_folder(tmp_path, one_size=True)
+    batch = Batch(torch.randn(4, 3, 9, 9), torch.arange(4))
+    plain = train_request(index, range(4), seed=1, **MIRRORED)
+    assert augment(batch, plain) is batch
+    request = train_request(index, range(4), seed=1, translate=2, **MIRRORED)
+    assert request.shifts is not None
+    assert request.shifts.any()
+    moved = augment(batch, request)
+    expected = translate(batch.images, torch.from_numpy(request.shifts))
+    torch.testing.assert_close(moved.images, expected, rtol=0, atol=0)
+    assert moved.labels is batch.labels
 
 
 def images(

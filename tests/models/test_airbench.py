@@ -24,7 +24,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.state import build_criterion, build_state
-from largebatch.training.loop import train
+from largebatch.training.loop import EagerStep, train
 
 CPU = Serial(torch.device("cpu"))
 BATCH, STEPS = 40, 4
@@ -125,19 +125,22 @@ def trained(recipe: Recipe, model: nn.Module, batches: list[Batch]) -> dict[str,
     """Return the weights after the updates of the recipe."""
     plan = make_plan(recipe, workers=1)
     state = build_state(recipe, plan, model, CPU)
-    updates = train(
+    step = EagerStep(
         model,
         state.updater.optimizer,
-        iter(batches),
-        state.updater.schedule,
         build_criterion(recipe.loss),
         state.updater.reducer,
         Spans(model, CPU, sync_workers=1),
-        state.scaler,
+        scaler=state.scaler,
+        global_batch=BATCH,
+    )
+    updates = train(
+        step,
+        iter(batches),
+        state.updater.schedule,
         steps=range(len(batches)),
         accumulation=1,
-        global_batch=BATCH,
-        seed=lambda step: step,
+        seed=lambda number: number,
     )
     assert len(list(updates)) == len(batches)
     return model.state_dict()

@@ -18,12 +18,15 @@ from torch import nn
 
 from largebatch import run
 from largebatch.accelerator import measure_peak, memory_errors
+from largebatch.data import decoding
 from largebatch.data.pipeline import open_images
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.errors import DeviceMemoryError
 from largebatch.models.of_recipe import build_model
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs import build
 from largebatch.runs.fitting import (
     BESIDE,
     KEPT,
@@ -34,8 +37,9 @@ from largebatch.runs.fitting import (
     measure,
     random_batch,
 )
+from largebatch.runs.options import Options
 from largebatch.runs.state import build_criterion
-from largebatch.training.loop import Work
+from largebatch.training.loop import EagerStep
 
 RECIPE = a_recipe(STATISTICS, changes=("batch.global_batch=480", "execution.cache=none"))
 POSSIBLE = [48, 96, 240, 480]
@@ -177,14 +181,14 @@ def test_every_class_of_out_of_memory_halves_the_device_batch(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth class, torch's own, is in test_on_accelerator.py."""
-    real, fails = Work.accumulate, iter([False, True])
+    real, fails = EagerStep.accumulate, iter([False, True])
 
-    def accumulate(work: Work, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- as Work's
+    def accumulate(step: EagerStep, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- its
         if next(fails, False):
             raise error
-        real(work, *args, **settings)
+        real(step, *args, **settings)
 
-    monkeypatch.setattr(Work, "accumulate", accumulate)
+    monkeypatch.setattr(EagerStep, "accumulate", accumulate)
     run(RECIPE, out=tmp_path / "run", max_steps=2, report=False)
     plans = [start["plan"]["device_batch"] for start in log(tmp_path / "run", "start")]
     assert plans == [240, 96]
@@ -221,3 +225,26 @@ def test_a_plan_takes_what_fits(
     recipe = a_recipe(STATISTICS, changes=("batch.global_batch=960", *changes))
     plan = make_plan(recipe, workers=workers, fits=fits)
     assert (plan.device_batch, plan.sync_workers) == expected
+
+
+def test_the_device_batch_is_measured_beside_the_cached_images_and_decides_the_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache on a GPU takes memory, which the device batch must not count on."""
+    order: list[str] = []
+
+    def choose(*arguments: Any, **settings: Any) -> decoding.Decoding:  # noqa: ANN401 -- as its own
+        order.append("decoding")
+        return decoding.choose_decoding(*arguments, **settings)
+
+    def resolve(recipe: Recipe, *_: object, **__: object) -> tuple[Plan, list[str]]:
+        order.append("plan")
+        return make_plan(recipe, fits=48), ["measured"]
+
+    monkeypatch.setattr(build, "choose_decoding", choose)
+    monkeypatch.setattr(build, "resolve", resolve)
+    with build.open_session(RECIPE, Options(out=tmp_path), {}) as session:
+        assert session.plan.device_batch == 48
+        assert session.pipeline.plan is session.plan
+        assert session.remarks == ("measured",)
+    assert order == ["decoding", "plan"]

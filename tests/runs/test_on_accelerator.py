@@ -46,7 +46,7 @@ from largebatch.runs.options import Options
 from largebatch.tracking.events import StageName
 from largebatch.training import session
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.loop import Update, Work
+from largebatch.training.loop import EagerStep, Update
 
 JUDGED = "keep: better, held_out: 200"
 FEW = ("duration={steps: 6}", "schedule.warmup={steps: 1}")
@@ -286,14 +286,14 @@ def test_after_memory_ran_out_in_an_evaluation_a_run_goes_on_from_its_newest_che
 def test_after_memory_ran_out_in_the_first_update_a_run_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, fails = Work.update, iter([True])
+    real, fails = EagerStep.update_weights, iter([True])
 
-    def update(work: Work) -> None:
-        real(work)
+    def update_weights(step: EagerStep) -> None:
+        real(step)
         if next(fails, False):
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Work, "update", update)
+    monkeypatch.setattr(EagerStep, "update_weights", update_weights)
     run(a_recipe(CLEAN), out=tmp_path / "run")
     assert [step["step"] for step in log(tmp_path / "run", "step")] == list(range(BEFORE))
     (note, *_) = (it["text"] for it in log(tmp_path / "run", "note") if "memory" in it["text"])

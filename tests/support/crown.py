@@ -6,14 +6,12 @@ Run as a program it solves every case:  python crown.py BACKEND FILE OPTIMIZER .
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from largebatch import load_recipe
@@ -28,8 +26,7 @@ from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import BatchPiece, Plan
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.loop import cross_entropy, step_seeds, train
-from largebatch.training.session import train_pieces
+from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
 STEPS = 5
 GLOBAL_BATCH = 64
@@ -155,20 +152,14 @@ def solve(
     model = with_span(net(net_kind), SPAN)
     optimizer = make_optimizer(optimizer_kind, model, backend)
     with Reducer(model.named_parameters(), backend) as reducer:
-        train_piece = partial(
-            train,
-            model,
-            optimizer,
-            batches(),
-            rate,
-            cross_entropy(smoothing=SMOOTHING, off_target="all"),
-            reducer,
-            Spans(model, backend, sync_workers=plan.sync_workers),
-            GradScaler("cpu", enabled=False),
-            seed=step_seeds(0, backend.rank),
-        )
-        for _ in train_pieces(train_piece, plan, range(steps)):
-            pass
+        spans = Spans(model, backend, sync_workers=plan.sync_workers)
+        criterion = cross_entropy(smoothing=SMOOTHING, off_target="all")
+        samples = batches()
+        for part, global_batch, number in plan.within(range(steps)):
+            step = EagerStep(model, optimizer, criterion, reducer, spans, global_batch=global_batch)
+            seed = step_seeds(0, backend.rank)
+            for _ in train(step, samples, rate, steps=part, accumulation=number, seed=seed):
+                pass
     return model
 
 

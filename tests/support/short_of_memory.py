@@ -6,15 +6,15 @@ from itertools import count
 import torch
 
 from largebatch.data.types import Batch
-from largebatch.training.loop import Work
+from largebatch.training.loop import EagerStep
 
-_accumulate, _numbers = Work.accumulate, count(1)
+_accumulate, _numbers = EagerStep.accumulate, count(1)
 
 
-def accumulate(work: Work, batch: Batch, *, first: bool, last: bool) -> None:
+def accumulate(step: EagerStep, batch: Batch, *, first: bool, last: bool) -> None:
     if os.environ.get("RANK") == "1" and next(_numbers) == 4 and len(batch.images) > 24:
         raise torch.OutOfMemoryError
-    _accumulate(work, batch, first=first, last=last)
+    _accumulate(step, batch, first=first, last=last)
 
 
-Work.accumulate = accumulate  # type: ignore[assignment, method-assign]
+EagerStep.accumulate = accumulate  # type: ignore[assignment, method-assign]

@@ -10,7 +10,6 @@ from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
-from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from largebatch.data.types import Batch
@@ -24,7 +23,7 @@ from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
 from largebatch.models.wrappers import failures_named, uncompiled
 from largebatch.optim.lars import LARS
-from largebatch.training.loop import cross_entropy, step_seeds, train
+from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
 CPU = torch.device("cpu")
 SAMPLES, STEPS = 8, 3
@@ -118,18 +117,20 @@ def some_updates(
     case: Case, model: nn.Module, spans: Spans, backend: Backend, *, size: int
 ) -> list[Tensor]:
     with Reducer(model.named_parameters(), backend) as reducer:
-        made = train(
+        step = EagerStep(
             model,
             LARS(param_groups(model, weight_decay=1e-4), lr=0.1),
-            itertools.cycle(batches(backend, size=size)),
-            lambda _: 0.1,
             cross_entropy(smoothing=0.0, off_target="all"),
             reducer,
             spans,
-            GradScaler("cpu", enabled=False),
+            global_batch=SAMPLES * case.accumulation * backend.world_size,
+        )
+        made = train(
+            step,
+            itertools.cycle(batches(backend, size=size)),
+            lambda _: 0.1,
             steps=range(STEPS),
             accumulation=case.accumulation,
-            global_batch=SAMPLES * case.accumulation * backend.world_size,
             seed=step_seeds(0, backend.rank),
         )
         return [update.loss for update in made]

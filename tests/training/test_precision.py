@@ -31,7 +31,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
-from largebatch.training.loop import Stopwatch, Update, train
+from largebatch.training.loop import EagerStep, Stopwatch, Update, train
 from largebatch.training.session import log_update
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
@@ -79,13 +79,24 @@ def solve(backend: Backend, poison: Poison, *, scaled: bool = True) -> list[dict
 
     seen = []
     with Reducer(model.named_parameters(), backend) as reducer:
+        scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=3, enabled=scaled)
+        update_step = EagerStep(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(reduction="sum"),
+            reducer,
+            Spans(model, backend),
+            scaler=scaler,
+            global_batch=4 * backend.world_size,
+        )
         for update in train(
-            model, optimizer, batches(), lambda step: 0.1 / (step + 1),
-            nn.CrossEntropyLoss(reduction="sum"), reducer, Spans(model, backend),
-            GradScaler("cpu", init_scale=SCALE, growth_interval=3, enabled=scaled),
-            steps=range(STEPS), accumulation=1, global_batch=4 * backend.world_size,
+            update_step,
+            batches(),
+            lambda step: 0.1 / (step + 1),
+            steps=range(STEPS),
+            accumulation=1,
             seed=lambda step: step,
-        ):  # fmt: skip
+        ):
             skipped = update.skipped is not None and bool(update.skipped)
             seen.append({"skipped": skipped, "scale": update.loss_scale.item(),
                          "loss": update.loss.item(), **state_of(model, optimizer)})  # fmt: skip

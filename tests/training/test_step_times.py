@@ -20,7 +20,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
-from largebatch.training.loop import Stopwatch, Update, train
+from largebatch.training.loop import EagerStep, Stopwatch, Update, train
 from largebatch.training.session import log_update
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
@@ -56,12 +56,18 @@ def updates_that_wait(clock: Clock, *, accumulation: int) -> Iterator[Update]:
 
     model.register_forward_hook(passed)
     with Slow(model.named_parameters(), CPU) as reducer:
+        step = EagerStep(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(reduction="sum"),
+            reducer,
+            Spans(model, CPU),
+            global_batch=accumulation,
+        )
+        steps = range(2)
         yield from train(
-            model, SGD(model.parameters(), lr=0.1), batches(), lambda _: 0.1,
-            nn.CrossEntropyLoss(reduction="sum"), reducer, Spans(model, CPU),
-            GradScaler("cpu", enabled=False), steps=range(2), accumulation=accumulation,
-            global_batch=accumulation, seed=lambda step: step,
-        )  # fmt: skip
+            step, batches(), lambda _: 0.1, steps=steps, accumulation=accumulation, seed=int
+        )
 
 
 def a_log(

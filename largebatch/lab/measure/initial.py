@@ -31,7 +31,7 @@ from largebatch.recipe.model import Model
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
 from largebatch.report.diagnosis import FEW_IMAGES
-from largebatch.runs.pretrained import Start
+from largebatch.runs.pretrained import StartingModel
 
 SAMPLE = 512  # number of training images whose colours are measured, spread evenly over all
 
@@ -79,12 +79,12 @@ class Survey:
     seconds: float
     """Seconds to decode one image with all threads."""
 
-    start: Start
+    start: StartingModel
     """The model, with weights or without."""
 
 
 def survey(
-    train: Index, val: Index, start: Start | None = None, *, image_size: int | None = None
+    train: Index, val: Index, start: StartingModel | None = None, *, image_size: int | None = None
 ) -> Survey:
     """Measure the colours of the images at this size, by default one that suits them and the model.
 
@@ -92,7 +92,7 @@ def survey(
     """
     size, resize = image_sizes(train)
     own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
-    start = start or Start(model=Model(name=own))
+    start = start or StartingModel(model=Model(name=own))
     prepared = start.data
     if image_size is not None:
         size = image_size
@@ -124,7 +124,7 @@ def survey(
     )
 
 
-def _accepts(start: Start, size: int, train: Index) -> bool:
+def _accepts(start: StartingModel, size: int, train: Index) -> bool:
     """Return True if the model takes images of this size, as vision transformers may not."""
     try:
         require_accepted(start.model, classes=len(train.classes), image_sizes=[size])

@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch.data.images import divide_samples
@@ -32,7 +31,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import largest_side, random_batch
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, build_state, build_step_log, kept_exact
-from largebatch.training.loop import Criterion, Update, step_seeds, train
+from largebatch.training.loop import Criterion, EagerStep, Update, step_seeds, train
 from largebatch.training.state import TrainState
 
 _CPU = torch.device("cpu")
@@ -204,18 +203,20 @@ def _make_update(
     reducer = state.updater.reducer
     # On a CPU it reads numbers, which fake gradients do not have.
     reducer.finite = lambda *_, **__: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
-    updates = train(
+    step = EagerStep(
         state.model,
         SGD(state.model.parameters(), lr=0.0),
-        batches(),
-        lambda _: 0.0,
         criterion,
         reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
-        GradScaler(_CPU.type, enabled=False),
+        global_batch=plan.global_batch,
+    )
+    updates = train(
+        step,
+        batches(),
+        lambda _: 0.0,
         steps=range(1),
         accumulation=plan.accumulation,
-        global_batch=plan.global_batch,
         seed=step_seeds(0, backend.rank),
     )
     made = next(updates)

@@ -59,17 +59,19 @@ class Table:
         rows = [list(row) for row in zip(sizes, kinds, groups, steps, firsts, strict=False)]
         self._chunks, self._tensors = self._send(chunks), self._send(rows)
         self._addresses = self._send(columns)
-        self._grads_are_aligned = _are_aligned(columns[3])
+        self._grads: Sequence[int] = columns[3]
+        self._grads_are_aligned = _are_aligned(self._grads)
         self._squares = torch.empty(firsts[-1], 2, dtype=torch.float64, device=self._device)
         self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
         self._ratios = torch.empty(self._num, dtype=torch.float64, device=self._device)
 
-    def move_grads(self, addresses: Sequence[int]) -> None:
-        """Read the gradients from other memory from now on; in a graph, when it is replayed."""
-        self._grads_are_aligned = _are_aligned(addresses)
-        if not accelerator.is_recording():
+    def use_grads(self, addresses: Sequence[int]) -> None:
+        """Read the gradients from these addresses from now on."""
+        if addresses != self._grads and not accelerator.is_recording():
             source = pinned(addresses, self._device, torch.int64)
             self._addresses[3].copy_(source, non_blocking=True)
+            self._grads = addresses
+            self._grads_are_aligned = _are_aligned(addresses)
 
     def use(self, rules: Sequence[Rule]) -> Tensor:
         """Take the numbers of these rules from now on, and return them; see Numbers."""

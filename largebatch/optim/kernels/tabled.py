@@ -1,19 +1,15 @@
 """Optimizers whose tensors on a GPU are updated together, by `table`."""
 
 import math
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
-from largebatch import accelerator
 from largebatch.optim.kernels import Rule, works
 
 SHORT = (torch.float16, torch.bfloat16)
@@ -27,28 +23,29 @@ _KEYS = ("adapt", "kernels", "dampening", "maximize")
 
 
 class Tabled(Optimizer):
-    """Base of LARS and SGD: momentum with a buffer for each parameter.
-
-    The attributes are of the class, because a copy of an optimizer has only its groups and state.
-    """
-
-    _tables: Sequence["_Tabled"] = ()
-    """Tables of the last step, one per GPU."""
-
-    _made_for: "_Made | None" = None
-    """What the tables were made for; None to make them in every step."""
-
-    _addresses: Sequence[int] = ()
-    """Addresses of the gradients of the last step."""
-
-    _normed: Sequence[int] | None = None
-    """Versions of the tensors whose norms a table has; None to compute norms in the next step."""
-
-    _others = True
-    """True if there may be parameters outside the tables."""
+    """Base of LARS and SGD: momentum with a buffer for each parameter."""
 
     _takes_sparse = False
     """True if `step` updates parameters outside the tables by sparse gradients too."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- an optimizer's
+        self._drop_tables()
+        super().__init__(*args, **settings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state: a copy of an optimizer has nothing else, and loading calls it."""
+        super().__setstate__(state)
+        self._drop_tables()
+
+    def _drop_tables(self) -> None:
+        self._tables: list[DeviceTable] = []
+        """Tables of the last step, one per GPU."""
+
+        self._made_for: _Inputs | None = None
+        """The tensors that the tables were made for; None to make tables in every step."""
+
+        self._others = True
+        """True if there may be parameters outside the tables."""
 
     def _update_tables(
         self, rules: Sequence[Rule], scale: Tensor | None, found_inf: Tensor | None
@@ -57,55 +54,46 @@ class Tabled(Optimizer):
 
         `rules` are those of the groups; `scale` and `found_inf` are those of a GradScaler.
         """
-        if not self._find_grads():
+        if not self._are_current():
             self._make_tables()
-        normed, self._normed, found = self._normed, None, []
-        has_norms = normed is not None and scale is None and normed == self._versions()
-        for tabled in self._tables:
-            scales = [it if it is None else it.to(tabled.device) for it in (scale, found_inf)]
-            if tabled.adapted and not has_norms:
-                tabled.table.norms(scales[0])
-            ratios = tabled.table.update(rules, *scales)
-            found.append((tabled.adapted, ratios[: len(tabled.adapted)]))
-            for target, source in tabled.copies:
-                target.copy_(source)
-        return found
+        adapted = []
+        for table in self._tables:
+            its_scale = None if scale is None else scale.to(table.device)
+            its_found_inf = None if found_inf is None else found_inf.to(table.device)
+            adapted.append((table.adapted, table.step(rules, its_scale, its_found_inf)))
+        return adapted
 
     def examine(self, weights: Iterable[Tensor]) -> Tensor | None:
         """Compute the norms of the next step, and return True if all gradients are finite.
 
-        That is 0-d, bool, on the device. None, with nothing computed, if not all weights are in one
-        table that needs norms, or hooks or the step of another package's subclass may change them
-        first. If PyTorch's operations change a weight or a gradient, but not those on its `.data`,
-        the step computes norms again.
+        That is 0-d, bool, on the device. Until that step no weight and no gradient may change. None
+        is returned, and nothing computed, if not all weights are in one table that needs norms, or
+        if hooks or the step of another package's subclass may change them first.
         """
-        self._normed = None
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         is_ours = type(self).step.__module__.startswith("largebatch.")
-        tabled = self._tables[0] if len(self._tables) == 1 else None
-        if hooks or not is_ours or tabled is None or not tabled.adapted or not self._find_grads():
+        if hooks or not is_ours or len(self._tables) != 1 or not self._are_current():
             return None
-        if any(it.numel() for it in set(weights).difference(tabled.parameters)):
+        (table,) = self._tables
+        outside = set(weights).difference(table.parameters)
+        if not table.adapted or any(weight.numel() for weight in outside):
             return None
-        self._normed = self._versions()
-        return tabled.table.norms().amax() < math.inf  # in float64, which has every square
+        return table.examine()
 
-    def _versions(self) -> list[int]:
-        """Return how often each weight, its state and its gradient have been written to."""
-        made = self._made_for
-        tensors = [] if made is None else [*made.tensors, *(it.grad for it in made.weights)]
-        return [it._version for it in tensors if it is not None]
+    def refusal(self) -> str | None:
+        """Return why a graph cannot repeat the last step; None if it can."""
+        if self._others or not self._are_current():
+            return f"{type(self).__name__} updates some weights by PyTorch's operations"
+        return None
 
-    def can_replay(self) -> object:
-        """Return what a graph of the last step reads; None if no graph may repeat it."""
-        return self._tables if self._find_grads() and not self._others else None
+    def reads(self) -> object:
+        """Return what a graph of the last step has fixed: the tables, which hold addresses."""
+        return list(self._tables)
 
     def refresh(self) -> None:
-        """Copy hyper-parameters and addresses of gradients to the tables: before a replay."""
-        is_current = self._find_grads()
-        assert is_current
-        for tabled in self._tables:
-            tabled.table.use(self._rules())
+        """Send the hyper-parameters to the tables: before a replay."""
+        for table in self._tables:
+            table.send(self._rules())
 
     def _rules(self) -> list[Rule]:
         """Return the rule of each group."""
@@ -120,65 +108,58 @@ class Tabled(Optimizer):
             and weight.data_ptr() != 0  # 0: a subclass that holds other tensors, such as DTensor
         )
 
-    def _find_grads(self) -> bool:
-        """Send the addresses of gradients that have moved; return False if the tables are outdated.
+    def _are_current(self) -> bool:
+        """Return True if the tables hold for this step, with the gradients wherever they are now.
 
-        This runs in every step, so gradients that are the same objects are not read again.
+        The gradients of a `Reducer` stay, but those of a loop with zero_grad() move in every step.
         """
-        made = self._made_for
-        if made is None or self._fixed()[0] != made.fixed:
+        if self._made_for is None or self._made_for != self._inputs():
             return False
-        grads = [weight.grad for weight in made.weights]
-        try:
-            addresses = _addresses(grads)
-            is_same = all(map(operator.is_, grads, map(operator.call, made.grads)))
-            if addresses == self._addresses and is_same:
-                return True
-            if _forms(grads) != made.forms:
-                return False
-        except RuntimeError:  # a sparse one has neither address nor strides
-            return False
-        made.grads = [NoneType if it is None else weakref.ref(it) for it in grads]
-        self._normed = self._normed if is_same else None
-        if addresses != self._addresses:
-            for tabled in self._tables:
-                tabled.table.move_grads(_addresses(it.grad for it in tabled.parameters))
-            self._addresses = [] if accelerator.is_recording() else addresses  # [] is sent again
+        for table in self._tables:
+            table.find_grads()
         return True
 
-    def _fixed(self) -> tuple[object, list[Tensor | None]]:
-        """Return what the tables depend on besides gradients, and parameters and state."""
-        groups, states = self.param_groups, self.state.values()
-        weights = list(chain.from_iterable(group["params"] for group in groups))
+    def _inputs(self) -> "_Inputs":
+        groups = self.param_groups
+        states = self.state.values()
+        weights = [weight for group in groups for weight in group["params"]]
         masters = [state["master"] for state in states if "master" in state]
-        tensors = [*weights, *masters, *[state.get("momentum_buffer") for state in states]]
-        settings = [(*map(it.get, _KEYS), not it["momentum"], len(it["params"])) for it in groups]
-        return (settings, list(map(id, weights)), _addresses(tensors)), tensors
+        buffers = [state.get("momentum_buffer") for state in states]
+        tensors = [*weights, *masters, *buffers]
+        return _Inputs(
+            settings=[
+                (*map(group.get, _KEYS), group["momentum"] == 0, len(group["params"]))
+                for group in groups
+            ],
+            weights=[id(weight) for weight in weights],
+            addresses=[tensor.data_ptr() for tensor in tensors if tensor is not None],
+            gradients=[_layout(weight.grad) for weight in weights],
+            tensors=tensors,
+        )
 
     def _make_tables(self) -> None:
         """Make the table of each GPU, for later steps too unless tensors must be copied."""
-        self._tables, self._others, self._made_for, self._normed = [], True, None, None
+        self._drop_tables()
         weights = [weight for group in self.param_groups for weight in group["params"]]
         if not any(works(device) for device in {weight.device for weight in weights}):
             return
-        found: dict[torch.device, list[tuple[int, bool, _Lists]]] = {}
+        parts: dict[torch.device, list[tuple[int, bool, TensorLists]]] = {}
         for number, group in enumerate(self.param_groups):
             for (device, _), lists in self._gather(group, tabled=True).items():
-                found.setdefault(device, []).append((number, group.get("adapt", False), lists))
-        self._tables = [_Tabled(device, parts) for device, parts in found.items()]
+                parts.setdefault(device, []).append((number, group.get("adapt", False), lists))
+        self._tables = [DeviceTable(device, its_parts) for device, its_parts in parts.items()]
         grads = [weight.grad for weight in weights if weight.grad is not None]
         trained = sum(grad.numel() > 0 for grad in grads)
-        self._others = trained > sum(len(tabled.parameters) for tabled in self._tables)
+        self._others = trained > sum(len(table.parameters) for table in self._tables)
         is_dense = all(grad.layout is torch.strided for grad in grads)
-        if is_dense and all(tabled.is_lasting for tabled in self._tables):
-            self._addresses = _addresses(grads)
-            self._made_for = _Made(weights, *self._fixed())
+        if is_dense and all(table.is_lasting for table in self._tables):
+            self._made_for = self._inputs()
 
     def _gather(
         self, group: dict[str, Any], *, tabled: bool = False
-    ) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
+    ) -> "dict[tuple[torch.device, torch.dtype], TensorLists]":
         """Return the tensors of a group's update by device and type: in tables, or all others."""
-        found: dict[tuple[torch.device, torch.dtype], _Lists] = {}
+        of_kinds: dict[tuple[torch.device, torch.dtype], TensorLists] = {}
         for weight in group["params"]:
             if weight.grad is None or weight.numel() == 0:
                 continue
@@ -192,7 +173,7 @@ class Tabled(Optimizer):
                 continue
             state = self.state[weight]
             exact = _exact(weight, state)
-            lists = found.setdefault((exact.device, exact.dtype), _Lists())
+            lists = of_kinds.setdefault((exact.device, exact.dtype), TensorLists())
             lists.weights.append(exact)
             lists.grads.append(weight.grad)
             lists.buffers.append(_buffer(exact, state))
@@ -200,20 +181,27 @@ class Tabled(Optimizer):
             if exact is not weight:
                 lists.exact.append(exact)
                 lists.rounded.append(weight)
-        return found
+        return of_kinds
 
 
-class _Made:
-    """What tables were made for. It keeps the state, whose memory no other tensor then gets."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What the tables of a step are made for. Equal inputs have equal tables."""
 
-    def __init__(self, weights: list[Tensor], fixed: object, tensors: list[Tensor | None]) -> None:
-        self.weights, self.fixed, self.tensors = weights, fixed, tensors
-        self.forms = _forms([weight.grad for weight in weights])
-        self.grads: list[Callable[[], object]] = [object]  # none is the same yet
+    settings: list[tuple[object, ...]]
+    weights: list[int]
+    addresses: list[int]
+    """Addresses of weights, masters and momentum buffers, which a table holds."""
+
+    gradients: list[object]
+    tensors: list[Tensor | None] = field(compare=False)
+    """The tensors with these addresses. As long as they live, no other tensor has one of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
+class TensorLists:
+    """The tensors of an update, each list in the order of the parameters."""
+
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
@@ -223,10 +211,10 @@ class _Lists:
     """Parameters that are copied from `exact` after the update of `exact`."""
 
 
-class _Tabled:
-    """The table of a GPU: made of lists, adapted parameters first, whose ratios are kept."""
+class DeviceTable:
+    """The table of a GPU: made of lists, adapted parameters first, whose ratios are computed."""
 
-    def __init__(self, device: torch.device, parts: list[tuple[int, bool, "_Lists"]]) -> None:
+    def __init__(self, device: torch.device, parts: list[tuple[int, bool, TensorLists]]) -> None:
         from largebatch.optim.kernels.table import Table
 
         parts = sorted(parts, key=lambda part: not part[1])
@@ -238,19 +226,47 @@ class _Tabled:
         )
         self.parameters = parameters
         pairs = list(zip(parameters, weights, strict=True))
+        # The kernel writes the rounded weight in the layout of the exact one. A parameter in
+        # another layout is copied from it afterwards.
         rounded = [it if it.stride() == exact.stride() else exact for it, exact in pairs]
-        self._grads = as_models(grads, rounded)
-        self.copies = [pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]]
-        """Parameters in another layout, and what is copied to them after the update."""
+        self._copies = [
+            pair for pair, own in zip(pairs, rounded, strict=True) if own is not pair[0]
+        ]
+        fitted = as_models(grads, rounded)
+        same = all(_is_same(ours, given) for ours, given in zip(fitted, grads, strict=True))
+        self.is_lasting = same and not self._copies
+        """True if the table holds for later steps too."""
 
-        same = all(_is_same(ours, given) for ours, given in zip(self._grads, grads, strict=True))
-        self.is_lasting = same and not self.copies
-        """True if the table holds for later steps, with the same addresses."""
-
+        # Copies of gradients must live until the step; references to others would keep memory.
+        self._grads = [] if self.is_lasting else fitted
         groups = [number for number, _, lists in parts for _ in lists.weights]
-        self.table = Table(weights, self._grads, buffers, rounded, groups)
-        if self.is_lasting:
-            self._grads = []  # the table needs only addresses; references would keep the memory
+        self._table = Table(weights, fitted, buffers, rounded, groups)
+        self._has_norms = False
+
+    def find_grads(self) -> None:
+        """Read the gradients from where they are now."""
+        addresses = [it.grad.data_ptr() for it in self.parameters if it.grad is not None]
+        self._table.use_grads(addresses)
+
+    def send(self, rules: Sequence[Rule]) -> None:
+        """Send the numbers of these rules to the device."""
+        self._table.use(rules)
+
+    def examine(self) -> Tensor:
+        """Compute the norms of the next step; return True if all gradients are finite."""
+        self._has_norms = True
+        return self._table.norms().amax() < math.inf  # in float64, which has every square
+
+    def step(self, rules: Sequence[Rule], scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+        """Update the parameters; return the ratios of the adapted ones."""
+        has_norms = self._has_norms and scale is None  # those are of gradients without a scale
+        self._has_norms = False
+        if self.adapted and not has_norms:
+            self._table.norms(scale)
+        ratios = self._table.update(rules, scale, found_inf)
+        for parameter, exact in self._copies:
+            parameter.copy_(exact)
+        return ratios[: len(self.adapted)]
 
 
 def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
@@ -270,6 +286,13 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
     return tensor.dtype, tensor.device, tensor.stride()
 
 
+def _layout(gradient: Tensor | None) -> object:
+    """Return what decides whether a table can read a gradient in place."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient if gradient is None else gradient.layout
+    return gradient.dtype, gradient.stride()
+
+
 def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
     """Return the momentum buffer in the weight's type and memory layout, on its device."""
     buffer: Tensor | None = state.get("momentum_buffer")
@@ -279,14 +302,6 @@ def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
         buffer = torch.empty_like(weight).copy_(buffer)
     state["momentum_buffer"] = buffer
     return buffer
-
-
-def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [it.data_ptr() for it in tensors if it is not None]
-
-
-def _forms(grads: Iterable[Tensor | None]) -> object:
-    return [None if it is None else (it.stride(), it.numel(), it.dtype) for it in grads]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
