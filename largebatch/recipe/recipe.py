@@ -78,6 +78,18 @@ class Recipe(Tabular, Keys):
             update={"reduction": Reduction(), "protocol": None}
         )
 
+    @property
+    def sums_gradients(self) -> bool:
+        """True if every update sums the gradients of all workers; False with a protocol.
+
+        Each worker then keeps its own gradients, and sends them to the servers.
+        """
+        return self.protocol is None
+
+    def is_server(self, rank: int) -> bool:
+        """Return True if a worker holds weights and trains nothing."""
+        return self.protocol is not None and rank >= self.protocol.learners
+
     def refuse_folder(self, folder: Path | None) -> None:
         """Raise DataError if a folder of images is given that would not be read."""
         if folder is not None and self.data.source != "folder":
