@@ -161,7 +161,9 @@ def build_cosine_cycles(decay: schedule.CosineCycles, peak: float, segment: Segm
 def build_piecewise(decay: schedule.Piecewise, _: float, segment: Segment) -> Policy:
     """Follow the pieces in turn, each of which has its own peak."""
     pieces = decay.pieces
-    boundaries, epochs, steps = list[int](), 0.0, 0
+    boundaries = list[int]()
+    epochs = 0.0
+    steps = 0
     for piece in pieces[:-1]:  # lengths are added before they are rounded
         assert piece.length is not None
         epochs += piece.length.epochs or 0.0
@@ -202,7 +204,8 @@ class Course:
 
     def facts(self) -> dict[str, str]:
         """Return the most important facts about the schedule in words."""
-        plan, steps = self.plan, len(self.rates)
+        plan = self.plan
+        steps = len(self.rates)
         rows = {
             "run": f"{plural(steps, 'step')}, {plural(plan.position(steps), 'sample')}, "
             f"{plan.epoch(steps):.2f} epochs",

@@ -50,9 +50,11 @@ class JsonLines:
         line = EVENTS.dump_json(event) + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
-            whole, reason = self._file.write(line) == len(line), "no space left on the device"
+            whole = self._file.write(line) == len(line)
+            reason = "no space left on the device"
         except OSError as error:
-            whole, reason = False, str(error.strerror)
+            whole = False
+            reason = str(error.strerror)
         if not whole:
             os.ftruncate(self._file.fileno(), size)
             raise LogError(

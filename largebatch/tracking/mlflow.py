@@ -25,8 +25,11 @@ are many minutes."""
 
 FLUSH_SECONDS = 2.0  # of updates that are sent in one request; after a kill, when it is resumed
 
-_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 460
-"""Parameters per request, and characters per parameter, that every version of MLflow accepts."""
+_MOST_PARAMETERS = 100
+"""Parameters per request that every version of MLflow accepts."""
+
+_LONGEST_PARAMETER = 460
+"""Characters of a parameter that every version of MLflow accepts."""
 
 _MOST_METRICS = 1000  # metrics per request
 
@@ -39,7 +42,9 @@ class MLflow(ScalarTracker):
 
     def __init__(self, folder: Path, config: Mapping[str, object], tracking: Tracking) -> None:
         self._mlflow = require_mlflow()
-        self._folder, self._config, self._tracking = folder, config, tracking
+        self._folder = folder
+        self._config = config
+        self._tracking = tracking
         self._run = read_id(folder, "mlflow")
         super().__init__(folder / LOG if self._run else None)
         self._there: dict[str, Counter[int]] = {}
@@ -55,7 +60,8 @@ class MLflow(ScalarTracker):
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         for name, value in WAITS.items():
             os.environ.setdefault(name, value)
-        self._client, entities = self._mlflow.MlflowClient(), self._mlflow.entities
+        self._client = self._mlflow.MlflowClient()
+        entities = self._mlflow.entities
         if self._run is None:
             place = os.environ.get("MLFLOW_EXPERIMENT_ID")
             if not place:
@@ -78,7 +84,8 @@ class MLflow(ScalarTracker):
     def _tags(self) -> dict[str, str]:
         from mlflow.tracking.context.registry import resolve_tags
 
-        tracking, commit = self._tracking, str(self._config.get("commit") or "")
+        tracking = self._tracking
+        commit = str(self._config.get("commit") or "")
         tags = {
             "mlflow.note.content": tracking.notes,
             "mlflow.source.git.commit": commit.removesuffix("+"),
@@ -106,14 +113,16 @@ class MLflow(ScalarTracker):
         return has_one
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        now = int(time.time() * 1000)
+        metric = self._mlflow.entities.Metric
         self._waiting += [metric(name, value, now, event.step) for name, value in values.items()]
         late = time.monotonic() - self._sent > FLUSH_SECONDS
         if late or not isinstance(event, Step | System):
             self._send()
 
     def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for first in range(0, len(waiting), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=waiting[first : first + _MOST_METRICS])
         self._sent = time.monotonic()

@@ -94,7 +94,8 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
     It holds the ratios r for which mean(tops - r bottoms) does not differ from 0 by Student's t.
     """
     number = len(tops)
-    top, bottom = math.fsum(tops) / number, math.fsum(bottoms) / number
+    top = math.fsum(tops) / number
+    bottom = math.fsum(bottoms) / number
     scale = _student(number - 1) ** 2 / (number * (number - 1))
     across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
     a = bottom**2 - scale * math.fsum((each - bottom) ** 2 for each in bottoms)

@@ -83,7 +83,9 @@ class Scalars:
         if isinstance(event, Plotted) and values:
             self._last[_key(event)] = event.step
             if row != self.row:
-                self.row, self._step, self._names = row, event.step, set()
+                self.row = row
+                self._step = event.step
+                self._names = set()
             self._names |= values.keys()
         return values
 

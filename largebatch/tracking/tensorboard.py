@@ -26,8 +26,10 @@ class TensorBoard(ScalarTracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._begin, self._hparams = SummaryWriter, cast("Any", hparams)  # torch does not type it
-        self._folder, self._config = folder, dict(config)
+        self._begin = SummaryWriter
+        self._hparams = cast("Any", hparams)  # torch does not type it
+        self._folder = folder
+        self._config = dict(config)
         followed = (folder / FOLDER).exists()
         super().__init__(folder / LOG if followed else None)
         self._writer: Any = None

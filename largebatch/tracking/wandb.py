@@ -58,14 +58,17 @@ class Wandb(ScalarTracker):
         note: Callable[[str], None],
     ) -> None:
         self._wandb = require_wandb()
-        self._folder, self._config, self._note = folder, dict(config), note
+        self._folder = folder
+        self._config = dict(config)
+        self._note = note
         self._run: Any = None
         followed = read_id(folder, "wandb")
         name = tracking.name or (None if followed else folder.resolve().name)
         self._given = {"project": "largebatch", **dict(tracking), "name": name}
         self._resume = "allow" if followed else None
         super().__init__(folder / LOG if followed else None)
-        self._rows, self._events = 0, 0
+        self._rows = 0
+        self._events = 0
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
 
     @classmethod
