@@ -45,7 +45,10 @@ class Recipe(Tabular, Keys):
 
     def _rows(self) -> list[list[str]]:
         values = self.model_dump(mode="json", exclude_defaults=True)
-        texts = [[key, it if isinstance(it, str) else json.dumps(it)] for key, it in dotted(values)]
+        texts = [
+            [key, value if isinstance(value, str) else json.dumps(value)]
+            for key, value in dotted(values)
+        ]
         return [["key", "value"], *texts]
 
     @property

@@ -89,7 +89,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
     The run's own log is an exception: without it there is no report. It gets a finish last, after
     such notes.
     """
-    for tracker in sorted(trackers, key=lambda each: _turn(each, event)):
+    for tracker in sorted(trackers, key=lambda tracker: _turn(tracker, event)):
         if tracker not in trackers:  # disabled by an error in an earlier note
             continue
         try:

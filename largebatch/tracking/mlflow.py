@@ -17,7 +17,7 @@ from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
 from largebatch.tracking.followed import FollowedRun
-from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, read_id, write_id
+from largebatch.tracking.scalars import NewNumbers, Plotted, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
@@ -63,13 +63,16 @@ class MLflow(ScalarTracker):
         self._client = self._mlflow.MlflowClient()
         entities = self._mlflow.entities
         if self._run is None:
-            place = os.environ.get("MLFLOW_EXPERIMENT_ID")
-            if not place:
+            experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+            if not experiment_id:
                 name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "largebatch"
-                found = self._client.get_experiment_by_name(name)
-                place = found.experiment_id if found else self._client.create_experiment(name)
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    experiment_id = self._client.create_experiment(name)
+                else:
+                    experiment_id = experiment.experiment_id
             name = self._tracking.name or self._folder.resolve().name
-            run = self._client.create_run(place, run_name=name, tags=self._tags())
+            run = self._client.create_run(experiment_id, run_name=name, tags=self._tags())
             self._run = str(run.info.run_id)
             parameters = [
                 entities.Param(name, clip(str(value), _LONGEST_PARAMETER))
@@ -93,15 +96,15 @@ class MLflow(ScalarTracker):
             "job_type": tracking.job_type,
             **dict.fromkeys(tracking.tags, "true"),
         }
-        found: dict[str, str] = resolve_tags({key: value for key, value in tags.items() if value})
-        return found
+        resolved: dict[str, str] = resolve_tags({key: tag for key, tag in tags.items() if tag})
+        return resolved
 
-    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
-        *others, last = given.values
+    def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        *others, last = new.values
         if self._take(last, event.step):  # the numbers of an event are sent in this order
             return {}
         lacking = [name for name in others if not self._take(name, event.step)]
-        return {name: given.values[name] for name in (*lacking, last)}
+        return {name: new.values[name] for name in (*lacking, last)}
 
     def _take(self, name: str, step: int) -> bool:
         """Return True if MLflow has one more of these; stages may evaluate after one update."""
