@@ -205,7 +205,8 @@ class ScheduleFree(Optimizer):
 
     def conflicts(self, recipe: "Keys") -> Iterator[str]:
         """Yield what else the recipe has to average or lower the rate with."""
-        polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
+        polish = recipe.polish
+        replaces = "optimizer.kind: schedule-free averages the weights"
         if recipe.schedule.decay.kind not in {"constant", "fix"}:
             yield (
                 f"{replaces} instead of lowering the rate: schedule.decay must be "

@@ -39,7 +39,7 @@ def test_an_interrupt_that_becomes_another_error_prints_no_traceback(
     monkeypatch.setattr("largebatch.cli.doctor.examine", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
-    interrupts.add()
+    requests.add()
     assert main(["doctor"]) == STOPPED
     assert_no_traceback(capsys.readouterr().err)
 
