@@ -42,6 +42,7 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
             changes["epochs"] = value.epochs * epochs
         elif value.steps is not None:
             changes["steps"] = max(1, round(value.steps * steps))
+    # Then gamma**t and 1 + gamma t have the same values at the same share of the run.
     if isinstance(value, _BY_FACTOR):
         changes["gamma"] = value.gamma ** (1 / steps)
     elif isinstance(value, Inverse):
@@ -80,23 +81,25 @@ def at_batch(
 
     Only the keys that it sets are set. Raises RecipeError where the batch does not fit the recipe.
     """
+    # Epochs keep their number, so there are fewer updates in a larger batch.
     per_epoch = recipe.train_samples / recipe.batch.global_batch
     length = recipe.duration.epochs or (recipe.duration.steps or 0) / per_epoch
-    part = 1.0 if epochs is None else epochs / length
-    longer = shortened(recipe, part, steps=part * recipe.batch.global_batch / batch)
-    tree = scaled(longer, (rate or recipe.schedule.peak_lr) / recipe.schedule.peak_lr)
+    factor = 1.0 if epochs is None else epochs / length
+    resized = shortened(recipe, factor, steps=factor * recipe.batch.global_batch / batch)
+    changed = scaled(resized, (rate or recipe.schedule.peak_lr) / recipe.schedule.peak_lr)
     set_keys = recipe.model_dump(mode="json", exclude_unset=True)
-    there = _kept(tree.model_dump(mode="json"), set_keys)
-    there["batch"]["global_batch"] = batch
-    if "execution" in there:
-        there["execution"].pop("device_batch", None)
-    return validate_tree(Recipe, there, source=recipe.name)
+    tree = _only_set(changed.model_dump(mode="json"), set_keys)
+    tree["batch"]["global_batch"] = batch
+    if "execution" in tree:
+        # It may not divide the new batch; without it the plan chooses one that does.
+        tree["execution"].pop("device_batch", None)
+    return validate_tree(Recipe, tree, source=recipe.name)
 
 
-def _kept(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
+def _only_set(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
     """Return the keys of `tree` that `like` has, numbers in four digits."""
     if isinstance(tree, dict):
-        return {key: _kept(tree[key], like[key]) for key in like}
+        return {key: _only_set(tree[key], like[key]) for key in like}
     if isinstance(tree, list):
-        return [_kept(*both) for both in zip(tree, like, strict=True)]
+        return [_only_set(value, other) for value, other in zip(tree, like, strict=True)]
     return tree if tree == like or not isinstance(tree, float) else float(f"{tree:.4g}")

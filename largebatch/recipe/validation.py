@@ -18,16 +18,19 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
-    data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
+    data = recipe.data
+    polish = recipe.polish
+    trained = recipe.train_samples
+    # Each of these makes the next one meaningless, so only the first is reported.
     if data.train_split < 1:
         total = data.train_samples
         yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
     elif polish is not None and trained < 1:
         yield f"polish.held_out ({polish.held_out}) leave none of the images ({data.train_split})"
     else:
-        measured = polish.statistics if polish is not None else None
+        statistics = polish.statistics if polish is not None else None
         samples = {
-            "polish.statistics.samples": measured.samples if measured else None,
+            "polish.statistics.samples": statistics.samples if statistics else None,
             "optimizer.statistics_samples": getattr(recipe.optimizer, "statistics_samples", None),
         }
         for key, number in samples.items():
@@ -36,8 +39,12 @@ def _samples(recipe: Keys) -> Iterator[str]:
 
 
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
-    batch, polish, execution = recipe.batch, recipe.polish, recipe.execution
+    batch = recipe.batch
+    polish = recipe.polish
+    execution = recipe.execution
+    # A gap is measured in evaluations; the other monitors follow the step of all workers.
     monitored = set(recipe.monitor) - {"generalization_gap"}
+    # Servers apply gradients one by one: there is no step of all workers that these could be in.
     synchronous = {
         f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
         "model.early": recipe.model.early is not None,
@@ -59,7 +66,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
             f"batch.global_batch ({batch.global_batch}) must be a multiple of the "
             f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
         )
-        return
+        return  # no mini-batch has a size that the rest could be compared with
     size = protocol.mini_batch(batch.global_batch)
     if size % (batch.bn_span or 1):
         yield (
@@ -74,7 +81,8 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
 
 
 def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
-    polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
+    polish = recipe.polish
+    replaces = "optimizer.kind: schedule-free averages the weights"
     if recipe.schedule.decay.kind not in {"constant", "fix"}:
         yield (
             f"{replaces} instead of lowering the rate: schedule.decay must be {{kind: constant}}, "
@@ -97,7 +105,8 @@ def _schedule_free(recipe: Keys, optimizer: ScheduleFree) -> Iterator[str]:
 
 def _others(recipe: Keys) -> dict[str, bool]:
     """Return the conflicts of a few keys, and True for each that a recipe has."""
-    cache, smoothing = recipe.execution.cache, recipe.loss.label_smoothing
+    cache = recipe.execution.cache
+    smoothing = recipe.loss.label_smoothing
     backbone = recipe.model.backbone
     return {
         "model.backbone.frozen would keep random weights: give model.weights too": (
@@ -115,5 +124,6 @@ def _others(recipe: Keys) -> dict[str, bool]:
             "trust_ratios" in recipe.monitor and recipe.optimizer.kind != "lars"
         ),
         f"loss.label_smoothing ({smoothing:g}) makes the labelled one of {recipe.data.classes} "
+        # The label keeps 1 - s and the others share s: above 1 - 1 / classes each of them has more.
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,
     }
