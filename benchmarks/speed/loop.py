@@ -43,7 +43,8 @@ from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.sgd import build_sgd
 from largebatch.training.loop import cross_entropy, step_seeds, train
 
-RATE, MOMENTUM = 1e-3, 0.9
+RATE = 1e-3
+MOMENTUM = 0.9
 
 
 def main() -> None:
