@@ -1,5 +1,6 @@
 """The check of the words that the package's texts avoid."""
 
+import re
 from pathlib import Path
 
 import plain_english
@@ -22,3 +23,10 @@ def test_words_are_found_in_docstrings_comments_and_pages(
 
 def test_the_clean_files_exist() -> None:
     assert all((plain_english.ROOT / name).exists() for name in plain_english.CLEAN)
+
+
+def test_every_module_that_tests_share_has_a_line_in_its_readme() -> None:
+    folder = Path(plain_english.__file__).parent
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(?!test_)(\w+\.py)`", text))
+    assert listed == {path.name for path in folder.glob("*.py")}

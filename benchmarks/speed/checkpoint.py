@@ -42,7 +42,10 @@ def main() -> None:
     labels = torch.randint(1000, (args.batch,), device=device)
     for _ in range(2):
         update(model, optimizer, images, labels)
-    copies, writes, alone, while_writing = [], [], [], []
+    copies = []
+    writes = []
+    alone = []
+    while_writing = []
     with tempfile.TemporaryDirectory() as name:
         writer = Writer(Path(name) / "checkpoints", keep_last=2)
         for step in range(args.rounds):

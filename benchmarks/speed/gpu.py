@@ -90,7 +90,8 @@ def resnet50(batch: int, share: float) -> Part:
 
 def whole_run(name: str, share: float, words: str, tiny: str) -> Part:
     """Return the part of a recipe that is run by the command."""
-    words, tiny = f"{words} --name {name}", f"{tiny} --name {name} --workers 1 --seeds 1"
+    words = f"{words} --name {name}"
+    tiny = f"{tiny} --name {name} --workers 1 --seeds 1"
     return Part(name, share, f"quickstart {words}", f"quickstart {tiny}")
 
 
@@ -98,7 +99,8 @@ TINY_RUN = (
     "--images 60 20 --set data.train_samples=60 data.val_samples=20 batch.global_batch=20"
     " 'duration={steps: 3}' schedule.warmup=null polish=null"
 )
-RESNET50, RESNET50_28 = resnet50(256, 130), resnet50(28, 130)
+RESNET50 = resnet50(256, 130)
+RESNET50_28 = resnet50(28, 130)
 GRAPH = (
     RESNET50_28,
     whole_run(

@@ -45,7 +45,8 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import silent
 
-SAMPLES, CLASSES = 1_281_167, 1000
+SAMPLES = 1_281_167
+CLASSES = 1000
 BATCH = 64
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "imagenet" / "resnet50_32768_mlperf.yaml"
@@ -82,7 +83,8 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
     wall: dict[str, list[float]] = {name: [] for name in rivals}
     processor: dict[str, list[float]] = {name: [] for name in rivals}
     for name, call in [(name, call) for _ in range(1 + rounds) for name, call in rivals.items()]:
-        start, used = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        used = time.process_time()
         number = call()
         wall[name].append((time.perf_counter() - start) / number)
         processor[name].append((time.process_time() - used) / number)

@@ -58,7 +58,8 @@ def write_noise(folder: Path, number: int) -> None:
 
 def small(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the small images, shards in `folder`."""
-    index, backend = load_or_read(folder, "train"), Serial(args.device)
+    index = load_or_read(folder, "train")
+    backend = Serial(args.device)
     kept = pixel_cache.open_cache(index, backend=backend, threads=args.threads)
     shown = view(32)
 

@@ -52,7 +52,9 @@ WARM_UP = 5
 
 def write_images(root: Path) -> Index:
     """Return an index of ImageNet's size; all names of a class refer to one small file."""
-    random, name, changed = np.random.default_rng(0), "0.JPEG", 10**18
+    random = np.random.default_rng(0)
+    name = "0.JPEG"
+    changed = 10**18
     classes = [f"n{10_000_000 + 1234 * label}" for label in range(CLASSES)]
     for folder in classes:
         path = root / "train" / folder / name

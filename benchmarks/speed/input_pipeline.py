@@ -74,7 +74,8 @@ def ours(open_decoder: OpenDecoder, index: Index, args: argparse.Namespace) -> R
 def dali_reader(folder: Path, *, batch: int, threads: int, device: torch.device = CPU) -> Rival:
     """DALI's own reader, with cropping inside the decoder, all on the device."""
     nvidia_dali: Any = importlib.import_module("nvidia.dali")
-    fn, types = nvidia_dali.fn, nvidia_dali.types
+    fn = nvidia_dali.fn
+    types = nvidia_dali.types
     on_gpu = device.type == "cuda"
     pipeline = nvidia_dali.Pipeline(
         batch_size=batch,
@@ -221,7 +222,8 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
             Image.fromarray(pixels).save(place / f"{number}.png")
             number += 1
     index = load_or_read(folder, "train")
-    batch, small = 256, view(32)
+    batch = 256
+    small = view(32)
     start = time.perf_counter()
     kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
     filling = time.perf_counter() - start

@@ -42,7 +42,10 @@ from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import TabledSGD, build_sgd
 from largebatch.optional import require_torchvision
 
-LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3
+LR = 0.1
+MOMENTUM = 0.9
+DECAY = 5e-5
+ETA = 1e-3
 
 
 def main() -> None:

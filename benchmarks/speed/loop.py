@@ -43,7 +43,8 @@ from largebatch.optim.sgd import build_sgd
 from largebatch.training.graph import GraphedStep
 from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
-RATE, MOMENTUM = 1e-3, 0.9
+RATE = 1e-3
+MOMENTUM = 0.9
 
 
 def main() -> None:

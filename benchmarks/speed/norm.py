@@ -50,7 +50,8 @@ def launches(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rehearse_kernels()
     fused: Any = kernels.batchnorm()
     cases = list(product(args.layers, args.layer_spans))
-    end, found = time.monotonic() + args.seconds, {}
+    end = time.monotonic() + args.seconds
+    found = {}
 
     def step(*, whole: bool) -> Step:
         own = layer.ours(span)

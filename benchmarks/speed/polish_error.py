@@ -129,7 +129,8 @@ def polish_shares(orders: int, file: Path) -> None:
     """Polish as one of two workers, pass after pass; worker 0 writes the statistics."""
     from largebatch.distributed.torch_distributed import TorchDistributed
 
-    backend, found = TorchDistributed(), []
+    backend = TorchDistributed()
+    found = []
     for _, batches in passes(orders):
         model = network()
         polish(model, share(batches, backend.rank), backend)

@@ -88,7 +88,9 @@ def arguments() -> argparse.Namespace:
 
 def command(recipe: str, words: list[str]) -> dict[str, Any]:
     """Train a recipe by the command; return its seconds and what its summary holds."""
-    before, start, first = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), None
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.monotonic()
+    first = None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         process = subprocess.Popen(
@@ -102,7 +104,8 @@ def command(recipe: str, words: list[str]) -> dict[str, Any]:
                 first = time.monotonic() - start
         if process.wait():
             sys.exit(f"{recipe} failed with exit code {process.returncode}")
-        seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = time.monotonic() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return {
         "to the first update": first,
@@ -144,8 +147,10 @@ def interval(values: list[float]) -> dict[str, float]:
 
 def share_of_peak(args: argparse.Namespace, images_per_second: float) -> dict[str, float]:
     """Return the operations of the updates in a second over those of a matrix product in bf16."""
-    recipe, device = load_recipe(args.recipe, args.set), accelerator.current()
-    side, network = recipe.data.image_size, recipe.model
+    recipe = load_recipe(args.recipe, args.set)
+    device = accelerator.current()
+    side = recipe.data.image_size
+    network = recipe.model
     model = build(network.name, num_classes=recipe.data.classes, arguments=network.arguments)
     work = operations_per_image(model.to(device), torch.randn(2, 3, side, side, device=device))
     (seconds,) = take_turns({PRODUCT: matrix_product(device, ROWS)}, rounds=10, steps=10).values()

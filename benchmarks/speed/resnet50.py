@@ -63,7 +63,10 @@ from largebatch.recipe.choices import Compile
 from largebatch.training.graph import GraphedStep
 from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
 
-LR, MOMENTUM, DECAY, SMOOTHING = 0.1, 0.9, 5e-5, 0.1
+LR = 0.1
+MOMENTUM = 0.9
+DECAY = 5e-5
+SMOOTHING = 0.1
 LOG_INTERVAL = 50
 """Number of updates between two readings of the loss in timm's loop."""
 
@@ -157,7 +160,8 @@ def pairs(modes: list[str]) -> list[tuple[str, str]]:
     found = [("ours", "timm"), ("ours", "plain"), ("timm", "plain")]
     found += [("ours, graph", other) for other in ("ours", "plain", "plain, graph")]
     for mode in modes:
-        compiled, timms = f"ours, compiled: {mode}", f"timm, compiled: {modes[0]}"
+        compiled = f"ours, compiled: {mode}"
+        timms = f"timm, compiled: {modes[0]}"
         found += [(compiled, other) for other in ("ours", "timm", timms)]
         found += [(f"{compiled}, graph", other) for other in ("plain", "plain, graph", timms)]
     return found
@@ -182,10 +186,8 @@ def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]
         "ours, graph": functools.partial(ours, args.model, data, graph=True),
     }
     for mode in args.modes:
-        name, build_step = (
-            f"ours, compiled: {mode}",
-            functools.partial(ours, args.model, data, mode),
-        )
+        name = f"ours, compiled: {mode}"
+        build_step = functools.partial(ours, args.model, data, mode)
         made |= {name: build_step, f"{name}, graph": functools.partial(build_step, graph=True)}
     for mode in args.modes[:1]:
         made[f"timm, compiled: {mode}"] = functools.partial(timms, args.model, data, mode)
@@ -270,7 +272,8 @@ def timms(name: str, data: Data, mode: str | None = None) -> Step:
     images, labels = data
     model = network(name, images.device).train()
     optimizer = create_optimizer_v2(model, opt="lars", lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
-    loss_fn, losses = LabelSmoothingCrossEntropy(SMOOTHING), AverageMeter()
+    loss_fn = LabelSmoothingCrossEntropy(SMOOTHING)
+    losses = AverageMeter()
     number = itertools.count(1)
     forward = model if mode is None else torch.compile(model, mode=mode)
 

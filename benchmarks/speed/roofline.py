@@ -66,7 +66,8 @@ class Layer:
             values.to(memory_format=torch.channels_last)
             for values in torch.randn(shape, device=device, dtype=torch.bfloat16)
         )
-        self.images, self.other = images.requires_grad_(), other.requires_grad_() if adds else None
+        self.images = images.requires_grad_()
+        self.other = other.requires_grad_() if adds else None
         self.bytes = (11 if adds else 8) * 2 * images.numel()
 
     def ours(self, span: int) -> Step:
@@ -105,12 +106,16 @@ class Layer:
         """Return cuDNN's two fused graphs; the first one keeps the mask of the ReLU."""
         import cudnn
 
-        handle, types, like = cudnn.create_handle(), cudnn.data_type, torch.empty_like
+        handle = cudnn.create_handle()
+        types = cudnn.data_type
+        like = torch.empty_like
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        images, other = self.images.detach(), self.other
+        images = self.images.detach()
+        other = self.other
         one = torch.ones(1, self.channels, 1, 1, device=self.device)
         moments = [like(one) for _ in range(4)]
-        mask, number = like(images, dtype=torch.bool), torch.full((1, 1, 1, 1), 0.1)
+        mask = like(images, dtype=torch.bool)
+        number = torch.full((1, 1, 1, 1), 0.1)
 
         def compiled(build: Callable[..., dict[Any, Tensor]], **inputs: Tensor) -> Step:
             graph = cudnn.pygraph(
@@ -135,7 +140,8 @@ class Layer:
             return lambda: graph.execute(pack, space, handle=handle)
 
         def forward(graph: Any, names: dict[str, Any]) -> dict[Any, Tensor]:  # noqa: ANN401 -- cuDNN's, untyped
-            zero, added = names.pop("zero"), names.pop("added", None)
+            zero = names.pop("zero")
+            added = names.pop("added", None)
             out, *outs = graph.batchnorm(name="norm", **names)
             out = out if added is None else graph.add(name="add", a=out, b=added)
             out = graph.relu(name="relu", input=out)
@@ -167,8 +173,10 @@ def main() -> None:
         result: dict[str, Any] = {"milliseconds": sweep(device, args)}
         name = "sweep"
     else:
-        name, cases = "roofline", list(product(args.batches, args.layers, KINDS))
-        end, result = time.monotonic() + args.seconds, {"kernels": None}
+        name = "roofline"
+        cases = list(product(args.batches, args.layers, KINDS))
+        end = time.monotonic() + args.seconds
+        result = {"kernels": None}
         for number, (batch, words, kind) in enumerate(cases):
             left = (end - time.monotonic()) / (len(cases) - number)
             layer = Layer(batch, words, kind, device)
@@ -250,7 +258,8 @@ def sweep(device: torch.device, args: argparse.Namespace) -> dict[str, dict[str,
         for parts, (name, layer) in product((264, 132, 528, 1056), layers.items()):
             if time.monotonic() > end:
                 return found
-            fused.PARTS, fused.TILE = parts, tile
+            fused.PARTS = parts
+            fused.TILE = tile
             step = {"": layer.ours(len(layer.images))}
             times = take_turns(step, rounds=args.rounds, steps=args.steps, seconds=1)[""]
             found[name][f"{warps} warps, tile {tile}, parts {parts}"] = 1000 * min(times)

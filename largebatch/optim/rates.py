@@ -49,11 +49,14 @@ def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[
 
     Weights that share a group with others move to a new one with the same settings.
     """
-    chosen, groups = set(weights), []
+    chosen = set(weights)
+    groups = []
+    # A copy of the list: the groups that are added below are not visited.
     for group in list(optimizer.param_groups):
         moved = [weight for weight in group["params"] if weight in chosen]
         rest = [weight for weight in group["params"] if weight not in chosen]
         if moved and rest:
+            # The state is kept by weight, so it follows to the new group.
             group["params"] = rest
             optimizer.param_groups.append({**group, "params": moved})
         if moved:

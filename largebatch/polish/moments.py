@@ -21,7 +21,8 @@ _PART = 2**17
 """Values per part of a batch: small enough to stay in the cache for the second pass over it. A part
 needs the same memory again, so this is less than batchnorm_functional's part of a gradient."""
 
-_UNLIKE = 9.0  # squared distance, in variances, from which an origin is too far for sums in float32
+_UNLIKE = 9.0
+"""Squared distance, in variances, from which an origin is too far for sums in float32."""
 
 _FAR = 8.0
 """Distance of a mean from zero, in standard deviations, from which rounding it to float32 changes
@@ -97,23 +98,27 @@ class Moments:
 
     def swap_pending(self, pending: list[_Spans]) -> list[_Spans]:
         """Replace the batches that are to be merged, and return them."""
-        before, self._pending = self._pending, pending
+        before = self._pending
+        self._pending = pending
         return before
 
     def merge(self) -> None:
         """Add the batches that are pending."""
         if not self._pending:
             return
-        every_count, means, variances = zip(*self._pending, strict=True)
+        counts_of_batches, means, variances = zip(*self._pending, strict=True)
         self._pending.clear()
-        counts = list(chain(*every_count))
-        every = torch.cat(means).double()
+        counts = list(chain(*counts_of_batches))
+        span_means = torch.cat(means).double()
         count = sum(counts)
-        mean = _weighted_sum(every, [part / count for part in counts])
+        mean = _weighted_sum(span_means, [part / count for part in counts])
+        # The deviations of all values are those within spans and those between spans.
         within = _weighted_sum(torch.cat(variances).double(), counts)
-        self._merge(count, mean, within + _weighted_sum((every - mean).square_(), counts))
+        between = _weighted_sum((span_means - mean).square_(), counts)
+        self._merge(count, mean, within + between)
 
     def _merge(self, count: int, mean: Tensor, deviations: Tensor) -> None:
+        # Equation 2.1 of Chan, Golub and LeVeque (1983).
         total = self.count + count
         shift = mean - self.mean
         self.deviations += deviations
@@ -127,6 +132,7 @@ class Moments:
         Values are centred by the mean so far, and by their own only where they differ much from it.
         """
         if self.count:
+            # One pass less than with their own mean: batches of one data set have close means.
             mean, deviations = _about(self.mean, values)
             shift = mean - self.mean
             if (deviations >= shift.square_() * (values.numel() / len(mean) / _UNLIKE)).all():
@@ -175,17 +181,24 @@ def _pool_about(
     sizes = [len(part.mean) for part in parts]
     counts = parts[0].mean.new_tensor([part.count for part in parts])
     sums = torch.cat([counts, counts.new_empty(2 * sum(sizes))])
-    fields = sums.split([len(parts), *(size for size in sizes for _ in "ab")])[1:]
-    firsts, seconds = fields[::2], fields[1::2]
+    # One buffer, so that all layers take one collective: counts, then two sums of each layer.
+    lengths = [len(parts)]
+    for size in sizes:
+        lengths += [size, size]
+    fields = sums.split(lengths)[1:]
+    firsts = fields[::2]
+    seconds = fields[1::2]
     for part, origin, first, second in zip(parts, origins, firsts, seconds, strict=True):
         shift = part.mean - origin
         torch.mul(shift, part.count, out=first)
         torch.addcmul(part.deviations, first, shift, out=second)
     sum_over_workers(sums, backend)
-    pooled, lossy = [], []
+    pooled = []
+    lossy = []
     totals = sums[: len(parts)].tolist()  # sync: once for all layers
     for total, origin, first, second in zip(totals, origins, firsts, seconds, strict=True):
         shift = first / max(total, 1)
+        # Sums about an origin hold the distance to the mean too; subtracting it costs digits.
         excess = shift.square() * total
         second.sub_(excess)
         lossy.append((excess > _LOSSY * second).any())
@@ -196,7 +209,8 @@ def _pool_about(
 
 def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and squared deviations, from sums about an origin near the mean."""
-    first, second = torch.zeros_like(origin), torch.zeros_like(origin)
+    first = torch.zeros_like(origin)
+    second = torch.zeros_like(origin)
     near = origin.to(torch.promote_types(values.dtype, torch.float32))
     per_channel = near.view(-1, *[1] * (values.ndim - 2))
     room = None  # shared by all parts: allocating memory costs more than the arithmetic

@@ -237,11 +237,13 @@ def _owners(model: nn.Module, left: Mapping[nn.Module, str]) -> list[_Statistics
             )
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
             raise ValueError(f"{describe_layer(name)} is not initialised; run it on a batch first")
-        mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
+        mean = layer.get_buffer("running_mean")
+        var = layer.get_buffer("running_var")
         span = layer.span if isinstance(layer, SpanBatchNorm) else None
         zeros = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
         nothing = Moments(0.0, zeros, zeros.clone())
         fresh = _Statistics(name, mean, var, layer.eps, span, nothing)
+        # Layers that share a buffer, as in a model with a layer used twice, are measured as one.
         owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
     return list(owners.values())
 
@@ -306,8 +308,11 @@ def _measure(
     *,
     graph: bool,
 ) -> list[Moments]:
-    as_input, num_batches, others = input_of(model), 0, _other_buffers(model)
+    as_input = input_of(model)
+    num_batches = 0
+    others = _other_buffers(model)
     together = accelerator.is_remote(device_of(model))
+    # Other buffers are restored by the host after each batch, which a graph would not repeat.
     graph = graph and together and not others and needs_host(model) is None
     graph = graph and proof.uses(proof.GRAPH, device_of(model))
     replayed: Callable[[Tensor], None] | None = None
@@ -328,6 +333,7 @@ def _measure(
                     continue
                 with _Watch(owners), _kept(others):
                     model(part)
+                # A pass that fills the list of pending batches would merge it inside the graph.
                 if graph and max(owner.calls for owner in owners) < TOGETHER:
                     replayed = _replayed(model, owners)
     pooled = pool([owner.measured for owner in owners], backend=backend)
@@ -354,23 +360,24 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
             with _Watch(owners):
                 model(images)
         finally:
-            found = [
+            added = [
                 owner.measured.swap_pending(pending)
                 for owner, pending in zip(owners, before, strict=True)
             ]
-        counts[images.shape] = [[spans for spans, *_ in calls] for calls in found]
-        every = [it for calls in found for _, *both in calls for it in both]
-        return torch.cat([it.double().flatten() for it in every])
+        counts[images.shape] = [[spans for spans, *_ in calls] for calls in added]
+        # One tensor, which a replay overwrites: means and variances, call by call.
+        moments = [tensor for calls in added for call in calls for tensor in call[1:]]
+        return torch.cat([tensor.double().flatten() for tensor in moments])
 
-    moments = accelerator.Replayed(moments_of, device_of(model), partial(watch_host, model))
+    replayed = accelerator.Replayed(moments_of, device_of(model), partial(watch_host, model))
 
     def measure(images: Tensor) -> None:
-        values = moments(images)
+        values = replayed(images)
         for owner, calls in zip(owners, counts[images.shape], strict=True):
             for spans in calls:
                 size = len(spans) * len(owner.mean)
-                *both, values = values.tensor_split([size, 2 * size])
-                owner.measured.add_later(spans, *(it.view(len(spans), -1) for it in both))
+                mean, var, values = values.tensor_split([size, 2 * size])
+                owner.measured.add_later(spans, mean.view(len(spans), -1), var.view(len(spans), -1))
 
     return measure
 
@@ -422,7 +429,8 @@ class _Watch(TorchFunctionMode):
         if function is torch.batch_norm:  # called directly: F.batch_norm is not traced inside
             kwargs = {**dict(zip(_NATIVE, args, strict=False)), **(kwargs or {})}
             kwargs.pop("cudnn_enabled", None)
-            function, args = F.batch_norm, ()
+            function = F.batch_norm
+            args = ()
         if function is F.batch_norm:
             given = inspect.signature(function).bind(*args, **kwargs or {}).arguments
             mean = given.get("running_mean")
@@ -448,7 +456,8 @@ def _normalised(owner: _Statistics, given: dict[str, Any]) -> Tensor:
             f"{len(owner.mean)} statistics, as ghost batches of other libraries do; use "
             "largebatch.models.with_span for ghost batches, or leave it out with `skip`"
         )
-    span, affine = owner.span or len(values), (given.get("weight"), given.get("bias"))
+    span = owner.span or len(values)
+    affine = (given.get("weight"), given.get("bias"))
     settings: dict[str, Any] = {"eps": given.get("eps", 1e-5), "span": span}
     last = len(values) % span or span  # images in the last span
     if last * values[0].numel() == channels and not owner.has_single:

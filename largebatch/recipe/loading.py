@@ -58,6 +58,7 @@ def load_recipe(path: Path | str, overrides: Overrides = ()) -> Recipe:
     name. Raises RecipeError with every mistake, each by its dotted path.
     """
     path = Path(path)
+    # A file comes before an installed recipe of its name, and that one before a folder.
     named = path.name == str(path) and not path.suffix
     if os.path.isdir(path) and not (named and path.name in installed()):  # noqa: PTH112 -- of any name
         hint = f"a command on its images takes RECIPE --data {path}; `largebatch init {path}` "
@@ -76,6 +77,7 @@ def read_text(path: Path, *, what: str) -> str:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe without a writer would block
             raise RecipeError(f"{path}: a {what} is a file, this is a pipe or a device")
         with path.open("rb") as file:
+            # One byte more than allowed is enough to know that it is too long.
             content = file.read(MAX_LENGTH + 1)
         if len(content) > MAX_LENGTH:
             raise RecipeError(f"{path}: too long for a {what}: at most {MAX_LENGTH:,} bytes")
@@ -118,6 +120,7 @@ def parse_recipe(text: str, overrides: Overrides = (), *, source: str = "recipe"
 def validate_tree(kind: type[Kind], tree: dict[str, Any], *, source: str) -> Kind:
     """Return the section that a tree describes; raise RecipeError with every mistake."""
     try:
+        # As JSON: pydantic then accepts lists for tuples and is still strict on numbers.
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise RecipeError(explain_problems(error, kind, source=source)) from None
@@ -162,6 +165,8 @@ def _yaml_as_json(text: str) -> str:
     """Return the values as JSON, in which a date is a string."""
     yaml = YAML(typ="safe", pure=True)  # libyaml supports YAML 1.1 only
     depth = 0
+    # Events come before any value is built: aliases of aliases grow exponentially when they are
+    # expanded, tags stand for other types, and thousands of brackets exhaust the stack.
     for event in yaml.parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         problem = None
@@ -218,12 +223,14 @@ def _drop_keys_of_previous_kind(
     section: dict[str, Any], keys: Sequence[str], kind: str, *, shown: str
 ) -> None:
     """Remove keys that only the section's previous kind has; log a warning."""
-    known: list[type[Section]] = [Recipe]
+    # Follow the keys down the types; where a key has a union, all its members stay candidates.
+    candidates: list[type[Section]] = [Recipe]
     for key in keys[:-1]:
-        fields = [above.model_fields[key] for above in known if key in above.model_fields]
-        known = [below for field in fields for below in sections_of(field.annotation)]
-    before = [candidate for candidate in known if section.get(keys[-1]) in kinds_of(candidate)]
-    after = [candidate for candidate in known if kind in kinds_of(candidate)]
+        fields = [above.model_fields[key] for above in candidates if key in above.model_fields]
+        candidates = [below for field in fields for below in sections_of(field.annotation)]
+    kind_before = section.get(keys[-1])
+    before = [candidate for candidate in candidates if kind_before in kinds_of(candidate)]
+    after = [candidate for candidate in candidates if kind in kinds_of(candidate)]
     if before and after:
         only_before = before[0].model_fields.keys() - after[0].model_fields
         gone = [key for key in section if key in only_before]

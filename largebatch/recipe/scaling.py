@@ -76,23 +76,25 @@ def at_batch(
 
     Only the keys that it sets are set. Raises RecipeError where the batch does not fit the recipe.
     """
+    # Epochs keep their number, so there are fewer updates in a larger batch.
     per_epoch = recipe.train_samples / recipe.batch.global_batch
     length = recipe.duration.epochs or (recipe.duration.steps or 0) / per_epoch
     factor = 1.0 if epochs is None else epochs / length
-    longer = shortened(recipe, factor, steps=factor * recipe.batch.global_batch / batch)
-    tree = scaled(longer, (rate or recipe.schedule.peak_lr) / recipe.schedule.peak_lr)
+    resized = shortened(recipe, factor, steps=factor * recipe.batch.global_batch / batch)
+    changed = scaled(resized, (rate or recipe.schedule.peak_lr) / recipe.schedule.peak_lr)
     set_keys = recipe.model_dump(mode="json", exclude_unset=True)
-    settings = _kept(tree.model_dump(mode="json"), set_keys)
-    settings["batch"]["global_batch"] = batch
-    if "execution" in settings:
-        settings["execution"].pop("device_batch", None)
-    return validate_tree(Recipe, settings, source=recipe.name)
+    tree = _only_set(changed.model_dump(mode="json"), set_keys)
+    tree["batch"]["global_batch"] = batch
+    if "execution" in tree:
+        # It may not divide the new batch; without it the plan chooses one that does.
+        tree["execution"].pop("device_batch", None)
+    return validate_tree(Recipe, tree, source=recipe.name)
 
 
-def _kept(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
+def _only_set(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
     """Return the keys of `tree` that `like` has, numbers in four digits."""
     if isinstance(tree, dict):
-        return {key: _kept(tree[key], like[key]) for key in like}
+        return {key: _only_set(tree[key], like[key]) for key in like}
     if isinstance(tree, list):
-        return [_kept(value, model) for value, model in zip(tree, like, strict=True)]
+        return [_only_set(value, other) for value, other in zip(tree, like, strict=True)]
     return tree if tree == like or not isinstance(tree, float) else float(f"{tree:.4g}")

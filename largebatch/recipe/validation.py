@@ -20,15 +20,16 @@ def _samples(recipe: Keys) -> Iterator[str]:
     data = recipe.data
     polish = recipe.polish
     trained = recipe.train_samples
+    # Each of these makes the next one meaningless, so only the first is reported.
     if data.train_split < 1:
         total = data.train_samples
         yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
     elif polish is not None and trained < 1:
         yield f"polish.held_out ({polish.held_out}) leave none of the images ({data.train_split})"
     else:
-        measured = polish.statistics if polish is not None else None
+        statistics = polish.statistics if polish is not None else None
         samples = {
-            "polish.statistics.samples": measured.samples if measured else None,
+            "polish.statistics.samples": statistics.samples if statistics else None,
             "optimizer.statistics_samples": getattr(recipe.optimizer, "statistics_samples", None),
         }
         for key, number in samples.items():
@@ -40,7 +41,9 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
     batch = recipe.batch
     polish = recipe.polish
     execution = recipe.execution
+    # A gap is measured in evaluations; the other monitors follow the step of all workers.
     monitored = set(recipe.monitor) - {"generalization_gap"}
+    # Servers apply gradients one by one: there is no step of all workers that these could be in.
     synchronous = {
         f"optimizer.kind: {recipe.optimizer.kind}": not recipe.optimizer.takes_late_gradients,
         "model.early": recipe.model.early is not None,
@@ -63,7 +66,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
             f"batch.global_batch ({batch.global_batch}) must be a multiple of the "
             f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
         )
-        return
+        return  # no mini-batch has a size that the rest could be compared with
     size = protocol.mini_batch(batch.global_batch)
     if size % (batch.bn_span or 1):
         yield (
@@ -98,5 +101,6 @@ def _others(recipe: Keys) -> dict[str, bool]:
             "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
         ),
         f"loss.label_smoothing ({smoothing:g}) makes the labelled one of {recipe.data.classes} "
+        # The label keeps 1 - s and the others share s: above 1 - 1 / classes each of them has more.
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,
     }

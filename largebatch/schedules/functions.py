@@ -185,6 +185,7 @@ def _cycles(
     _require("fraction", factor=factor, gamma=gamma)
 
     def rate(step: float) -> float:
+        # By the remainder, not by a sine of a large step: exact at every multiple of `steps`.
         number, within = divmod(step, 2 * steps)
         return _between(low, peak, shape(within / steps) * factor**number * gamma**step)
 
@@ -202,6 +203,7 @@ def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
     [3.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
     """
     _require("length", steps=steps)
+    # A cycle of _cycles begins at `low`; this one begins at the peak, half a cycle later.
     half = steps / 2
     rise = _cycles(
         lambda phase: (1.0 - math.cos(math.pi * phase)) / 2.0, peak=peak, low=low, steps=half
@@ -270,6 +272,7 @@ def skip(schedule: Policy, *, steps: int) -> Policy:
 
 def _between(low: float, peak: float, share: float) -> float:
     """Return low + share (peak - low), but exact at both ends and never outside them."""
+    # From the nearer end: low + 1.0 * (peak - low) is not always peak in floating point.
     if share < 0.5:
         return low + (peak - low) * share
     return peak - (peak - low) * (1.0 - share)
@@ -299,6 +302,7 @@ def _require_order(low: float, peak: float) -> None:
 
 
 def _require_increasing(boundaries: Sequence[int]) -> None:
+    # Infinity last: NaN and infinite boundaries then fail the comparison too.
     steps = [0, *boundaries, math.inf]
     if not all(earlier < later for earlier, later in itertools.pairwise(steps)):
         raise ValueError(f"boundaries must be above 0 and increase, got {list(boundaries)}")

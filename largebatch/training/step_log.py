@@ -372,11 +372,17 @@ class Sums(NamedTuple):
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, num_squares: int) -> Self:
         """Return the numbers of a sum of `pack` by name."""
-        requests = 4
-        squares = requests + 1 + len(STOP_CAUSES)
+        loss, bad, ranks, infinite = numbers[:4]
+        squares = 4 + 1 + len(STOP_CAUSES)  # after the requests: to save, and to stop by cause
         usage = squares + num_squares
         return cls(
-            *numbers[:requests], numbers[requests:squares], numbers[squares:usage], numbers[usage:]
+            loss=loss,
+            bad=bad,
+            ranks=ranks,
+            infinite=infinite,
+            requests=numbers[4:squares],
+            squares=numbers[squares:usage],
+            usage=numbers[usage:],
         )
 
 

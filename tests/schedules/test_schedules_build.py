@@ -224,7 +224,6 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
             pieces(FIX, LAST.replace("kind: fix", "kind: step, every: {epochs: 30}")),
             "schedule.decay.pieces.1.decay.every",
         ),
-        ("schedule.warmup.epochs=40", "schedule.warmup"),
     ],
 )
 def test_lengths_and_rates_that_contradict_each_other_are_refused(

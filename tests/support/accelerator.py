@@ -135,7 +135,8 @@ class Allocated:
     def add(self, tensor: "SimTensor") -> None:
         """Count the memory of a tensor until its last tensor is gone."""
         memory = tensor.raw.untyped_storage()
-        address, size = memory.data_ptr(), memory.nbytes()
+        address = memory.data_ptr()
+        size = memory.nbytes()
         if not self._tensors[address]:
             assert self.limit is not None
             self.failed = self.failed or self.bytes + size > self.limit
@@ -148,7 +149,8 @@ class Allocated:
 
     def check(self) -> None:
         """Raise OutOfMemoryError if a tensor did not fit."""
-        failed, self.failed = self.failed, False
+        failed = self.failed
+        self.failed = False
         if failed:
             raise torch.OutOfMemoryError(f"more than the {self.limit} bytes of the device")
 
@@ -504,7 +506,8 @@ def recording(graph: Graph, *, pool: object, capture_error_mode: str) -> Iterato
     if pool in _USERS and not _USERS[pool]:
         raise RuntimeError("use_count > 0: memory of graphs that are gone")
     _USERS.setdefault(pool, weakref.WeakSet()).add(graph)
-    Graph.recording, drawn = graph, GENERATOR.get_state()
+    drawn = GENERATOR.get_state()
+    Graph.recording = graph
     MODULE.pools.append(pool)
     try:
         yield
@@ -568,7 +571,8 @@ class Stream:
         """Do nothing: all before is complete."""
 
     def __enter__(self) -> Self:
-        self._outer, _STREAM.current = getattr(_STREAM, "current", None), self
+        self._outer = getattr(_STREAM, "current", None)
+        _STREAM.current = self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -601,7 +605,8 @@ class _Module:
     default_generators = (mock.Mock(),)  # as they are after an error in a graph
     CUDAGraph = Graph
     graph: Value = staticmethod(recording)
-    device, stream = nullcontext, nullcontext
+    device = nullcontext
+    stream = nullcontext
 
     def current_stream(self, _: object = None) -> None: ...
 

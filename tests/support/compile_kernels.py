@@ -91,7 +91,8 @@ def main() -> None:
             out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
             out.backward(x)
     fused.moments(x, 2)
-    weight, short = torch.ones(64), torch.ones(64).bfloat16()
+    weight = torch.ones(64)
+    short = torch.ones(64).bfloat16()
     rule = Rule(
         momentum=0.9,
         decay=0.1,

@@ -31,7 +31,8 @@ class FakeRun:
     """Makes a run folder, record by record."""
 
     def __init__(self, folder: Path, *, name: str = "digits-96", **plan: float) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.plan: dict[str, Any] = {
             "workers": 2,
             "global_batch": 96,

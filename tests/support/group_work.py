@@ -37,7 +37,8 @@ def every_division(backend: Backend) -> None:
         assert (group.rank, group.world_size) == (members.index(backend.rank), number)
         for dtype in DTYPES:
             held = [rows(worker, number=number, dtype=dtype) for worker in members]
-            mine, total = held[group.rank].clone(), torch.stack(held).sum(0).to(dtype)
+            mine = held[group.rank].clone()
+            total = torch.stack(held).sum(0).to(dtype)
             assert torch.equal(group.all_gather(mine), torch.stack(held)), (parts, dtype)
             assert torch.equal(mine, held[group.rank])  # nothing of it was changed
             group.all_reduce(mine).wait()

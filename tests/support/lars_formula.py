@@ -56,8 +56,11 @@ class Formula:
         self.group = group
 
     def step(self, g: Array, lr: float) -> None:
-        group, w = self.group, self.w
-        m, wd, convention = group["momentum"], group["weight_decay"], group["convention"]
+        group = self.group
+        w = self.w
+        m = group["momentum"]
+        wd = group["weight_decay"]
+        convention = group["convention"]
         d = g + wd * w
         if (limit := group.get("clip_gradient")) is not None:
             d = np.minimum(np.maximum(d, -limit), limit)
@@ -73,7 +76,8 @@ class Formula:
             self.w = w - lr * ratio * self.b
 
     def ratio(self, g: Array, decay: float) -> float:
-        length_w, length_g = math.sqrt((self.w**2).sum()), math.sqrt((g**2).sum())
+        length_w = math.sqrt((self.w**2).sum())
+        length_g = math.sqrt((g**2).sum())
         if not self.group["adapt"]:
             return 1.0
         ratio = 1.0

@@ -38,7 +38,9 @@ class LateWork(Work, Busy):
         self, queue: "deque[LateWork]", inner: Work | None, results: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         super().__init__()
-        self.queue, self.inner, self.results = queue, inner, list(results)
+        self.queue = queue
+        self.inner = inner
+        self.results = list(results)
         self.ordered = False
         queue.append(self)
         for target, _ in self.results:
@@ -110,7 +112,8 @@ class LateGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # an overload
-        self.store, self.timeout = store, timeout
+        self.store = store
+        self.timeout = timeout
         prefix = PrefixStore(BACKEND, store)
         self.inner: Value = ProcessGroupGloo(prefix, rank, size, timeout)
         self.queue: deque[LateWork] = deque()
@@ -191,7 +194,8 @@ class LateGroup(ProcessGroup):
         """Start to gather a tensor of every worker into one."""
         if Graph.recording is not None:
             return Recorded(lambda: self._allgather_base(out, tensor, opts))
-        result, sent = copy_of(out), copy_of(tensor)
+        result = copy_of(out)
+        sent = copy_of(tensor)
         return self._start(
             "all_gather", lambda: self.inner._allgather_base(result, sent, opts), [(out, result)]
         )

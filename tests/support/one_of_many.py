@@ -130,7 +130,8 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
     """Make `connect` join as worker `rank` of `workers`, after all others."""
     others = workers - 1
     counts = Counts(CountingStore(**{"0/arrived": others, "0/on/cpu": others}))
-    init, new_group = dist.init_process_group, dist.new_group
+    init = dist.init_process_group
+    new_group = dist.new_group
 
     def counted(name: str, grows: Callable[[Any], int]) -> Callable[..., Any]:
         real = getattr(torch_distributed, name, None) or getattr(dist, name)

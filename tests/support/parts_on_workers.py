@@ -94,7 +94,10 @@ class ScheduleFree:
     """Schedule-Free SGD (Defazio et al. 2024, arXiv:2405.15682, equations 2 to 4), lr constant."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, beta: float = 0.9) -> None:
-        self.weights, self.lr, self.beta, self.steps = list(parameters), lr, beta, 0
+        self.weights = list(parameters)
+        self.lr = lr
+        self.beta = beta
+        self.steps = 0
         self.x = [weight.detach().clone() for weight in self.weights]
         self.z = [weight.detach().clone() for weight in self.weights]
 

@@ -64,7 +64,8 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
     """Samples with noise from a generator: `noise` returns a number for each feature."""
 
     def __init__(self, data: TensorDataset, noise: Callable[[], Tensor]) -> None:
-        self.data, self.noise = data, noise
+        self.data = data
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.data)
@@ -96,7 +97,8 @@ def apart(place: int, batch: int = 8, *, count: int = 4) -> list[tuple[Tensor, T
     draw = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
-        images, half = torch.zeros(batch, FEATURES), FEATURES // 2
+        images = torch.zeros(batch, FEATURES)
+        half = FEATURES // 2
         values = torch.randn(batch, half, generator=draw)
         images[:, place * half : (place + 1) * half] = values
         batches.append((images, torch.randint(0, CLASSES, (batch,), generator=draw)))
@@ -135,7 +137,8 @@ class Pair(nn.Module):
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
 
     def forward(self, images: Tensor) -> Tensor:
         total: Tensor = self.first(images) + self.second(images)

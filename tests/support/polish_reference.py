@@ -19,7 +19,9 @@ class Recorder(nn.Module):
 
     def __init__(self, like: _BatchNorm) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = like.weight, like.bias, like.eps
+        self.weight = like.weight
+        self.bias = like.bias
+        self.eps = like.eps
         self.span = getattr(like, "span", None)
         self.after = nn.Sequential(*like.children())
         self.seen: list[Tensor] = []
@@ -74,7 +76,8 @@ def assert_right(model: nn.Module, right: Moments, *, rel: float) -> None:
     layers = dict(norms(model))
     assert right
     for name, (mean, var) in right.items():
-        found_mean, found_var = layers[name].running_mean, layers[name].running_var
+        found_mean = layers[name].running_mean
+        found_var = layers[name].running_var
         assert found_mean is not None
         assert found_var is not None
         assert ((found_var - var).abs() <= rel * var).all(), (name, found_var, var)

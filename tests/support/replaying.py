@@ -43,7 +43,8 @@ def replayed(
     rule: Rule, record: Sequence[Arrival], *, optimizer: str = "sgd"
 ) -> tuple[list[list[Tensor]], int]:
     """Return the weights after each update, and the number of gradients computed."""
-    model, calls = build(), 0
+    model = build()
+    calls = 0
     weights = list(model.parameters())
     own = [weight.detach().clone().requires_grad_() for weight in weights]
     server = ParameterServer(own, OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS), schedule, rule)
@@ -74,7 +75,8 @@ def run_for_real(
 def _solve(
     backend: Backend, servers: Sequence[int], rule: Rule, optimizer: str
 ) -> tuple[list[Tensor], Record]:
-    model, draws = build(), random.Random(backend.rank)
+    model = build()
+    draws = random.Random(backend.rank)
     weights = list(model.parameters())
 
     def gradient(number: int) -> tuple[Sequence[Tensor], float]:

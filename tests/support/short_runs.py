@@ -17,7 +17,8 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"
 AFFINE = "affine: {steps: 3, lr: 0.05}"
 STATISTICS = "statistics: {samples: 480}"
-EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
+EMA = "ema: 0.5"
+SWA = "swa: {over: {steps: 4}, every: {steps: 2}}"
 JUDGED = "keep: better, held_out: 200"
 LEARNED = ("duration={steps: 40}", "schedule.warmup={steps: 10}")
 """Forty updates learn something."""
@@ -107,7 +108,8 @@ def apart(one: Path, other: Path, most: float) -> dict[str, float]:
 
     A deviation of confidences is a difference of these, and rounded as they are.
     """
-    ours, theirs = leaves(content(one)), leaves(content(other))
+    ours = leaves(content(one))
+    theirs = leaves(content(other))
     for event in ("step", "evaluation"):
         ours |= leaves(log(one, event), event)
         theirs |= leaves(log(other, event), event)

@@ -211,9 +211,11 @@ def records_of(cell: TrainedCell, policy: Policy) -> dict[str, Json]:
             rate = list(policy.trials)[slot.trial - 1]
             record = {**a_record(policy.trials[rate], seed=100), "values": {RATE: rate}}
         else:
-            top1, reached = policy.top1[slot.seed - 1], policy.reached[slot.seed - 1]
+            top1 = policy.top1[slot.seed - 1]
+            reached = policy.reached[slot.seed - 1]
             if slot.scale != 1:
-                top1, reached = policy.scaled[slot.scale], None
+                top1 = policy.scaled[slot.scale]
+                reached = None
             steps = [] if reached is None else [(reached - 1, 0.85), (reached, 0.9)]
             record = a_record(top1, seed=slot.seed, evaluations=steps)
             record |= {"values": {RATE: best}, "scale": slot.scale}

@@ -22,8 +22,10 @@ class Thread:
     """One worker of a Group (distributed/backend.py), with a place in a table that all see."""
 
     def __init__(self, rank: int, table: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(table)
-        self._table, self._barrier = table, barrier
+        self.rank = rank
+        self.world_size = len(table)
+        self._table = table
+        self._barrier = barrier
         self.calls = 0
         self.device = torch.device("cpu")
 
@@ -49,6 +51,7 @@ class Thread:
 
 def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
     """Run the work on `workers` threads and return the results."""
-    table, barrier = [torch.empty(0)] * workers, threading.Barrier(workers, timeout=600)
+    table = [torch.empty(0)] * workers
+    barrier = threading.Barrier(workers, timeout=600)
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, [Thread(rank, table, barrier) for rank in range(workers)]))

@@ -268,7 +268,9 @@ def make_plan(
     """
     if backend is not None:
         recipe.require_backend(backend)
-    batch, samples, protocol = recipe.batch, recipe.train_samples, recipe.protocol
+    batch = recipe.batch
+    samples = recipe.train_samples
+    protocol = recipe.protocol
     if protocol is None:
         noise = "noise_scale" in recipe.monitor
         asked = recipe.execution.device_batch
@@ -277,9 +279,13 @@ def make_plan(
     else:
         if backend is not None:
             protocol.require_workers(workers)
-        device_batch, accumulation = protocol.mini_batch(batch.global_batch), 1
+        # A learner sends each gradient as soon as it has it, so nothing accumulates.
+        device_batch = protocol.mini_batch(batch.global_batch)
+        accumulation = 1
     polish = recipe.polish or Polish.model_construct()
-    clean, swa, affine = polish.clean, polish.swa, polish.affine
+    clean = polish.clean
+    swa = polish.swa
+    affine = polish.affine
     pieces = _find_pieces(batch, samples=samples)
     plan = Plan(
         workers=workers,
@@ -292,6 +298,8 @@ def make_plan(
         train_samples=samples,
         val_samples=recipe.data.val_split,
     )
+    # The plan has its batches now, which is all that converts epochs into steps. All lengths below
+    # are converted by it, and once.
     steps = plan.steps_from_start(recipe.duration, math.ceil)
     if steps > MAX_UPDATES:
         raise RecipeError(
@@ -358,7 +366,8 @@ def _find_sizes(data: Data, plan: Plan) -> tuple[SizePiece, ...]:
 def _divide(
     batch: BatchSizes, *, workers: int, asked: int | None, fits: int | None, measures_noise: bool
 ) -> int:
-    common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
+    # Only divisors of this number divide the batch of every piece.
+    common = math.gcd(*batch.by_key.values())
     over = f"over {plural(workers, 'worker')}"
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
@@ -376,13 +385,16 @@ def _divide(
                 f"global batch ({least}); on {plural(workers, 'worker')} there is none"
             )
     if asked is None:
+        # Whole spans need no exchange between workers, so they are preferred.
         whole = [size for size in possible if size % span == 0] or possible
         if fits is None:
             most = DEVICE_BATCH_LIMIT
         else:
+            # The noise scale compares a device batch with the global one, so it stays well below.
             most = min(fits, DEVICE_BATCH_LIMIT) if measures_noise else fits
             whole = whole if min(whole) <= most else possible
         fitting = [size for size in whole if size <= most]
+        # Where nothing is small enough the smallest is tried.
         return max(fitting, default=min(whole))
     if asked not in possible:
         key, size = next(
@@ -432,10 +444,10 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
     }
     long = {key: length for key, length in parts.items() if length >= plan.steps}
     if long:
-        found = " and ".join(f"{key} ({plural(length, 'step')})" for key, length in long.items())
+        lengths = " and ".join(f"{key} ({plural(length, 'step')})" for key, length in long.items())
         shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
         raise RecipeError(
-            f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
+            f"{lengths} must be shorter than duration ({plan.steps} steps): train longer, or add "
             + " ".join(f"--set '{key}={shorter}'" for key in long)
         )
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
@@ -443,6 +455,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
             f"({plural(plan.swa_steps, 'step')})"
         )
+    # SWA averages at equal intervals, and an epoch has another number of updates after a change.
     begin = plan.steps - plan.swa_steps
     changes = [piece.step for piece in plan.batch_changes if piece.step > begin]
     if swa is not None and swa.every.steps is None and changes:
@@ -450,6 +463,7 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
             f"polish.swa.every: {swa.every.epochs:g} epochs are not as many updates after step "
             f"{changes[-1]} as before; give it in steps, or a shorter polish.swa.over"
         )
+    # An average with decay d weighs about the last 1 / (1 - d) updates.
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
             f"polish.ema ({ema:g}) reaches back over {1 / (1 - ema):,.0f} updates and the schedule "
@@ -458,12 +472,14 @@ def _require_lengths(plan: Plan, *, ema: float | None, swa: SWA | None) -> None:
 
 
 def _evaluations(section: Evaluation, plan: Plan, *, steps: int) -> tuple[int, ...]:
-    every, offset = section.every_epochs, section.offset_epochs
+    every = section.every_epochs
+    offset = section.offset_epochs
     if every is None:
         return ()
     last_epoch = plan.epoch(steps)
     smallest = min(piece.global_batch for piece in plan.pieces)
-    each_step = every * (plan.train_samples / smallest) <= 1  # not possible more often
+    # At most one evaluation an update, however short the interval.
+    each_step = every * (plan.train_samples / smallest) <= 1
     number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(

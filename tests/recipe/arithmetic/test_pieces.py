@@ -32,48 +32,6 @@ def batches(plan: Plan) -> list[int]:
     return [plan.batch_at(step) for step in range(plan.steps)]
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "warmup", "clean", "evaluations", "rates"),
-    [
-        ("cifar10_resnet8_128", 64063, 0, 0, 1345312, [0.1, 0.1, 0.010000000000000002, 0.001]),
-        (
-            *("cifar10_resnet8_3200", 2563, 156, 78, 53812),
-            [0.0, 9.186431797991215, 2.8374846534541525, 0.0010017258553288268],
-        ),
-        (
-            *("resnet50_32768_mlperf", 2268, 626, 0, 15873),
-            [0.03386581469648562, 7.687539936102236, 10.099249346551833, 0.00010785341749371919],
-        ),
-        (
-            *("resnet50_86016_fujitsu", 1350, 540, 75, 15074),
-            [13 / 540, 13 * 136 / 540, 13 * (0.9975 * (1 - 136 / 780) ** 2.2 + 0.0025), 0.0325],
-        ),
-        (
-            *("imagenette_resnet18_128px_160", 1250, 78, 78, 13125),
-            [0.0, 9.214112831104615, 2.844553342933523, 0.0010072794965579092],
-        ),
-        (
-            *("imagenette_resnet18_128px_32", 6250, 391, 0, 65625),
-            [0.0, 0.012450867975819423, 0.006903969469297708, 8.98468303922595e-10],
-        ),
-        (
-            *("digits_96", 599, 75, 75, 2695),
-            [0.0, 0.3933333333333333, 0.16456127265310877, 0.0010018173474739234],
-        ),
-    ],
-)
-def test_recipes_with_one_batch_have_the_plans_and_rates_that_they_had(
-    name: str, steps: int, warmup: int, clean: int, evaluations: int, rates: list[float]
-) -> None:
-    (path,) = FOLDER.glob(f"*/{name}.yaml")
-    recipe = load_recipe(path)
-    plan, rate = make_plan(recipe, workers=1), schedule_of(recipe)
-    assert (plan.steps, plan.warmup_steps, plan.clean_steps) == (steps, warmup, clean)
-    assert sum(plan.evaluate_after) == evaluations
-    found = [rate(step) for step in (0, steps // 10, steps // 2, steps - 1)]
-    assert found == pytest.approx(rates, rel=1e-14)
-
-
 def test_the_batch_changes_at_the_nearest_whole_update_and_an_epoch_then_has_fewer_steps() -> None:
     plan = make_plan(digits(DOUBLED), workers=2)
     assert batches(plan) == [96] * 150 + [192] * (plan.steps - 150)  # 10 epochs are 149.7 updates
