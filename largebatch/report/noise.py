@@ -77,16 +77,16 @@ def measured(run: Run) -> list[Step]:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
-    found = part.found
+    scale = part.found
     batch = run.plan.batch_at(part.last)
-    begin = f"Over the last {plural(found.updates, 'update')} the gradient noise scale is "
-    if not math.isfinite(found.high):
-        return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."
-    if not found.value > 0:
-        return f"{begin}too small to be measured: at most {three_digits(found.high)}."
+    begin = f"Over the last {plural(scale.updates, 'update')} the gradient noise scale is "
+    if not math.isfinite(scale.high):
+        return f"{begin}at least {three_digits(scale.low)} and has no upper bound: too few updates."
+    if not scale.value > 0:
+        return f"{begin}too small to be measured: at most {three_digits(scale.high)}."
     return (
-        f"{begin}{three_digits(found.value)} (95 %: {three_digits(found.low)} to "
-        f"{three_digits(found.high)}). By arXiv:1812.06162 a batch of {batch:,} then needs "
-        f"{batch / found.value:.0%} more steps than linear scaling from small batches; one of "
-        f"{three_digits(MORE_STEPS * found.value)} would need {MORE_STEPS:.0%} more."
+        f"{begin}{three_digits(scale.value)} (95 %: {three_digits(scale.low)} to "
+        f"{three_digits(scale.high)}). By arXiv:1812.06162 a batch of {batch:,} then needs "
+        f"{batch / scale.value:.0%} more steps than linear scaling from small batches; one of "
+        f"{three_digits(MORE_STEPS * scale.value)} would need {MORE_STEPS:.0%} more."
     )

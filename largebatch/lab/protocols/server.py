@@ -208,7 +208,7 @@ class ParameterServer:
         taken = self._gradients
         self._gradients = []
         if self.rule.waits:  # then the sum does not depend on who was first
-            taken.sort(key=lambda one: one[0].learner)
+            taken.sort(key=lambda pair: pair[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]
         share = sum(factors) / len(factors)
         # LARS divides by the length of the gradient, so the common factor goes into the rate; else
@@ -296,7 +296,7 @@ def replay(
         if number % server.rule.gradients == 0 and left[clock]:  # this completes an update
             versions[clock] = [weight.clone() for weight in held]
         # The server keeps it until its update is complete, and the next gradient overwrites it.
-        own = [tensor.detach().clone() for tensor in tensors]
-        made = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
-        if made is not None:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        lr = server.push(learner, clock_read, copies, mini_batch=mini_batch, loss=loss)
+        if lr is not None:
             yield server.arrivals[-server.rule.gradients :]

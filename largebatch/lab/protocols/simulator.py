@@ -305,10 +305,11 @@ class _Engine:
         link = cluster.server_link or cluster.link
         # A server beside a learner has its host, and so its link; its own learner reaches it
         # without.
-        own = hosts if servers is None else [_Host(link) for _ in range(servers)]
-        shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
+        server_hosts = hosts if servers is None else [_Host(link) for _ in range(servers)]
+        shares = cluster.shares or [cluster.model_bytes / len(server_hosts)] * len(server_hosts)
         self.servers = [
-            _Server(host, share, updates.start) for host, share in zip(own, shares, strict=True)
+            _Server(host, share, updates.start)
+            for host, share in zip(server_hosts, shares, strict=True)
         ]
         self._fair = FairLinks(self.env) if cluster.sharing == "fair" else None
         serving = cluster.serving or Serving()
@@ -404,9 +405,9 @@ class _Engine:
             server.pushed = []
             server.ends.append(self.env.now)
             server.clock += 1
-        for each in free:
-            if not each.learner.waits_after(self.env.now + each.latency):
-                self._ask(each.learner.connections[:1], each.learner.ready_at)
+        for freed in free:
+            if not freed.learner.waits_after(self.env.now + freed.latency):
+                self._ask(freed.learner.connections[:1], freed.learner.ready_at)
 
     def _send(
         self, connection: _Connection, source: _Host, target: _Host, arrive: "Arrive"
@@ -419,7 +420,7 @@ class _Engine:
             arrive(now)
             return
         if self._fair is not None:
-            ends = [each for each in (source.outward, target.inward) if each.bandwidth]
+            ends = [end for end in (source.outward, target.inward) if end.bandwidth]
             self._fair.send(ends, share, lambda at: arrive(at + latency))
             return
         begin = source.outward.free_at

@@ -170,9 +170,9 @@ class _Segment:
         lines = self._path.read_text().splitlines(keepends=True)
         first = begun * self._rule.gradients
         whole = [line for line in lines if line.endswith("\n")]  # a killed process left the last
-        kept = [line for line in whole if json.loads(line)["mini_batch"] < first]
-        if len(kept) < len(lines):
-            write_whole(self._path, "".join(kept).encode())
+        left = [line for line in whole if json.loads(line)["mini_batch"] < first]
+        if len(left) < len(lines):
+            write_whole(self._path, "".join(left).encode())
 
     def _write(self, record: Record) -> None:
         """Add the gradients to the run folder, by server, in the order in which they arrived.
@@ -232,11 +232,11 @@ class Gradients:
         loss.backward()
         self.reducer.wait()
         self.spans.update()
-        found = []
+        gradients = []
         for weight in self.weights:
             assert weight.grad is not None  # else the reducer has raised
-            found.append(weight.grad)
-        return found, loss.item()  # sync: the gradient is about to leave the device
+            gradients.append(weight.grad)
+        return gradients, loss.item()  # sync: the gradient is about to leave the device
 
 
 def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:

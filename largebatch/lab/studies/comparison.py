@@ -103,26 +103,26 @@ class Ranking:
         """What speaks against the best policy, or is missing."""
         first, *others = self.ranked
         cell = first.results
-        runs = [one.results.runs for one in others]
-        found = doubts_about([cell.runs], others=runs, study=(), of_time=False)
+        runs = [ranked.results.runs for ranked in others]
+        doubts = doubts_about([cell.runs], others=runs, study=(), of_time=False)
         scored = "has a seed" if self.target is None else f"reached {self.target:.2%}"
         if self.robust:
             scored = "has a seed with every multiple of the rate"
         if not first.scores:
-            return [*found, f"no policy {scored}"]
+            return [*doubts, f"no policy {scored}"]
         if not others:
-            found.append("only one policy was measured")
+            doubts.append("only one policy was measured")
         if len(first.scores) < min(ENOUGH_SEEDS, len(cell.seeds)):
-            found.append(
+            doubts.append(
                 f"too few seeds to judge: {first.policy} {scored} {len(first.scores)} times"
             )
         if cell.edge:
-            found.append(
+            doubts.append(
                 f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
                 "be beyond"
             )
-        level = [one.policy for one in others if one.is_level]
-        return [*found, *in_no_order(first.policy, level)]
+        level = [ranked.policy for ranked in others if ranked.is_level]
+        return [*doubts, *in_no_order(first.policy, level)]
 
     @property
     def finding(self) -> Finding:
@@ -160,11 +160,11 @@ def rank(
 
     # A policy that reached the target with one lucky seed must not be first, so the share of seeds
     # counts before the mean.
-    def order(one: Ranked) -> tuple[bool, bool, float, float]:
-        known = one.scores.values()
+    def order(ranked: Ranked) -> tuple[bool, bool, float, float]:
+        known = ranked.scores.values()
         mean = fmean(known) if known else 0.0
-        share = len(known) / len(one.results.seeds) if known else 0.0
-        return not known, one.results.diverged > 0, -share, -mean if target is None else mean
+        share = len(known) / len(ranked.results.seeds) if known else 0.0
+        return not known, ranked.results.diverged > 0, -share, -mean if target is None else mean
 
     scored = []
     for cell in cells:
@@ -175,13 +175,13 @@ def rank(
             known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
-    by_policy = {one.policy: one.scores for one in others}
+    by_policy = {ranked.policy: ranked.scores for ranked in others}
     over_others = leads(first.scores, by_policy, of_costs=target is not None)
     compared = []
-    for one, lead in zip(others, over_others, strict=True):
-        only_it_diverged = one.results.diverged > 0 and not first.results.diverged
-        is_level = bool(one.scores) and not only_it_diverged and not lead.is_sure
-        compared.append(replace(one, against=lead.gap, is_level=is_level))
+    for ranked, lead in zip(others, over_others, strict=True):
+        only_it_diverged = ranked.results.diverged > 0 and not first.results.diverged
+        is_level = bool(ranked.scores) and not only_it_diverged and not lead.is_sure
+        compared.append(replace(ranked, against=lead.gap, is_level=is_level))
     return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
@@ -195,8 +195,8 @@ def reached_at(run: Result, target: float) -> Measurement | None:
 
 def costs(cell: CellResults, target: float) -> list[Measurement]:
     """Return the costs of the seeds that reached a target."""
-    found = (reached_at(run, target) for run in cell.seeds)
-    return [one for one in found if one is not None]
+    measurements = (reached_at(run, target) for run in cell.seeds)
+    return [measurement for measurement in measurements if measurement is not None]
 
 
 def schedule(best: CellResults) -> Code:
@@ -288,11 +288,11 @@ class Transfer(NamedTuple):
 
 def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
     """Return the setting with the best mean, of those with a value for every seed; None without."""
-    seeds = {seed for found in settings.values() for seed in found}
+    seeds = {seed for values in settings.values() for seed in values}
     means = {
-        name: interval(found.values()).mean
-        for name, found in settings.items()
-        if found and found.keys() == seeds
+        name: interval(values.values()).mean
+        for name, values in settings.items()
+        if values and values.keys() == seeds
     }
     return (max if higher else min)(means, key=lambda name: means[name], default=None)
 
@@ -340,13 +340,13 @@ def transfer_matrix(
 
     def transfer(best_of: str, used_on: str) -> Transfer:
         settings = values[used_on]
-        value, own = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
+        value, best_values = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
         return Transfer(
             best_of=best_of,
             used_on=used_on,
             setting=best[best_of],
             value=interval(value.values()) if value else None,
-            gap=gap_between(value, own, higher=higher, together=max(1, len(settings) - 1)),
+            gap=gap_between(value, best_values, higher=higher, together=max(1, len(settings) - 1)),
         )
 
     return [[transfer(best_of, used_on) for used_on in values] for best_of in values]
@@ -355,12 +355,12 @@ def transfer_matrix(
 def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
     """Return where the best setting of another recipe is worse than the own one, beyond noise."""
     return [
-        one
+        transfer
         for row in matrix
-        for one in row
-        if one.gap is not None
-        and one.best_of != one.used_on
-        and (one.gap.high < 0 if higher else one.gap.low > 1)
+        for transfer in row
+        if transfer.gap is not None
+        and transfer.best_of != transfer.used_on
+        and (transfer.gap.high < 0 if higher else transfer.gap.low > 1)
     ]
 
 
@@ -375,8 +375,10 @@ def compared_values(
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
         # Seeds that all settings have: the mean over more seeds has other luck.
-        own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
-        common = set.intersection(*({run.seed for run in one.seeds} for one in own))
+        cells_of_recipe = [
+            other for other in cells if other.cell.configuration == cell.cell.configuration
+        ]
+        common = set.intersection(*({run.seed for run in other.seeds} for other in cells_of_recipe))
         measured = {run.seed: measure.of(run) for run in cell.seeds if run.seed in common}
         values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
             seed: value for seed, value in measured.items() if math.isfinite(value)
@@ -386,13 +388,13 @@ def compared_values(
 
 def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
     """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
-    every = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
+    runs_of_study = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
     for measure in MEASURES:
         values = compared_values(cells, measure)
         noise = dict[str, str]()
         for recipe, settings in values.items():
             best = best_setting(settings, higher=measure.higher)
-            own = {
+            runs_of_recipe = {
                 cell.cell.variant: cell.runs for cell in cells if cell.cell.configuration == recipe
             }
             if best is None:
@@ -402,8 +404,10 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
                         doubts=["no setting was measured with every seed"],
                     )  # fmt: skip
                 continue
-            others = [runs for name, runs in own.items() if name != best]
-            doubts = doubts_about([own[best]], others=others, study=every, of_time=measure.of_time)
+            others = [runs for name, runs in runs_of_recipe.items() if name != best]
+            doubts = doubts_about(
+                [runs_of_recipe[best]], others=others, study=runs_of_study, of_time=measure.of_time
+            )
             if not others:
                 doubts.append("only one setting was measured")
             level = level_with(best, settings, higher=measure.higher)
@@ -416,16 +420,19 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
                 text=f"{best}, {value.with_ends(measure.form, f' {measure.unit}')}",
                 doubts=doubts,
             )
-        for one in lost(transfer_matrix(values, higher=measure.higher), higher=measure.higher):
+        for transfer in lost(transfer_matrix(values, higher=measure.higher), higher=measure.higher):
             compared = [
-                cell.runs for cell in cells if cell.cell.configuration in {one.used_on, one.best_of}
+                cell.runs
+                for cell in cells
+                if cell.cell.configuration in {transfer.used_on, transfer.best_of}
             ]
-            doubts = doubts_about(compared, study=every, of_time=measure.of_time)
-            if one.best_of in noise:
-                doubts.append(f"{one.best_of}: {noise[one.best_of]}")
+            doubts = doubts_about(compared, study=runs_of_study, of_time=measure.of_time)
+            if transfer.best_of in noise:
+                doubts.append(f"{transfer.best_of}: {noise[transfer.best_of]}")
             yield Finding(
-                about=f"{one.used_on} with the setting that has {measure.best} on {one.best_of}",
-                text=f"{one.setting} is {one.describe(measure)} from its own best",
+                about=f"{transfer.used_on} with the setting that has {measure.best} on "
+                f"{transfer.best_of}",
+                text=f"{transfer.setting} is {transfer.describe(measure)} from its own best",
                 doubts=doubts,
             )
 
@@ -438,9 +445,9 @@ def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     columns += [
         Column(
             f"used on {column[0].used_on}, {measure.unit}",
-            [one.value and one.value.mean for one in column],
+            [transfer.value and transfer.value.mean for transfer in column],
             measure.form,
-            details=[one.describe(measure) for one in column],
+            details=[transfer.describe(measure) for transfer in column],
         )
         for column in zip(*rows, strict=True)
     ]
@@ -452,8 +459,8 @@ def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    found = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
-    return draw(study.name, [one for one in found if one.trials or one.seeds], study.targets)
+    results = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
+    return draw(study.name, [one for one in results if one.trials or one.seeds], study.targets)
 
 
 def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ()) -> Page:
@@ -465,7 +472,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked = list[Ranked]()
-    found = list[Finding]()
+    conclusions = list[Finding]()
     sections = list[Section]()
     for recipe, some in recipes.items():
         title = "Training time, s"
@@ -479,9 +486,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 rankings.append(rank(some, robust=True))
                 parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
-            found += [each.finding for each in rankings]
+            conclusions += [ranking.finding for ranking in rankings]
             # The curve to the highest target is the one that matters in practice.
-            highest = max(rankings, key=lambda each: each.target or 0.0)
+            highest = max(rankings, key=lambda ranking: ranking.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_costs, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
@@ -497,8 +504,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     if is_of_settings:
         title = "Settings"
         note = _SETTINGS
-        found = list(findings(cells))
-        found += correlations.findings(recipes, CORRELATED, timed=TIMED)
+        conclusions = list(findings(cells))
+        conclusions += correlations.findings(recipes, CORRELATED, timed=TIMED)
         sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
         if len(recipes) > 1 and len(variants) > 1:
@@ -513,8 +520,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=list(map(str, found)),
-        is_sound=not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=(title, list(looks.values())),
         sections=[Section(title=title, parts=[table], notes=[note]), *sections],
@@ -543,7 +550,7 @@ def _mean(
 
 def _costs(cell: CellResults, *, target: float, name: str) -> Interval | None:
     """Return the steps or seconds of the seeds that reached a target; None without one."""
-    known = [getattr(one, name) for one in costs(cell, target)]
+    known = [getattr(measurement, name) for measurement in costs(cell, target)]
     return interval(known) if known else None
 
 
@@ -586,15 +593,15 @@ def _table_of_policies(
 
 def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
     def value(cell: CellResults) -> float | None:
-        found = cell.robustness
-        return None if found is None else 100 * found.by_scale[scale].mean
+        robustness = cell.robustness
+        return None if robustness is None else 100 * robustness.by_scale[scale].mean
 
     return value
 
 
 def _over_scales(cell: CellResults) -> float | None:
-    found = cell.robustness
-    return None if found is None else 100 * fmean(found.areas.values())
+    robustness = cell.robustness
+    return None if robustness is None else 100 * fmean(robustness.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
@@ -643,7 +650,7 @@ def _table(
         name="variants",
         columns=[*printed, top5, *details, loss],
         series=[looks[cell.cell.variant] for cell in cells],
-        printed={one.title for one in printed},
+        printed={shown.title for shown in printed},
     )
 
 

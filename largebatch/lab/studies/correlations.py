@@ -126,13 +126,13 @@ def correlations(
     pairs = [(setting, result) for setting in settings for result in titles]
     pairs += [(one, other) for place, one in enumerate(titles) for other in titles[place + 1 :]]
     values = {**settings, **measured}
-    found = {}
+    by_pair = {}
     for pair in pairs:
         one, other = (values[title] for title in pair)
         each = correlation(one, other, together=len(pairs))
         if each is not None:
-            found[pair] = each
-    return found
+            by_pair[pair] = each
+    return by_pair
 
 
 def findings(
@@ -142,29 +142,29 @@ def findings(
 
     Those of results in `timed` are times, which need a quiet machine.
     """
-    every = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
+    runs_of_study = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
     for recipe, cells in recipes.items():
-        found = correlations(cells, results)
-        number = max((each.number for each in found.values()), default=0)
+        by_pair = correlations(cells, results)
+        number = max((result.number for result in by_pair.values()), default=0)
         for of_time, kind in ((False, "without times"), (True, "with times")):
             chosen = {
-                pair: each
-                for pair, each in found.items()
+                pair: result
+                for pair, result in by_pair.items()
                 if of_time == any(title in timed for title in pair)
             }
             if not chosen:
                 continue
             sure = [
-                f"{one} with {other} {each.rho:+.2f} ({each.low:+.2f} to {each.high:+.2f})"
-                for (one, other), each in chosen.items()
-                if each.is_sure
+                f"{one} with {other} {result.rho:+.2f} ({result.low:+.2f} to {result.high:+.2f})"
+                for (one, other), result in chosen.items()
+                if result.is_sure
             ]
             yield Finding(
                 about=f"{recipe}, rank correlations over {number} settings, {kind}",
                 text="; ".join(sure) or "no interval excludes 0",
                 doubts=doubts_about(
                     [cell.runs for cell in cells if not cell.diverged],
-                    study=every,
+                    study=runs_of_study,
                     of_time=of_time,
                 ),
             )
@@ -174,16 +174,18 @@ def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -
     """Return a table of correlations for each recipe, with their intervals; empty without any."""
     tables = []
     for recipe, cells in recipes.items():
-        found = correlations(cells, results)
-        if not found:
+        by_pair = correlations(cells, results)
+        if not by_pair:
             continue
-        rows = list(dict.fromkeys(one for one, _ in found))
+        rows = list(dict.fromkeys(one for one, _ in by_pair))
         columns = [Column(recipe, rows)]
-        for other in dict.fromkeys(other for _, other in found):
-            column = [found.get((one, other)) for one in rows]
-            ends = [f"{each.low:+.2f} to {each.high:+.2f}" if each else "" for each in column]
+        for other in dict.fromkeys(other for _, other in by_pair):
+            column = [by_pair.get((one, other)) for one in rows]
+            ends = [
+                f"{result.low:+.2f} to {result.high:+.2f}" if result else "" for result in column
+            ]
             columns.append(
-                Column(other, [each and each.rho for each in column], "+.2f", details=ends)
+                Column(other, [result and result.rho for result in column], "+.2f", details=ends)
             )
         tables.append(Table(name=f"correlations-{recipe}", columns=columns))
     notes = [_NOTE] if tables else []

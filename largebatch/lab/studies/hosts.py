@@ -211,9 +211,9 @@ class HostsCell(Cell):
         backend: BackendName = self.backend if self.workers > 1 else "auto"
         with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
             folder = Path(name)
-            own = replace(options, out=folder / "run", backend=backend)
-            own.out.mkdir()
-            (folder / JOB).write_bytes(_JOB.dump_json((seeded, own)))
+            run_options = replace(options, out=folder / "run", backend=backend)
+            run_options.out.mkdir()
+            (folder / JOB).write_bytes(_JOB.dump_json((seeded, run_options)))
             command = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
             commands = [
                 HostCommand(host, command, environment(rank, self.hosts))
@@ -465,7 +465,7 @@ class HostsRow:
     def throughputs(self) -> dict[int, float]:
         """Samples per second of all workers, by seed."""
         samples = self.cell.workers * self.cell.samples
-        return {seed: samples / fmean(one.seconds) for seed, one in self.starts.items()}
+        return {seed: samples / fmean(start.seconds) for seed, start in self.starts.items()}
 
     @property
     def speed_up(self) -> Interval | None:
@@ -475,8 +475,8 @@ class HostsRow:
     @property
     def efficiency(self) -> Interval | None:
         """Speed-up over the number of workers, in percent; 100 is ideal."""
-        found = self.speed_up
-        return found and found.scaled(100 / self.cell.workers)
+        speed_up = self.speed_up
+        return speed_up and speed_up.scaled(100 / self.cell.workers)
 
 
 def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
@@ -513,10 +513,12 @@ def doubts_about_rows(
     """
     compared = {}
     for row in rows:
-        for one in (row, row.alone or row):
-            if records_of(one):
-                compared[one.cell.name] = CellRuns(
-                    name=one.cell.name, runs=records_of(one), seeds=one.cell.seeds
+        for compared_row in (row, row.alone or row):
+            if records_of(compared_row):
+                compared[compared_row.cell.name] = CellRuns(
+                    name=compared_row.cell.name,
+                    runs=records_of(compared_row),
+                    seeds=compared_row.cell.seeds,
                 )
     if not compared:
         return []
@@ -567,7 +569,7 @@ def table_of(
     column = columns_over(rows)
 
     def late(row: HostsRow) -> float:
-        return 100 * fmean(one.late for one in row.starts.values())
+        return 100 * fmean(start.late for start in row.starts.values())
 
     columns = [
         column("Cell", lambda row: row.cell.name, None),

@@ -244,13 +244,13 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("Learning rates", rates, None),
     ]
     table = table_of("cells", rows, looks, columns)
-    found = list(findings(rows, inside))
+    conclusions = list(findings(rows, inside))
     equal = not any(unequal_rates(record) for row in rows for record in start_records(row))
     return Page(
         title=study.name,
         subtitle=", ".join(study.recipes),
-        findings=list(map(str, found)),
-        is_sound=equal and not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=equal and not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],

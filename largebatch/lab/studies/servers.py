@@ -203,13 +203,13 @@ class Links:
 
         None without links.
         """
-        found = []
+        deviations = []
         for direction in (self.received, self.sent):
             for counted, expected in zip(direction, self.formula, strict=bool(direction)):
                 if expected:
                     off = abs(counted - expected)
-                    found.append((off / expected, off))
-        return max(found, default=None)
+                    deviations.append((off / expected, off))
+        return max(deviations, default=None)
 
 
 def simulations(
@@ -222,10 +222,10 @@ def simulations(
     has it without doubts.
     """
     assert study.servers is not None
-    found: dict[Sweep, list[HostsRow]] = {sweep: [] for sweep in get_args(Sweep)}
+    rows: dict[Sweep, list[HostsRow]] = {sweep: [] for sweep in get_args(Sweep)}
     section = study.servers.simulated
     if section is None:
-        return found
+        return rows
     for name, entry in study.recipes.items():
         assert entry.on_hosts is not None
         numbers = [workers for workers in section.workers if workers > 1]
@@ -250,8 +250,8 @@ def simulations(
                 cell.name: _simulate(cell, server_bytes(sizes, cell.recipe.protocol), overhead)
                 for cell in rings
             }
-            found[sweep] += rows_of(rings, starts)
-    return found
+            rows[sweep] += rows_of(rings, starts)
+    return rows
 
 
 def _overhead(measured: Sequence[HostsRow], recipe: str) -> float:
@@ -282,7 +282,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
         shares=tuple(map(float, shares)),
         sharing="fair",
     )
-    found = {}
+    starts = {}
     for seed in range(1, REPEATS + 1):
         servers = servers_of(cell)
         if servers is None:
@@ -292,14 +292,14 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
             ]
             # Every update of a ring waits for the slowest gradient, and then sends.
             sent = link_bytes(cell, shares)[0] / bandwidth
-            every = islice(zip(*draws, strict=True), UPDATES)
-            seconds = [max(each) + sent for each in every]
+            draws_of_updates = islice(zip(*draws, strict=True), UPDATES)
+            seconds = [max(draws_of_update) + sent for draws_of_update in draws_of_updates]
         else:
             rule = Rule.hardsync(cell.workers)
             ends = simulate(rule, cluster, servers=servers or None, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
-        found[seed] = Start(seconds=seconds, shares=shares)
-    return found
+        starts[seed] = Start(seconds=seconds, shares=shares)
+    return starts
 
 
 def verdict(paper: Paper | None, low: float, high: float) -> str:
@@ -316,11 +316,11 @@ def verdict(paper: Paper | None, low: float, high: float) -> str:
     if paper is None:
         return "the paper does not have this model"
     if paper == "faster":
-        found = "confirms" if low > 1 else "refutes" if high < 1 else "does not decide"
-        return f"this {found} the paper's `faster`"
+        judged = "confirms" if low > 1 else "refutes" if high < 1 else "does not decide"
+        return f"this {judged} the paper's `faster`"
     equal = low >= 1 / LEVEL and high <= LEVEL
-    found = "confirms" if equal else "refutes" if low > 1 or high < 1 else "does not decide"
-    return f"this {found} the paper's `no difference` (equal: up to {LEVEL:g} times)"
+    judged = "confirms" if equal else "refutes" if low > 1 or high < 1 else "does not decide"
+    return f"this {judged} the paper's `no difference` (equal: up to {LEVEL:g} times)"
 
 
 def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
@@ -360,7 +360,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
             doubts=doubts,
         )
     yield from slower_than_alone(rows, "measured")
-    deviations = {row.cell.name: found for row in rows if (found := Links(row).deviation)}
+    deviations = {row.cell.name: deviation for row in rows if (deviation := Links(row).deviation)}
     if deviations:
         worst = max(deviations, key=lambda name: deviations[name])
         share, off = deviations[worst]
@@ -384,9 +384,9 @@ def simulated_findings(
             rows = [row for row in simulated[sweep] if row.cell.configuration == recipe]
             times = {}
             for central, beside in pairs_of(rows):
-                found = ratio(beside.throughputs, central.throughputs)
-                assert found is not None  # both have the same seeds
-                times[getattr(beside.cell, sweep)] = found.mean
+                faster = ratio(beside.throughputs, central.throughputs)
+                assert faster is not None  # both have the same seeds
+                times[getattr(beside.cell, sweep)] = faster.mean
             if not times:
                 continue
             low, high = min(times.values()), max(times.values())
@@ -407,20 +407,20 @@ def simulated_findings(
             yield Finding(about=f"{recipe}, simulated", text=text)
     yield from slower_than_alone(simulated["workers"], "simulated")
     seconds = {row.cell.name: row.seconds.mean for row in simulated["workers"]}
-    both = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
-    if both:
-        ratios = [seconds[row.cell.name] / row.seconds.mean for row in both]
+    started = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
+    if started:
+        ratios = [seconds[row.cell.name] / row.seconds.mean for row in started]
         yield Finding(
             about="The simulated time of an update",
-            text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over {len(both)} "
-            "cells of several workers",
-            doubts=doubts_about_rows(both, measured),
+            text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over "
+            f"{len(started)} cells of several workers",
+            doubts=doubts_about_rows(started, measured),
         )
 
 
 def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
     """Return by layout the lowest rate of links from which on it is faster than one worker."""
-    found: dict[str, float] = {}
+    lowest: dict[str, float] = {}
     ended = set()
     # From fast links to slow ones, as long as the layout is faster.
     for row in sorted(rows, key=lambda row: row.cell.megabits, reverse=True):
@@ -428,10 +428,10 @@ def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
         if row.cell.workers == 1 or layout in ended or row.speed_up is None:
             continue
         if row.speed_up.low > 1:
-            found[layout] = row.cell.megabits
+            lowest[layout] = row.cell.megabits
         else:  # slower here, so a lower rate does not count even if it were faster
             ended.add(layout)
-    return found
+    return lowest
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -445,10 +445,10 @@ def draw(
     name: str, rows: Sequence[HostsRow], simulated: Mapping[Sweep, Sequence[HostsRow]]
 ) -> Page:
     """Return the page of measured rows, and of simulated ones by what is swept."""
-    every = [*rows, *(row for swept in simulated.values() for row in swept)]
-    layouts = dict.fromkeys(row.cell.look for row in every)
+    all_rows = [*rows, *(row for swept in simulated.values() for row in swept)]
+    layouts = dict.fromkeys(row.cell.look for row in all_rows)
     looks = {layout: series(place, layout) for place, layout in enumerate(layouts)}
-    recipes = list(dict.fromkeys(row.cell.configuration for row in every))
+    recipes = list(dict.fromkeys(row.cell.configuration for row in all_rows))
     sections = []
     if rows:
         column = columns_over([Links(row) for row in rows])
@@ -467,24 +467,26 @@ def draw(
     for recipe in recipes:
         charts = []
         for sweep, (axis, _) in SWEEPS.items():
-            own = rows if sweep == "workers" else []
-            own = [row for row in own if row.cell.configuration == recipe]
+            measured = rows if sweep == "workers" else []
+            measured = [row for row in measured if row.cell.configuration == recipe]
             swept = [row for row in simulated[sweep] if row.cell.configuration == recipe]
-            if own or swept:
-                charts.append(chart_of(recipe, own, looks, simulated=swept, by=sweep, axis=axis))
+            if measured or swept:
+                charts.append(
+                    chart_of(recipe, measured, looks, simulated=swept, by=sweep, axis=axis)
+                )
         sections.append(Section(title=f"Speed-up: {recipe}", parts=charts))
     points = [row for swept in simulated.values() for row in swept]
     if points:
         table = table_of("simulated", points, looks)
         sections.append(Section(title="Simulated", parts=[table], notes=[_SIMULATED]))
-    found = [*findings(rows), *simulated_findings(simulated, rows)]
+    conclusions = [*findings(rows), *simulated_findings(simulated, rows)]
     deviations = [Links(row).deviation for row in rows]
     is_near = all(deviation is None or deviation[0] <= NEAR for deviation in deviations)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=list(map(str, found)),
-        is_sound=is_near and not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=is_near and not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Layouts", list(looks.values())),
         sections=sections,

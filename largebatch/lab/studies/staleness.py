@@ -215,8 +215,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     diverged = None
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
         # Its checkpoints are of no use: a run that is stopped leaves nothing.
-        own = replace(options, out=Path(folder))
-        with open_session(recipe, own, {}) as opened:
+        run_options = replace(options, out=Path(folder))
+        with open_session(recipe, run_options, {}) as opened:
             learners = _Learners(cell, seed, opened, must_stop)
             session = replace(opened, updates=learners.updates)
             evaluations = EvaluationTimes()
@@ -229,7 +229,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                 session.saver.finish()
             stages = session.state.stages
     simulations = learners.simulations
-    tau = [arrival.staleness for found in simulations for arrival in found.arrivals[0]]
+    tau = [arrival.staleness for simulation in simulations for arrival in simulation.arrivals[0]]
     for stage in stages:
         if diverged is None and not math.isfinite(stage.loss):
             diverged = f"after {stage.name} the validation loss is not finite"
@@ -242,8 +242,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "stages": [
             {"name": stage.name, "top1": stage.top1, "loss": stage.loss} for stage in stages
         ],
-        "updates": sum(len(found.ends) for found in simulations),
-        "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
+        "updates": sum(len(simulation.ends) for simulation in simulations),
+        "simulated_seconds": float(sum(simulation.ends[-1] for simulation in simulations)),
         "tau": np.bincount(tau).tolist(),
         "train_seconds": learners.seconds,
         "evaluation_seconds": math.fsum(evaluations),
@@ -359,8 +359,8 @@ class _Learners:
         idle = learners - len(self.buffers)  # these have the statistics that the stage began with
         for place, buffer in enumerate(model.buffers()):
             total = buffer.double() * idle
-            for own in self.buffers.values():
-                total += own[place]
+            for buffers in self.buffers.values():
+                total += buffers[place]
             mean = total / learners
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
@@ -393,7 +393,7 @@ class StalenessRow:
     @property
     def by_seed(self) -> dict[int, float]:
         """Top-1 accuracy in percent, by seed."""
-        return {one.seed: 100 * one.top1 for one in self.records}
+        return {record.seed: 100 * record.top1 for record in self.records}
 
     @property
     def top1(self) -> Interval:
@@ -403,7 +403,7 @@ class StalenessRow:
     @property
     def spent(self) -> Interval:
         """Simulated seconds of a run, over the seeds."""
-        return interval(one.simulated_seconds for one in self.records)
+        return interval(record.simulated_seconds for record in self.records)
 
     @property
     def seconds(self) -> float:
@@ -413,7 +413,7 @@ class StalenessRow:
     @property
     def counts(self) -> list[int]:
         """Number of gradients that were 0, 1, 2 ... updates late, over the seeds."""
-        late = zip_longest(*(one.tau for one in self.records), fillvalue=0)
+        late = zip_longest(*(record.tau for record in self.records), fillvalue=0)
         return [sum(numbers) for numbers in late]
 
     @property
@@ -442,7 +442,7 @@ class StalenessRow:
     @property
     def diverged(self) -> int:
         """Number of runs that diverged."""
-        return sum(one.diverged is not None for one in self.records)
+        return sum(record.diverged is not None for record in self.records)
 
     @property
     def words(self) -> str:
@@ -460,7 +460,9 @@ def doubts_about_rows(
     above, below = (
         [
             CellRuns(
-                name=row.words, runs={one.seed: one for one in row.records}, seeds=row.cell.seeds
+                name=row.words,
+                runs={record.seed: record for record in row.records},
+                seeds=row.cell.seeds,
             )
             for row in some
         ]
@@ -510,15 +512,15 @@ def diagonals(rows: Sequence[StalenessRow]) -> dict[tuple[str, int], list[Stalen
     One learner alone is asynchronous and every softsync at the same time, so it is in all of them.
     """
     protocols = dict.fromkeys(row.cell.protocol for row in rows if row.cell.sigma)
-    found: dict[tuple[str, int], list[StalenessRow]] = {}
+    joined: dict[tuple[str, int], list[StalenessRow]] = {}
     for row in rows:
-        own = [row.cell.protocol]
+        on_lines = [row.cell.protocol]
         if row.cell.sigma and row.cell.cluster.learners == 1:
-            own = list(protocols)
-        for protocol in own:
+            on_lines = list(protocols)
+        for protocol in on_lines:
             samples = row.cell.mu * row.cell.cluster.learners
-            found.setdefault((protocol, samples), []).append(row)
-    return {key: inside for key, inside in found.items() if len(inside) > 1}
+            joined.setdefault((protocol, samples), []).append(row)
+    return {key: inside for key, inside in joined.items() if len(inside) > 1}
 
 
 def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
@@ -596,9 +598,9 @@ class SpeedUpRow:
     @property
     def speed_up(self) -> Interval:
         """Samples per second over those of one learner alone, by pairs of a seed."""
-        found = ratio(self.alone, self.seconds)
-        assert found is not None  # both have the same seeds
-        return found
+        faster = ratio(self.alone, self.seconds)
+        assert faster is not None  # both have the same seeds
+        return faster
 
 
 def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
@@ -611,7 +613,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
     if section is None:
         return []
     names = {0: "hardsync", "lambda": "asynchronous"}
-    found = []
+    rows = []
     for sigma in section.sigma:
         grid = Grid(
             recipes=(section.recipe,),
@@ -632,7 +634,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
             for cell in cells
         }
         alone = {(one.times, one.mu): seconds[one.name] for one in cells if is_alone(one)}
-        found += [
+        rows += [
             SpeedUpRow(
                 protocol=names.get(sigma, f"{sigma}-softsync"),
                 cell=cell,
@@ -641,7 +643,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
             )
             for cell in cells
         ]
-    return found
+    return rows
 
 
 def is_alone(cell: StalenessCell) -> bool:
@@ -654,8 +656,8 @@ def _seconds_of_sample(
 ) -> float:
     cluster = replace(cell.cluster, model_bytes=model_bytes)
     updates = max(1, gradients // cell.rule.gradients)
-    found = simulate(cell.rule, cluster, servers=1, updates=updates, seed=seed)
-    return float(found.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
+    simulation = simulate(cell.rule, cluster, servers=1, updates=updates, seed=seed)
+    return float(simulation.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
 
 
 def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
@@ -692,9 +694,9 @@ def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) ->
     for place, panel in enumerate(dict.fromkeys(row.panel for row in rows)):
         lines = []
         for protocol in dict.fromkeys(row.protocol for row in rows):
-            own = [row for row in rows if (row.panel, row.protocol) == (panel, protocol)]
-            learners = [row.cell.cluster.learners for row in own]
-            means = [row.speed_up for row in own]
+            line = [row for row in rows if (row.panel, row.protocol) == (panel, protocol)]
+            learners = [row.cell.cluster.learners for row in line]
+            means = [row.speed_up for row in line]
             lines.append(interval_line(looks[protocol], learners, means))
         axes = Panel(lines=lines, x="Learners (lambda)", y="Speed-up", from_zero=True)
         charts.append(
@@ -781,14 +783,14 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         sections.append(Section(title="Staleness", parts=histograms, notes=[_TAU]))
     if faster:
         sections.append(speed_up_section(faster, looks))
-    found = [one for name, inside in panels.items() for one in findings(name, inside)]
-    found += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
-    found += speed_up_findings(faster)
+    conclusions = [one for name, inside in panels.items() for one in findings(name, inside)]
+    conclusions += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
+    conclusions += speed_up_findings(faster)
     return Page(
         title=study.name,
         subtitle="; ".join(panels),
-        findings=list(map(str, found)),
-        is_sound=not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),
         sections=sections,

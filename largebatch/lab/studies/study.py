@@ -409,7 +409,7 @@ class Study(Section):
     @property
     def kind(self) -> Kind:
         """The section that varies."""
-        (kind,) = (each for each in get_args(Kind) if getattr(self, each) is not None)
+        (kind,) = (name for name in get_args(Kind) if getattr(self, name) is not None)
         return kind  # type: ignore[no-any-return]
 
     @property
@@ -499,9 +499,9 @@ class Machine:
     def of(self, cell: "Cell", folder: Path) -> Options:
         """Return the options of a run in a folder; only recipes of image folders get data."""
         reads = cell.recipe.data.source == "folder"
-        given = self.data.get(cell.configuration, self.data.get("")) if reads else None
+        data = self.data.get(cell.configuration, self.data.get("")) if reads else None
         dataset = self.options.dataset if reads else None
-        return replace(self.options, out=folder, data=given, dataset=dataset, report=False)
+        return replace(self.options, out=folder, data=data, dataset=dataset, report=False)
 
     def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
@@ -600,10 +600,10 @@ def load_study(name: str | Path) -> Study:
     name = str(name)
     if not path.exists():
         presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
-        known = {Path(each.name).stem: each for each in presets}
+        known = {Path(preset.name).stem: preset for preset in presets}
         if name not in known:
-            found = ", ".join(sorted(known))
-            raise RecipeError(f"{name}: neither a file nor an installed study; those are {found}")
+            names = ", ".join(sorted(known))
+            raise RecipeError(f"{name}: neither a file nor an installed study; those are {names}")
         text = known[name].read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
@@ -618,8 +618,8 @@ def recipe_of(entry: StudyRecipe, folder: Path, changes: Mapping[str, Any] | Non
 
     Raises RecipeError, also for a recipe with a protocol or with data.held_out.
     """
-    every = entry.set | dict(changes or {})
-    overrides = [f"{key}={json.dumps(value)}" for key, value in every.items()]
+    changed = entry.set | dict(changes or {})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
     file = folder / entry.recipe
     recipe = load_recipe(file if file.is_file() else entry.recipe, overrides)
     for key, value in (("protocol", recipe.protocol), ("data.held_out", recipe.data.held_out)):
