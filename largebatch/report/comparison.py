@@ -21,7 +21,7 @@ import numpy as np
 
 from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
 from largebatch.formatting import dotted, plural
-from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
+from largebatch.report.course import RunCourse, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -101,7 +101,7 @@ class Compared:
         return {f"({name})": value for name, value in (software | summary.versions).items()}
 
     @cached_property
-    def evaluated(self) -> Course:
+    def evaluated(self) -> RunCourse:
         """Accuracy and loss on the validation data."""
         return evaluations_of(self.run)
 

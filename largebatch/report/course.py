@@ -15,7 +15,7 @@ from largebatch.report.run import FloatArray, Run, median, values_of
 POINTS = 500  # more updates cannot be told apart in a chart
 
 
-class Course(NamedTuple):
+class RunCourse(NamedTuple):
     """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
 
     epoch: FloatArray
@@ -58,14 +58,14 @@ def _finite(seconds: float | FloatArray) -> FloatArray:
     return np.nan_to_num(seconds, posinf=0.0)
 
 
-def evaluations_of(run: Run) -> Course:
+def evaluations_of(run: Run) -> RunCourse:
     """Return every evaluation of what was kept; times are NaN where a checkpoint was polished."""
     evaluations = run.kept_evaluations
     seconds = _clock(run)[1]
     if not run.steps:
         seconds[:] = math.nan
     stages = [stage.name for stage in run.stages if stage.kept]
-    return Course(
+    return RunCourse(
         epoch=values_of(evaluations, "epoch"),
         seconds=seconds[np.isin([evaluation.stage for evaluation in run.evaluations], stages)],
         loss=values_of(evaluations, "loss"),
@@ -73,11 +73,11 @@ def evaluations_of(run: Run) -> Course:
     )
 
 
-def updates_of(run: Run) -> Course:
+def updates_of(run: Run) -> RunCourse:
     """Return as many updates as a chart shows, with the running median over all of them."""
     step = values_of(run.steps, "step")
     loss = thin(step, values_of(run.steps, "loss"))
-    return Course(
+    return RunCourse(
         epoch=np.array([run.plan.epoch(int(number) + 1) for number in loss.step]),
         seconds=_clock(run)[0][np.searchsorted(step, loss.step)],
         loss=loss.trend,

@@ -15,7 +15,7 @@ BOUNDED = 4 * LEAST  # updates that are advised: the interval of one part often 
 MORE_STEPS = 0.2  # that the critical batch needs beyond linear scaling (arXiv:2410.21676)
 
 
-class Part(NamedTuple):
+class NoiseSegment(NamedTuple):
     """Some updates of a run that follow each other, and the noise scale over them."""
 
     first: int
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     found: NoiseScale
 
 
-def course(run: Run) -> list[Part]:
+def course(run: Run) -> list[NoiseSegment]:
     """Return the noise scale part by part; none where it was not measured, or in too few updates.
 
     The affine stage is left out, in which few weights have gradients.
@@ -39,7 +39,7 @@ def has_course(run: Run) -> bool:
     return len(measured(run)) >= LEAST
 
 
-def latest(run: Run) -> Part:
+def latest(run: Run) -> NoiseSegment:
     """Return the noise scale over the end of a run: its last part, or more until it has a bound."""
     steps = measured(run)
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
@@ -51,8 +51,8 @@ def latest(run: Run) -> Part:
     return part
 
 
-def _part(run: Run, steps: list[Step]) -> Part:
-    return Part(steps[0].step, steps[-1].step, over(run, steps))
+def _part(run: Run, steps: list[Step]) -> NoiseSegment:
+    return NoiseSegment(steps[0].step, steps[-1].step, over(run, steps))
 
 
 def over(run: Run, steps: list[Step]) -> NoiseScale:

@@ -37,7 +37,7 @@ from largebatch.lab.protocols.server import (
     Arrival,
     MiniBatches,
     ParameterServer,
-    Rule,
+    UpdateRule,
     divide,
 )
 from largebatch.schedules.functions import Schedule
@@ -315,7 +315,7 @@ def learn(
         shard.ask(_LEAVE)
 
 
-class Record(NamedTuple):
+class ExchangeRecord(NamedTuple):
     """The record of some updates, the same on every worker."""
 
     updates: list[tuple[int, float, float]]
@@ -349,13 +349,13 @@ class Exchange:
         weights: Sequence[Tensor],
         optimizer: Optimizer,
         schedule: Schedule,
-        rule: Rule,
+        rule: UpdateRule,
         mini_batches: MiniBatches,
         *,
         clock: int,
         gradient: Gradient,
         asks: Callable[[], bool] = lambda: False,
-    ) -> Record:
+    ) -> ExchangeRecord:
         """Train on the mini-batches; change `weights` and the momentum of `optimizer` in place.
 
         `optimizer` holds these weights and perhaps others. `clock` is the number of the first
@@ -431,11 +431,11 @@ class Exchange:
                 buffer = values[len(weights) + number].view_as(weight)
                 optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(buffer)
 
-    def _collect(self, service: Service | None) -> Record:
+    def _collect(self, service: Service | None) -> ExchangeRecord:
         values = None
         if service is not None:
             values = {"arrivals": service.server.arrivals, "updates": service.updates}
         gathered = gather_values(values, self.backend, self.backend.device)
         records = [record for record in gathered if record is not None]
         arrivals = [[Arrival(*fields) for fields in record["arrivals"]] for record in records]
-        return Record([tuple(fields) for fields in records[0]["updates"]], arrivals)
+        return ExchangeRecord([tuple(fields) for fields in records[0]["updates"]], arrivals)

@@ -23,7 +23,7 @@ from largebatch.schedules.functions import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """The gradients and the learning rate of an update, and whether learners wait for it.
 
     >>> rule = Rule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
@@ -92,7 +92,7 @@ class MiniBatches:
     [9, 8, 10, 11, None]
     """
 
-    def __init__(self, rule: Rule, updates: range) -> None:
+    def __init__(self, rule: UpdateRule, updates: range) -> None:
         self._rule = rule
         self._stop = updates.stop
         self._next = updates.start * rule.gradients
@@ -155,7 +155,7 @@ class ParameterServer:
         weights: Sequence[Tensor],
         optimizer: Optimizer,
         schedule: Schedule,
-        rule: Rule,
+        rule: UpdateRule,
         *,
         clock: int = 0,
     ) -> None:

@@ -21,8 +21,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.errors import DivergedError, RecipeError
-from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, Rule
+from largebatch.lab.protocols.exchange import Exchange, ExchangeRecord
+from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, UpdateRule
 from largebatch.models import affine_parameters
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates
     exchange = Exchange(backend, learners=section.learners, servers=servers)
 
     def updates(training: Training, part: Part) -> Generator[None, None, None]:
-        segment = _Segment(training, part, recipe, exchange)
+        segment = _ProtocolSegment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
         while training.state.progress.step < part.end and not training.requests.stopped:
@@ -57,7 +57,7 @@ def open_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates
     return updates
 
 
-class _Segment:
+class _ProtocolSegment:
     def __init__(self, training: Training, part: Part, recipe: Recipe, exchange: Exchange) -> None:
         self._training = training
         self._part = part
@@ -67,7 +67,7 @@ class _Segment:
         self._every = recipe.execution.checkpoints.every_steps
         self._path = training.log.folder / ARRIVALS
         self._size = section.mini_batch(recipe.batch.global_batch)
-        self._rule = Rule.of(section, mini_batch=self._size)
+        self._rule = UpdateRule.of(section, mini_batch=self._size)
         self._optimizer = training.state.updater.optimizer
         groups = self._optimizer.param_groups
         self._gradients = Gradients(
@@ -134,7 +134,7 @@ class _Segment:
             self._optimizer.load_state_dict(optimizer)
             raise
 
-    def _add(self, record: Record) -> DivergedError | None:
+    def _add(self, record: ExchangeRecord) -> DivergedError | None:
         """Add each update to the log and the state, as the core does."""
         state = self._training.state
         plan = self._training.plan
@@ -174,7 +174,7 @@ class _Segment:
         if len(left) < len(lines):
             write_whole(self._path, "".join(left).encode())
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: ExchangeRecord) -> None:
         """Add the gradients to the run folder, by server, in the order in which they arrived.
 
         Raises CheckpointError if the file cannot be written.

@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING
 from largebatch.lab.studies import correlations
-from largebatch.lab.studies.doubts import Finding, doubts_about, in_no_order
+from largebatch.lab.studies.doubts import StudyFinding, doubts_about, in_no_order
 from largebatch.lab.studies.metrics import Measurement, cost, interval_line, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import RATE, Slot, Study
-from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
+from largebatch.lab.studies.trained import CellResults, TrainedRecord, cells_of, results_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
     Chart,
@@ -125,14 +125,14 @@ class Ranking:
         return [*doubts, *in_no_order(first.policy, level)]
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> StudyFinding:
         """The best policy with its rate."""
         first = self.ranked[0]
         by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
         if self.robust:
             by = "robustness to the rate"
         rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
-        return Finding(
+        return StudyFinding(
             about=f"{first.results.cell.configuration}, by {by}",
             text=f"{first.policy} is recommended{rate}",
             doubts=self.doubts,
@@ -152,7 +152,7 @@ def rank(
     equality. These intervals hold jointly (Bonferroni).
     """
 
-    def score(run: Result) -> float | None:
+    def score(run: TrainedRecord) -> float | None:
         if target is None:
             return run.top1
         reached = reached_at(run, target)
@@ -185,7 +185,7 @@ def rank(
     return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
-def reached_at(run: Result, target: float) -> Measurement | None:
+def reached_at(run: TrainedRecord, target: float) -> Measurement | None:
     """Return the cost of a run up to a top-1 accuracy (a fraction).
 
     None if the run did not reach it, or diverged and so did not keep it.
@@ -216,7 +216,7 @@ class Measure(NamedTuple):
     best: str
     """What the best setting is called: `the highest top-1`."""
 
-    of: Callable[[Result], float]
+    of: Callable[[TrainedRecord], float]
     """Its value of a run, in the unit; NaN where it was not measured."""
 
     higher: bool = False
@@ -226,7 +226,7 @@ class Measure(NamedTuple):
     """True if it needs a quiet machine, as times do, and resident memory, which others push out."""
 
 
-def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+def used(name: str, factor: float = 1.0) -> Callable[[TrainedRecord], float]:
     """Return the function of a run that is its usage of this name, times a factor.
 
     It is NaN where that was not measured, or the run diverged.
@@ -259,7 +259,7 @@ TIMED = {TRAINING.title, CPU.title, MEMORY.title, "Images/s", "Cores used"}
 """Results that need a quiet machine."""
 
 
-class Transfer(NamedTuple):
+class SettingTransfer(NamedTuple):
     """A recipe with the best setting of a recipe, which may be itself."""
 
     best_of: str
@@ -330,7 +330,7 @@ def level_with(
 
 def transfer_matrix(
     values: Mapping[str, Mapping[str, Mapping[int, float]]], *, higher: bool
-) -> list[list[Transfer]]:
+) -> list[list[SettingTransfer]]:
     """Return a row for each recipe whose best setting is used, a column for each it is used on.
 
     `values` are by recipe, setting and seed. `higher`: the best value is the highest, as of an
@@ -338,10 +338,10 @@ def transfer_matrix(
     """
     best = {recipe: best_setting(settings, higher=higher) for recipe, settings in values.items()}
 
-    def transfer(best_of: str, used_on: str) -> Transfer:
+    def transfer(best_of: str, used_on: str) -> SettingTransfer:
         settings = values[used_on]
         value, best_values = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
-        return Transfer(
+        return SettingTransfer(
             best_of=best_of,
             used_on=used_on,
             setting=best[best_of],
@@ -352,7 +352,7 @@ def transfer_matrix(
     return [[transfer(best_of, used_on) for used_on in values] for best_of in values]
 
 
-def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
+def lost(matrix: Sequence[Sequence[SettingTransfer]], *, higher: bool) -> list[SettingTransfer]:
     """Return where the best setting of another recipe is worse than the own one, beyond noise."""
     return [
         transfer
@@ -386,7 +386,7 @@ def compared_values(
     return values
 
 
-def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
+def findings(cells: Sequence[CellResults]) -> Iterator[StudyFinding]:
     """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
     runs_of_study = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
     for measure in MEASURES:
@@ -399,7 +399,7 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
             }
             if best is None:
                 if any(settings.values()):
-                    yield Finding(
+                    yield StudyFinding(
                         about=f"{recipe}, {measure.best}", text="",
                         doubts=["no setting was measured with every seed"],
                     )  # fmt: skip
@@ -415,7 +415,7 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
                 noise[recipe] = doubt
                 doubts.append(doubt)
             value = interval(settings[best].values())
-            yield Finding(
+            yield StudyFinding(
                 about=f"{recipe}, {measure.best}",
                 text=f"{best}, {value.with_ends(measure.form, f' {measure.unit}')}",
                 doubts=doubts,
@@ -429,7 +429,7 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
             doubts = doubts_about(compared, study=runs_of_study, of_time=measure.of_time)
             if transfer.best_of in noise:
                 doubts.append(f"{transfer.best_of}: {noise[transfer.best_of]}")
-            yield Finding(
+            yield StudyFinding(
                 about=f"{transfer.used_on} with the setting that has {measure.best} on "
                 f"{transfer.best_of}",
                 text=f"{transfer.setting} is {transfer.describe(measure)} from its own best",
@@ -472,7 +472,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked = list[Ranked]()
-    conclusions = list[Finding]()
+    conclusions = list[StudyFinding]()
     sections = list[Section]()
     for recipe, some in recipes.items():
         title = "Training time, s"
@@ -542,7 +542,7 @@ def _robustness(name: str, cells: Sequence[CellResults], looks: Mapping[str, Ser
 
 
 def _mean(
-    value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
+    value: Callable[[TrainedRecord], float | None], part: Literal["mean", "reach"] = "mean"
 ) -> Callable[[CellResults], float | None]:
     """Return a function of a cell: the mean over its seeds, or half the width of its interval."""
     return lambda cell: getattr(cell.mean(value), part, None)

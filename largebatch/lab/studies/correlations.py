@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.trained import CellResults, Result, value_at
+from largebatch.lab.studies.doubts import StudyFinding, doubts_about
+from largebatch.lab.studies.trained import CellResults, TrainedRecord, value_at
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
@@ -26,7 +26,7 @@ _NOTE = (
 ENOUGH_SETTINGS = 5
 """With fewer no correlation is shown: its interval would hold nearly everything."""
 
-Results = Mapping[str, Callable[[Result], float]]
+Results = Mapping[str, Callable[[TrainedRecord], float]]
 """Values of a run by their titles; NaN where one was not measured."""
 
 
@@ -137,7 +137,7 @@ def correlations(
 
 def findings(
     recipes: Mapping[str, Sequence[CellResults]], results: Results, *, timed: Collection[str]
-) -> Iterator[Finding]:
+) -> Iterator[StudyFinding]:
     """Yield the correlations of each recipe whose intervals exclude 0.
 
     Those of results in `timed` are times, which need a quiet machine.
@@ -159,7 +159,7 @@ def findings(
                 for (one, other), result in chosen.items()
                 if result.is_sure
             ]
-            yield Finding(
+            yield StudyFinding(
                 about=f"{recipe}, rank correlations over {number} settings, {kind}",
                 text="; ".join(sure) or "no interval excludes 0",
                 doubts=doubts_about(

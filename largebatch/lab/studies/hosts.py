@@ -31,7 +31,7 @@ from largebatch.errors import LargebatchError, RequestedStopError, StudyError
 from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
+from largebatch.lab.studies.doubts import CellRuns, StudyFinding, doubts_about
 from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.namespaces import (
     CARD,
@@ -143,7 +143,7 @@ class StartRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartResult:
     """Result of one start of the workers of a cell, or of a simulated one."""
 
     seconds: Sequence[float]
@@ -449,7 +449,7 @@ class HostsRow:
     """A cell with its starts by seed; work is counted in samples."""
 
     cell: HostsCell
-    starts: Mapping[int, Start]
+    starts: Mapping[int, StartResult]
     alone: "HostsRow | None" = None
     """One worker alone; None: it is this."""
 
@@ -479,7 +479,7 @@ class HostsRow:
         return speed_up and speed_up.scaled(100 / self.cell.workers)
 
 
-def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
+def starts_of(cell: HostsCell, records: Records) -> dict[int, StartResult]:
     """Return the starts of a cell by seed; raise StudyError for a damaged record."""
     starts = {}
     hosts = len(cell.workers_per_host)
@@ -498,7 +498,7 @@ def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
                     f"{source}: {key}: has {plural(len(values), 'value')}, expected {expected}; "
                     "remove the file"
                 )
-        starts[record.seed] = Start(
+        starts[record.seed] = StartResult(
             seconds=record.seconds, late=record.late, shares=record.shares, record=record
         )
     return starts
@@ -531,7 +531,7 @@ def records_of(row: HostsRow) -> dict[int, Record]:
     return {seed: start.record for seed, start in row.starts.items() if start.record}
 
 
-def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
+def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[StudyFinding]:
     """Yield which layouts and places are slower than one worker alone, beyond the noise of starts.
 
     Without this a page could praise the better of two that both lose time.
@@ -552,7 +552,7 @@ def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
             for row in surely
             if row.speed_up is not None
         )
-        yield Finding(
+        yield StudyFinding(
             about=", ".join(filter(None, (recipe, how, scaling, f"{look} against one worker"))),
             text=f"SLOWER THAN ONE WORKER: {described}",
             doubts=doubts,

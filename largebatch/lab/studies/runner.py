@@ -42,7 +42,7 @@ from largebatch.errors import (
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.records import Json, watched
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
+from largebatch.lab.studies.study import Cell, Slot, Study, StudyMachine, Values, load_study
 from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
@@ -84,7 +84,7 @@ class Runs:
 
     cells: Sequence[Cell]
     store: Store
-    machine: Machine
+    machine: StudyMachine
 
     def records(self, cell: Cell) -> dict[str, Json]:
         """Return the records of a cell by the names of runs."""
@@ -405,7 +405,7 @@ def _by_turns(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for _, cell in sorted(zip(turns, shuffled, strict=True), key=itemgetter(0))]
 
 
-def _measured(cell: Cell, machine: Machine) -> Json:
+def _measured(cell: Cell, machine: StudyMachine) -> Json:
     """Return the record of a run of a cell, made in a folder that is removed."""
     pool = _Pool(1, in_processes=cell.own_process)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as name, pool.stopping():
@@ -428,7 +428,7 @@ def study(  # noqa: PLR0913 -- the options of the command
     jobs: int = 1,
     dry_run: bool = False,
     page: bool = False,
-    machine: Machine,
+    machine: StudyMachine,
     report: Callable[[str], None],
 ) -> bool:
     """Carry out a study, or resume it, then report its table and draw its page.

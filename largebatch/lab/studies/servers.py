@@ -30,13 +30,19 @@ from typing import Literal, get_args
 import numpy as np
 
 from largebatch.distributed.environment import BackendName
-from largebatch.lab.protocols.server import Rule
-from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
-from largebatch.lab.studies.doubts import Finding
+from largebatch.lab.protocols.server import UpdateRule
+from largebatch.lab.protocols.simulator import (
+    Link,
+    SimulatedCluster,
+    compute_times,
+    expectation,
+    simulate,
+)
+from largebatch.lab.studies.doubts import StudyFinding
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
-    Start,
+    StartResult,
     chart_of,
     doubts_about_rows,
     hosts_cell,
@@ -147,7 +153,7 @@ def servers_of(cell: HostsCell) -> int | None:
 
 
 def rows_of(
-    cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, Start]]
+    cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, StartResult]]
 ) -> list[HostsRow]:
     """Return the cells that have starts, given by the names of cells and by seed."""
     rows = [HostsRow(cell=cell, starts=starts[cell.name]) for cell in cells]
@@ -268,13 +274,13 @@ def _overhead(measured: Sequence[HostsRow], recipe: str) -> float:
     return 0.0
 
 
-def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, Start]:
+def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, StartResult]:
     """Return the simulations of a cell by their seeds; `shares` are bytes on each server."""
     compute = cell.on_hosts.compute
     assert compute is not None
     bandwidth = payload_bandwidth(cell.megabits)
     gradient = compute.overhead + compute.sample * cell.samples + overhead
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         learners=cell.workers,
         compute=compute.factor,
         slow=dict.fromkeys(range(cell.workers), gradient),
@@ -295,10 +301,10 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
             draws_of_updates = islice(zip(*draws, strict=True), UPDATES)
             seconds = [max(draws_of_update) + sent for draws_of_update in draws_of_updates]
         else:
-            rule = Rule.hardsync(cell.workers)
+            rule = UpdateRule.hardsync(cell.workers)
             ends = simulate(rule, cluster, servers=servers or None, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
-        starts[seed] = Start(seconds=seconds, shares=shares)
+        starts[seed] = StartResult(seconds=seconds, shares=shares)
     return starts
 
 
@@ -336,7 +342,7 @@ def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
             yield other, row
 
 
-def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
+def findings(rows: Sequence[HostsRow]) -> Iterator[StudyFinding]:
     """Yield how measured layouts compare, what is slower than one worker, and the counters.
 
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
@@ -353,7 +359,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
             text = f"{cell.look} is {shown} as fast as {central.cell.look}"
             if cell.workers == max(cell.on_hosts.workers):
                 text += f"; {verdict(cell.on_hosts.paper, times.low, times.high)}"
-        yield Finding(
+        yield StudyFinding(
             about=f"{cell.configuration} on {cell.workers} workers, measured, {cell.look} against "
             f"{central.cell.look}",
             text=text,
@@ -366,7 +372,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
         share, off = deviations[worst]
         words = "within" if share <= NEAR else "NOT within"
         counted = [row for row in rows if row.cell.name in deviations]
-        yield Finding(
+        yield StudyFinding(
             about="The counters of all links",
             text=f"{words} {NEAR:.0%} of the formulas: at most {share:.1%} off, which is "
             f"{off:,.0f} bytes, on {worst}; the formulas have no requests and answers",
@@ -376,7 +382,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
 
 def simulated_findings(
     simulated: Mapping[Sweep, Sequence[HostsRow]], measured: Sequence[HostsRow]
-) -> Iterator[Finding]:
+) -> Iterator[StudyFinding]:
     """Yield how simulated layouts compare over each sweep, and how far simulations are off."""
     recipes = dict.fromkeys(row.cell.configuration for rows in simulated.values() for row in rows)
     for recipe in recipes:
@@ -398,19 +404,19 @@ def simulated_findings(
             if equal:
                 text += f", equally fast at {', '.join(equal)}"
             text += f"; {verdict(rows[0].cell.on_hosts.paper, low, high)}"
-            yield Finding(about=f"{recipe}, simulated", text=text)
+            yield StudyFinding(about=f"{recipe}, simulated", text=text)
         rows = [row for row in simulated["megabits"] if row.cell.configuration == recipe]
         pays = pays_from(rows)
         if pays:
             listed = ", ".join(f"{layout} {megabits:,g}" for layout, megabits in pays.items())
             text = f"faster than one worker from these Mbit/s on: {listed}"
-            yield Finding(about=f"{recipe}, simulated", text=text)
+            yield StudyFinding(about=f"{recipe}, simulated", text=text)
     yield from slower_than_alone(simulated["workers"], "simulated")
     seconds = {row.cell.name: row.seconds.mean for row in simulated["workers"]}
     started = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
     if started:
         ratios = [seconds[row.cell.name] / row.seconds.mean for row in started]
-        yield Finding(
+        yield StudyFinding(
             about="The simulated time of an update",
             text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over "
             f"{len(started)} cells of several workers",

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
-from largebatch.lab.protocols.server import ParameterServer, Rule, replay
-from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
+from largebatch.lab.protocols.server import ParameterServer, UpdateRule, replay
+from largebatch.lab.protocols.simulator import SimulatedCluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about, in_no_order
+from largebatch.lab.studies.doubts import CellRuns, StudyFinding, doubts_about, in_no_order
 from largebatch.lab.studies.metrics import interval_line, point_with_intervals
 from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
@@ -104,7 +104,7 @@ class StalenessCell(Cell):
     times: str
     """As the study names them."""
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     sigma: int
     mu: int
 
@@ -119,11 +119,11 @@ class StalenessCell(Cell):
         return f"{kind}, modulation {protocol.modulation}"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """The rule of its server."""
         protocol = self.recipe.protocol
         assert protocol is not None
-        return Rule.of(protocol, mini_batch=self.mu)
+        return UpdateRule.of(protocol, mini_batch=self.mu)
 
     @property
     def definition(self) -> Json:
@@ -187,7 +187,7 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
                 recipe = validate_tree(Recipe, tree, source=base.name)
                 alone = make_plan(recipe.model_copy(update={"protocol": None}), workers=1)
                 build_schedule(recipe.schedule, alone)
-                cluster = Cluster(
+                cluster = SimulatedCluster(
                     learners=learners,
                     compute=study.staleness.times[times],
                     slow=dict.fromkeys(range(learners), machines.overhead + machines.sample * mu),
@@ -373,7 +373,7 @@ def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Record):
+class StalenessRecord(Record):
     """Record of one run."""
 
     top1: Share
@@ -388,7 +388,7 @@ class StalenessRow:
     """A cell with the records of its seeds."""
 
     cell: StalenessCell
-    records: tuple[Result, ...]
+    records: tuple[StalenessRecord, ...]
 
     @property
     def by_seed(self) -> dict[int, float]:
@@ -471,7 +471,7 @@ def doubts_about_rows(
     return doubts_about(above, others=below, study=(), of_time=False)
 
 
-def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[StudyFinding]:
     """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
@@ -484,7 +484,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     if not others:
         doubts.append("only one cell was measured")
     doubts += in_no_order(best.words, level, between="; ")
-    yield Finding(
+    yield StudyFinding(
         about=f"{name}, the highest top-1",
         text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
         "simulated cluster",
@@ -498,7 +498,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
             points = difference(fastest.by_seed, row.by_seed)
             shown = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
-            yield Finding(
+            yield StudyFinding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
                 f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
@@ -523,7 +523,7 @@ def diagonals(rows: Sequence[StalenessRow]) -> dict[tuple[str, int], list[Stalen
     return {key: inside for key, inside in joined.items() if len(inside) > 1}
 
 
-def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
+def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[StudyFinding]:
     """Yield what the cells of one recipe with the same times show of Rudra's two rules.
 
     They are that few gradients are more than 2 sigma updates late, and that accuracy follows
@@ -547,7 +547,7 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
                 f"{LATE_SHARE:g}"
             )
         judged = "confirms" if fewer else "refutes"
-        yield Finding(
+        yield StudyFinding(
             about=f"{name}, gradients more than 2 sigma updates late",
             text=f"{late:,} of {gradients:,} without hardsync, a share of {share:.2g}, which "
             f"{judged} Rudra's bound of {LATE_SHARE:g}; the largest tau is {latest.largest_tau:,} "
@@ -570,7 +570,7 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
         doubts = doubts_about_rows(joined[widest])
         if gap.low <= 0:
             doubts.append("within the noise of seeds")
-        yield Finding(
+        yield StudyFinding(
             about=f"{name}, equal protocol and mu x lambda",
             text=f"cells differ by up to {gap.with_ends('.2f', ' points')} of top-1, at "
             f"{samples:,} of {protocol}; by Rudra's rule they are equal",
@@ -660,7 +660,7 @@ def _seconds_of_sample(
     return float(simulation.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
 
 
-def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
+def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[StudyFinding]:
     """Yield the speed-up of each protocol at the most learners, by times and mini-batch."""
     for panel in dict.fromkeys(row.panel for row in rows):
         inside = [row for row in rows if row.panel == panel]
@@ -671,7 +671,7 @@ def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
             if row.cell.cluster.learners == most
         )
         paper = "; Rudra has 22 to 28 times" if most == PAPER_LEARNERS else ""
-        yield Finding(
+        yield StudyFinding(
             about=f"Simulated speed-up of {most} learners over one, {panel}",
             text=f"{listed}{paper}",
         )
@@ -737,7 +737,7 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     for cell in cells_of(study, folder):
         if cell.name in records:
             results = (
-                read_as(Result, content, source=f"{cell.name}/{run}.json")
+                read_as(StalenessRecord, content, source=f"{cell.name}/{run}.json")
                 for run, content in records[cell.name].items()
             )
             rows.append(StalenessRow(cell, tuple(results)))

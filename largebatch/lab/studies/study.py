@@ -16,7 +16,13 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError, nearest
-from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
+from largebatch.lab.protocols.simulator import (
+    ComputeTime,
+    ConstantTime,
+    Link,
+    Serving,
+    compute_times,
+)
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe
@@ -114,7 +120,7 @@ class Compute(Section):
     """Number of samples whose gradients are really computed, so that workers that share a core do
     not slow each other."""
 
-    factor: ComputeTime = Constant(kind="constant", seconds=1.0)
+    factor: ComputeTime = ConstantTime(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
@@ -487,7 +493,7 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class StudyMachine:
     """Machine options of the runs of a study, as `run` takes them."""
 
     data: Mapping[str, Path] = field(default_factory=dict)

@@ -69,7 +69,7 @@ FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Record):
+class TrainedRecord(Record):
     """Record of one run; accuracies are fractions."""
 
     values: Mapping[str, float]
@@ -101,9 +101,9 @@ class Result(Record):
         return self.values.get(RATE)
 
 
-def read_result(record: Json, *, source: str) -> Result:
+def read_result(record: Json, *, source: str) -> TrainedRecord:
     """Return the record of a run; raise StudyError if it is damaged."""
-    return read_as(Result, record, source=source)
+    return read_as(TrainedRecord, record, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ def rounded(value: float) -> float:
 
 
 def drawn_values(
-    trials: Sequence[Result], ranges: Mapping[str, tuple[float, float]], *, number: int
+    trials: Sequence[TrainedRecord], ranges: Mapping[str, tuple[float, float]], *, number: int
 ) -> dict[str, float]:
     """Return the values of trial `number`, counted from 1, by Optuna's Gaussian process.
 
@@ -353,7 +353,7 @@ def drawn_values(
     return {key: rounded(drawn[key]) for key in ranges}
 
 
-def chosen_values(trials: Sequence[Result], *, held_out: int) -> Values:
+def chosen_values(trials: Sequence[TrainedRecord], *, held_out: int) -> Values:
     """Return the values of the lowest rate whose trial is as good as the best one.
 
     That is within the standard error of its accuracy on the held-out images (Breiman et al.
@@ -502,11 +502,11 @@ class CellResults:
     """The runs of a cell of a study of policies or settings."""
 
     cell: TrainedCell
-    trials: tuple[Result, ...] = ()
-    seeds: tuple[Result, ...] = ()
+    trials: tuple[TrainedRecord, ...] = ()
+    seeds: tuple[TrainedRecord, ...] = ()
     """Runs at the rate found, by seed."""
 
-    scaled: tuple[Result, ...] = ()
+    scaled: tuple[TrainedRecord, ...] = ()
     """Runs at multiples of the rate found."""
 
     finished: bool = True
@@ -527,7 +527,7 @@ class CellResults:
         """Rate found; None before the search is done, or where nothing was searched."""
         return self.seeds[0].rate if self.seeds else None
 
-    def mean(self, value: Callable[[Result], float | None]) -> Interval | None:
+    def mean(self, value: Callable[[TrainedRecord], float | None]) -> Interval | None:
         """Return the mean of a value over the seeds that have it; None if none has."""
         known = [
             number
