@@ -183,6 +183,7 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
     """Print the job that trains a recipe on a cluster."""
     if job.queue.time and job.queue.cluster:
         raise LargebatchError("--time and --cluster each choose the time; leave one out")
+    # An option that its template does not use would be lost silently.
     _refuse_unused_options(kind, job)
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
@@ -193,7 +194,9 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             raise RecipeError(f"launch {kind}: {error}") from None
     loaded.refuse_folder(job.data)
     gpus = job.gpus_per_node
+    # Schedulers refuse spaces and signs in names of jobs.
     name = re.sub(r"[^\w.-]+", "-", job.name or loaded.name).strip("-.") or "run"
+    # A batch that the workers cannot divide is refused here, not in a queue a day later.
     try:
         make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
@@ -219,6 +222,7 @@ def _templates() -> Environment:
     )
     del templates.globals["namespace"]  # a function of Jinja; here the option is meant
     templates.filters["quote"] = shlex.quote
+    # The words of JSON are words of YAML, too.
     # A string of YAML. Kubernetes expands $(NAME) in it, and reads $$ as $.
     templates.filters["word"] = lambda word: json.dumps(word.replace("$", "$$"), ensure_ascii=False)
     return templates
@@ -325,6 +329,7 @@ def _values_of_script(kind: str, source: Path, recipe: Recipe, job: Job) -> dict
         seconds = _predict_time(job, recipe, job.queue.cluster)
     if seconds < SHORTEST_SECONDS:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
+    # Schedulers count whole minutes; rounded up, so that a run is not cut off.
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return {
         "recipe": str(paths.get("RECIPE", source)),

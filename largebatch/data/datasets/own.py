@@ -45,6 +45,7 @@ class Items:
 
     def read(self, number: int) -> tuple[Image.Image, int]:
         """Return an item as an RGB image and its label; raise DataError if it is not a pair."""
+        # One thread at a time: most data sets were written for one thread of a worker process.
         with self.lock:
             item = self.dataset[number]
             if isinstance(item, tuple | list) and item and isinstance(item[0], Image.Image):
@@ -172,6 +173,8 @@ def _fill(
         image, label = items.read(sample)
         read = image.height, image.width, label
         indexed = index.heights[sample], index.widths[sample], index.labels[sample]
+        # A data set that augments by itself gives another image each time: the boxes would be of
+        # another one.
         if indexed != read:
             raise DataError(
                 f"{items.name}, item {sample}: its height, width and class are {read}, but were "

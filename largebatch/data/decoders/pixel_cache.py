@@ -125,6 +125,8 @@ def open_cache(
         )
     path = _place(index)
     problem = None
+    # Two rounds with a barrier after each: first worker 0, then the other machines that do not
+    # see its file.
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
             try:
@@ -132,6 +134,7 @@ def open_cache(
             except UnwritableError as error:
                 problem = error
         backend.barrier()
+    # All workers raise, or none: one alone would leave the others waiting in the next sum.
     failed = backend.all_gather(torch.tensor(problem is not None).to(backend.device))
     if failed.any():  # sync: once, before training
         raise problem or UnwritableError("another worker cannot write the pixels of its images")
@@ -149,6 +152,7 @@ def fits_host(indexes: Sequence[Index], *, on_disk: bool = False) -> bool:
     """
     sizes = [num_bytes(index) for index in indexes]
     folder_of_caches = user_cache() / "pixels"
+    # The folder of the caches may not exist yet.
     above = next(
         folder for folder in (folder_of_caches, *folder_of_caches.parents) if folder.exists()
     )
@@ -187,6 +191,8 @@ def _is_whole(path: Path, total: int) -> bool:
 
 def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
     def written() -> Iterator[bytes | memoryview]:
+        # Part of the checksum: a file that was renamed, of other images, is not taken for this
+        # one.
         yield os.fsencode(path.name)  # so that the checksum is valid only under this name
         for done, pixels in enumerate(_decode_all(index, threads), start=1):
             file.write(pixels.data)

@@ -43,9 +43,11 @@ class Transfer:
         if self._stream is None:
             return [tensor.to(self.device) for tensor in tensors]
         current = torch.accelerator.current_stream(self.device)
+        # On a stream of its own a copy overlaps with the kernels of the update.
         with accelerator.on(self._stream):
             pinned = (tensor.pin_memory() for tensor in tensors)  # no copy if already pinned
             sent = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
+        # The current stream waits on the device; the host does not.
         current.wait_stream(self._stream)
         for tensor in sent:
             tensor.record_stream(current)  # else its memory could be reused too early
@@ -54,6 +56,7 @@ class Transfer:
 
 def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
     """Yield the items, with AHEAD more of them computed by a thread, which ends with the last."""
+    # One thread: items are drawn from one iterator, in order.
     source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
         started = deque(pool.submit(next, source, None) for _ in range(AHEAD))
@@ -72,6 +75,7 @@ class Part(NamedTuple):
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
+    # A part of one image has the overhead of a task; all images in one part leave threads idle.
     rows_in_part = min(most, -(-number // threads)) or 1
     return (
         slice(first, min(first + rows_in_part, number)) for first in range(0, number, rows_in_part)
@@ -104,6 +108,8 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
 
     def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
         if transfer.is_remote:
+            # Filled as N x H x W x 3, which is how decoders write; permuted, it is N x 3 x H x W
+            # in the channels-last order.
             images = transfer.room(len(labels), size, size, 3).permute(0, 3, 1, 2)
         else:
             order = torch.channels_last if view.channels_last else torch.contiguous_format
@@ -131,6 +137,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
             while started:
                 yield finish(started.popleft())
         finally:
+            # The consumer has stopped early: what is queued would decode for nobody.
             for job in (job for pending in started for job in pending.jobs):
                 job.cancel()
 
