@@ -369,7 +369,7 @@ class Code:
     text: str
 
 
-Part = Table | Chart | Facts | Code | str
+PagePart = Table | Chart | Facts | Code | str
 """A part of a section; a text is a note between other parts."""
 
 
@@ -378,7 +378,7 @@ class Section:
     """A heading with its parts and, below them, notes; one without either is left out."""
 
     title: str
-    parts: Sequence[Part] = ()
+    parts: Sequence[PagePart] = ()
     notes: Sequence[str] = ()
 
 
@@ -461,5 +461,5 @@ class Page:
             page=self, palette=PALETTE, has_script=sortable
         )
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[PagePart]:
         return (part for section in self.sections for part in section.parts)

@@ -74,7 +74,7 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
         yield DataSet(columns[2], sizes, samples, remarks, name)
 
 
-class _File(NamedTuple):
+class _SplitFile(NamedTuple):
     path: str  # relative to the source
     configuration: str  # its folders and the words before the split
     split: str
@@ -96,7 +96,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     visible_names = sorted(name.as_posix() for name in names if all(map(visible, name.parts)))
     if TRAIN in val_names:
         raise DataError(f"--val-name {TRAIN}: that is the training split; choose another name")
-    configurations: dict[str, dict[str, list[_File]]] = defaultdict(lambda: defaultdict(list))
+    configurations: dict[str, dict[str, list[_SplitFile]]] = defaultdict(lambda: defaultdict(list))
     for file in (_parsed(name, {TRAIN, *val_names}) for name in visible_names):
         configurations[file.configuration][file.split].append(file)
     pairs = [
@@ -126,7 +126,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     )
 
 
-def _parsed(name: str, known: Collection[str]) -> _File:
+def _parsed(name: str, known: Collection[str]) -> _SplitFile:
     """Return what the path of a file says; a split of another name than the known is kept apart.
 
     The name of the file counts first, `words-SPLIT-00000-of-00002`, then those of its folders.
@@ -156,7 +156,7 @@ def _parsed(name: str, known: Collection[str]) -> _File:
             words = ""
             split = inner
     around = [folder for folder in folders if folder.lower().removeprefix(HIVE) != split]
-    return _File(
+    return _SplitFile(
         path=name,
         configuration="/".join([*around, words] if words else around),
         split=split,
@@ -166,11 +166,11 @@ def _parsed(name: str, known: Collection[str]) -> _File:
     )
 
 
-def _number(file: _File) -> int:
+def _number(file: _SplitFile) -> int:
     return file.number
 
 
-def _fault(files: Sequence[_File]) -> str:
+def _fault(files: Sequence[_SplitFile]) -> str:
     """Return why the files of a split are not one whole set, in brackets; empty if they are.
 
     Numbers begin with 0 or 1. Without `-of-N` a missing last file cannot be seen.

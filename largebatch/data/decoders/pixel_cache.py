@@ -27,7 +27,7 @@ from torch import Tensor
 from largebatch import accelerator, proof
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import crops
-from largebatch.data.decoders.prefetch import Part, Transfer, ahead, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, Transfer, ahead, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.index import Index
@@ -191,8 +191,6 @@ def _is_whole(path: Path, total: int) -> bool:
 
 def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
     def written() -> Iterator[bytes | memoryview]:
-        # Part of the checksum: a file that was renamed, of other images, is not taken for this
-        # one.
         yield os.fsencode(path.name)  # so that the checksum is valid only under this name
         for done, pixels in enumerate(_decode_all(index, threads), start=1):
             file.write(pixels.data)
@@ -256,9 +254,9 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
                 interpolation=view.interpolation,
             )
 
-    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+    def divide(request: Request) -> tuple[IntArray, list[FillTask]]:
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
-        parts = [Part(part, partial(fill, request, part)) for part in rows]
+        parts = [FillTask(part, partial(fill, request, part)) for part in rows]
         return cache.index.labels[request.samples], parts
 
     with open_prefetcher(view, resources) as fill_ahead:

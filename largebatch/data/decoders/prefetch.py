@@ -65,7 +65,7 @@ def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
             yield item
 
 
-class Part(NamedTuple):
+class FillTask(NamedTuple):
     """Rows of a batch that one thread fills in."""
 
     rows: slice
@@ -82,14 +82,14 @@ def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     )
 
 
-Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]
+Divide = Callable[[Order], tuple[IntArray, Sequence[FillTask]]]
 """Returns the labels of a batch, and its parts."""
 
 FillAhead = Callable[[Iterable[Order], Divide[Order]], Batches]
 """Yields a batch for each order, with AHEAD more in progress."""
 
 
-class _Pending(NamedTuple):
+class _BatchInProgress(NamedTuple):
     jobs: list[Future[None]]
     images: Tensor
     """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy
@@ -106,7 +106,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
     scale = view.pixel_scale()
     (scale_there,) = transfer.send(scale)
 
-    def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
+    def start(labels: IntArray, parts: Sequence[FillTask]) -> _BatchInProgress:
         if transfer.is_remote:
             # Filled as N x H x W x 3, which is how decoders write; permuted, it is N x 3 x H x W
             # in the channels-last order.
@@ -114,9 +114,11 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         else:
             order = torch.channels_last if view.channels_last else torch.contiguous_format
             images = torch.empty((len(labels), 3, size, size), memory_format=order)
-        return _Pending([pool.submit(_make, part, images, scale) for part in parts], images, labels)
+        return _BatchInProgress(
+            [pool.submit(_make, part, images, scale) for part in parts], images, labels
+        )
 
-    def finish(batch: _Pending) -> Batch:
+    def finish(batch: _BatchInProgress) -> Batch:
         """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
         for job in batch.jobs:
             job.result()
@@ -128,7 +130,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         return Batch(images.to(view.dtype), labels)
 
     def batches(orders: Iterable[Order], divide: Divide[Order]) -> Batches:
-        started: deque[_Pending] = deque()
+        started: deque[_BatchInProgress] = deque()
         try:
             for order in orders:
                 started.append(start(*divide(order)))
@@ -145,7 +147,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         yield batches
 
 
-def _make(part: Part, batch: Tensor, scale: Tensor) -> None:
+def _make(part: FillTask, batch: Tensor, scale: Tensor) -> None:
     """Fill in rows, with NumPy, whose operations start no threads."""
     images = batch.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))

@@ -43,8 +43,8 @@ from largebatch.report.pages import (
     Code,
     Column,
     Page,
+    PagePart,
     Panel,
-    Part,
     Section,
     Series,
     Table,
@@ -484,7 +484,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked, found, sections = list[Ranked](), list[Finding](), list[Section]()
     for recipe, some in recipes.items():
-        title, parts = "Training time, s", list[Part]()
+        title, parts = "Training time, s", list[PagePart]()
         value: Callable[[CellResults], Interval | None] = partial(
             CellResults.mean, value=TRAINING.of
         )
