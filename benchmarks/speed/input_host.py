@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.speed.index import CLASSES, SAMPLES, recipe_of
 from benchmarks.speed.measuring import paired_ratio, spread, write
-from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, open_reader, read_ahead
 from largebatch.data.decoders.torchvision import AT_A_TIME
 from largebatch.data.index.index import FORMAT, Content, Index, index_of
@@ -88,10 +88,10 @@ def write_images(root: Path) -> Index:
 def open_idle_decoder(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     """Yield a decoder like torchvision's, whose threads ignore the images."""
 
-    def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
+    def divide(reading: Reading) -> tuple[IntArray, list[FillTask]]:
         samples = reading.request.samples
         rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
-        return index.labels[samples], [Part(each, _leave) for each in rows]
+        return index.labels[samples], [FillTask(each, _leave) for each in rows]
 
     def decode(requests: Iterable[Request]) -> DecodedBatches:
         for reading, batch in fill_ahead(read_ahead(requests, reader), divide):

@@ -24,7 +24,9 @@ _INPUT = ("data/augment.py", "data/decoders", "data/decoding.py", "data/pipeline
 MEASURED = {
     "audit_cost": ("audit",),
     "checkpoint": ("training/checkpoint.py", "training/state.py"),
-    "decoder_pixels": ("data/decoders/dali.py", "data/decoders/torchvision.py"),
+    "decoder_pixels": tuple(
+        f"data/decoders/{name}.py" for name in ("crops", "dali", "torchvision")
+    ),
     "index": ("data/index",),
     "input_gpu": _INPUT,
     "input_host": (*_INPUT, "data/index/index.py", "data/order.py"),

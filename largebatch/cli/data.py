@@ -87,6 +87,8 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
     for split, index in zip(SPLITS, (train, val), strict=True):
         if ignored := describe(index.ignored, where=split, folder=folder / split):
             print(printable(ignored))
+    # After both splits are indexed: a difference of classes often comes from ignored files, which
+    # are listed before.
     check_classes(train.root, train.classes, val.classes)
     bad = len(train.bad) + len(val.bad)
     print(

@@ -153,6 +153,8 @@ def _decode_one(open_decoder: Callable[..., AbstractContextManager[Any]]) -> Non
         class_folder.mkdir(parents=True)
         Image.new("RGB", (8, 8), "grey").save(class_folder / "one.png")
         index = read_folder(Path(folder), "train")
+        # A whole small image through the decoder itself: an import alone does not show a missing
+        # library.
         request = clean_request(index, np.array([0]), image_size=8, resize=None)
         view = View(image_size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
         resources = Resources(torch.device("cpu"), threads=1, batch_size=1)

@@ -77,6 +77,7 @@ def study(  # noqa: PLR0913 -- its options
 
     folders: dict[str, Path] = {}
     for data_set in data:
+        # A bare folder is that of all recipes: its name is empty.
         name, folder = data_set.split("=", 1) if "=" in data_set else ("", data_set)
         if name in folders:
             raise LargebatchError(
@@ -259,6 +260,7 @@ def rehearse(
     plan = result.plan
     where = ""
     if target is not None:
+        # Ranks are numbered node by node, as every launcher numbers them.
         node, gpu = divmod(rank, target.gpus_per_node)
         where = f" on {target.name}: GPU {gpu} of node {node}"
     positions = plan.positions(0, 0, rank)
@@ -329,6 +331,7 @@ def batch(
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.batch import Question, advise, describe, draft
 
+    # Each of its measurements is a run of its own, with its own workers.
     if worker_rank() is not None:
         raise LargebatchError("batch starts its workers itself: give --workers N, no launcher")
     for module in options.imports:

@@ -64,7 +64,9 @@ def _require_kind(_: object, word: str) -> None:
     raise ValueError(nearest(word, KINDS, otherwise=expected, most=1))
 
 
-Kind = Annotated[str, Parameter(validator=_require_kind, help=f"Kind of job: {', '.join(KINDS)}.")]
+JobKind = Annotated[
+    str, Parameter(validator=_require_kind, help=f"Kind of job: {', '.join(KINDS)}.")
+]
 
 
 def _gibibytes(_: object, tokens: Sequence[Token]) -> int:
@@ -90,7 +92,7 @@ _IN_REGISTRY = rf"(?a)\w[\w.-]*(:\d+)?/{_PATH}(:\w[\w.-]{{0,127}})?(@sha256:[\da
 
 Word = Annotated[str, _matching(r"[\w.:/@%+,=#-]+", "a name without spaces")]
 Namespace = Annotated[str, _matching(_LABEL, "lower-case letters, digits and -, at most 63")]
-Named = Annotated[str, _matching(_LABELS, "lower-case letters, digits, - and .")]
+ObjectName = Annotated[str, _matching(_LABELS, "lower-case letters, digits, - and .")]
 Resource = Annotated[str, _matching(rf"{_LABELS}/\w[\w.-]{{0,62}}", "such as rdma/hca")]
 Memory = Annotated[int, Parameter(converter=_gibibytes, metavar="SIZE")]
 
@@ -133,13 +135,13 @@ class Pods:
     namespace: Namespace | None = None
     """Namespace of the job."""
 
-    env_secret: Named | None = None
+    env_secret: ObjectName | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
-    data_claim: Named = "data"
+    data_claim: ObjectName = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
-    runs_claim: Named = "runs"
+    runs_claim: ObjectName = "runs"
     """PersistentVolumeClaim that is mounted at /runs."""
 
     shared_memory: Memory | None = None
@@ -179,10 +181,11 @@ class Job(Changes):
     pods: Annotated[Pods, Parameter(name="*", group="Kubernetes")] = Pods()
 
 
-def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> None:
+def launch(kind: JobKind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> None:
     """Print the job that trains a recipe on a cluster."""
     if job.queue.time and job.queue.cluster:
         raise LargebatchError("--time and --cluster each choose the time; leave one out")
+    # An option that its template does not use would be lost silently.
     _refuse_unused_options(kind, job)
     loaded = load_recipe(recipe, job.changes)
     if kind not in BY_TORCH:
@@ -193,7 +196,9 @@ def launch(kind: Kind, recipe: RecipeFile, /, *, job: Annotated[Job, Given]) -> 
             raise RecipeError(f"launch {kind}: {error}") from None
     loaded.refuse_folder(job.data)
     gpus = job.gpus_per_node
+    # Schedulers refuse spaces and signs in names of jobs.
     name = re.sub(r"[^\w.-]+", "-", job.name or loaded.name).strip("-.") or "run"
+    # A batch that the workers cannot divide is refused here, not in a queue a day later.
     try:
         make_plan(loaded, workers=job.nodes * gpus, backend="torch")
     except PlanError as error:
@@ -219,6 +224,7 @@ def _templates() -> Environment:
     )
     del templates.globals["namespace"]  # a function of Jinja; here the option is meant
     templates.filters["quote"] = shlex.quote
+    # The words of JSON are words of YAML, too.
     # A string of YAML. Kubernetes expands $(NAME) in it, and reads $$ as $.
     templates.filters["word"] = lambda word: json.dumps(word.replace("$", "$$"), ensure_ascii=False)
     return templates
@@ -325,6 +331,7 @@ def _values_of_script(kind: str, source: Path, recipe: Recipe, job: Job) -> dict
         seconds = _predict_time(job, recipe, job.queue.cluster)
     if seconds < SHORTEST_SECONDS:
         raise LargebatchError(f"--time {seconds:g}s: too short to start and save; give 5m or more")
+    # Schedulers count whole minutes; rounded up, so that a run is not cut off.
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return {
         "recipe": str(paths.get("RECIPE", source)),

@@ -174,8 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         prepare_streams()
+    # Only in a program of ours: a library's caller, or a launcher that ignores Ctrl-C, has its
+    # own handler.
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    # Before anything else that reads the rank.
     try:
         join_slurm()
     except BackendError as error:  # which rank this is cannot be known
@@ -189,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _reader_is_gone():
             raise
         return UNREAD
+    # A full disk behind `> file`: a command whose result is in a folder has not failed by it.
     if isinstance(sys.stdout, Output) and sys.stdout.lost and words[0] not in _RECORDED:
         return code or FAILED  # what was printed was the result
     return code
@@ -200,6 +204,8 @@ def parse(words: Sequence[str]) -> tuple[Callable[[], int | None], Workers]:
     Raises UsageError for words that are not a command.
     """
     app = make_app()
+    # Commands are imported when they are looked up; a list of all of them needs their
+    # descriptions.
     if words[:1] in ([], ["--help"], ["-h"]):
         for name in COMMANDS:
             _ = app[name]  # imported, for its description
@@ -231,6 +237,7 @@ def _complete_help(app: App, words: Sequence[str]) -> None:
         names = [*names, word]
     text = docstring_parse(command.help, "plaintext")
     parts = [part for part in (text.short_description, text.long_description) if part]
+    # Joins the lines of a paragraph, but not those of a list.
     command.help = "\n\n".join(re.sub(r"(?<![.:\n])\n(?!\n)", " ", part) for part in parts)
     calls = "".join(f"\n  largebatch {call}" for call in EXAMPLES.get(" ".join(names), ()))
     command.help_epilogue = calls and f"Examples:{calls}"
@@ -258,6 +265,7 @@ def _with_values(words: Sequence[str]) -> list[str]:
     """
     completed: list[str] = []
     rest = list(words)
+    # A loop that looks one word ahead, because only the next word tells whether it is a value.
     while rest:
         word = rest.pop(0)
         value = rest[0] if rest else ""
@@ -289,6 +297,8 @@ def _on_workers(words: Sequence[str]) -> int:
         return call() or DONE
     from largebatch.runs.launch import reporting_errors, start_workers
 
+    # The words say --workers N in each worker, too: without the launcher's mark each would start
+    # N more.
     if LAUNCHER in os.environ:  # this process is one of these workers
         with reporting_errors():
             return call() or DONE
@@ -304,6 +314,7 @@ def _call(words: Sequence[str]) -> int:
     try:
         return _on_workers(words)
     except LargebatchError as error:
+        # Every worker has the same error: worker 0 prints it, the others wait for that.
         if rank > 0 and isinstance(error, _SAME_ON_ALL_WORKERS):
             time.sleep(_HEAD_START)
         else:
@@ -320,6 +331,7 @@ def _call(words: Sequence[str]) -> int:
             print(f"largebatch: {printable(str(error))}", file=sys.stderr)
         return FAILED
     except Exception:
+        # Anything else is a fault of ours, and keeps its traceback.
         if not _INTERRUPTS.any:
             raise
         _show("stopped at once")  # an interrupted import may raise an error of its own
@@ -353,6 +365,8 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
             hint = _key_hint(word, value) if value else ""
             hint = hint or f"; `largebatch {name} --help` shows what it takes"
             return f"{name}: unexpected argument {word!r}{hint}"
+        # The nearest command; a subcommand that was typed without its command; a name of another
+        # tool.
         case UnknownCommandError():
             known = [
                 subcommand for subcommand in (error.app or ()) if not subcommand.startswith("-")
@@ -376,6 +390,7 @@ def _describe(error: CycloptsError, words: Sequence[str]) -> str:
 
 def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
     """Return what to write instead of an unknown option."""
+    # As it was typed: `error` has the option without its value.
     typed = next(word for word in words if word.partition("=")[0] == option)
     _, equals, value = typed.partition("=")
     following = words[words.index(typed) + 1 :]
@@ -384,6 +399,7 @@ def _hint(option: str, words: Sequence[str], error: UnknownOptionError) -> str:
     arguments = [argument for argument in error.argument_collection if argument.parse]
     known = [name for argument in arguments for name in argument.names if name.startswith("--")]
     otherwise = f"`largebatch {' '.join(error.command_chain or ())} --help` lists them"
+    # A key of the recipe, typed as an option: `--epochs 3` is --set duration.epochs=3.
     trains = "--set" in known and any(
         argument.name in {"RECIPE", "RECIPES"} for argument in arguments
     )

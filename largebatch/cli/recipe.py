@@ -211,6 +211,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         polish = recipe.polish.model_dump(mode="json", exclude_unset=True)
         rows["polish"] = dump_tree(polish, flow=True).strip()
     print_rows(rows)
+    # Only now: torch takes seconds to import, and the arithmetic above is printed at once.
     from largebatch.data.datasets.own import import_own
     from largebatch.lab.measure.estimate import estimate
 
@@ -298,6 +299,7 @@ def _list(*, json: AsJson = False) -> None:
     if json:
         print_json(facts)
         return
+    # 51 columns for the indent, the longest name, the two numbers and the spaces between.
     width = max(80, shutil.get_terminal_size().columns) - 51
     rows = [("recipe", "batch", "epochs", "measured here, or after whom")]
     for recipe in facts:
@@ -307,6 +309,7 @@ def _list(*, json: AsJson = False) -> None:
         rows.append(
             (recipe["name"], f"{recipe['global_batch']:,}", f"{recipe['epochs']:.1f}", short)
         )
+    # One table for all groups, so that their columns have equal widths.
     head, *lines = table(rows, right=(1, 2)).splitlines()
     print(f"  {head}")
     remaining_lines = iter(lines)

@@ -69,6 +69,7 @@ def resume(
     Args:
         run: The run folder.
     """
+    # First, so that a folder without a run is named as such, not by the recipe that it lacks.
     from largebatch.runs.folder import check_folder, remembered
 
     check_folder(run, resume=True)
@@ -85,6 +86,7 @@ def _train(loaded: Recipe, options: Options) -> int:
     try:
         summary = start(loaded, options)
     except KeyboardInterrupt:
+        # What can be resumed goes into the message.
         raise KeyboardInterrupt(describe_saved(options.out)) from None
     if own_rank() == 0:
         _print_end(summary, options.out)
@@ -100,6 +102,7 @@ def _print_end(summary: Summary, folder: Path) -> None:
             resume = f"to resume: the same command with --resume --out {folder}"
         print(printable(resume))
     page = folder / REPORT
+    # A report is drawn at the end of a run; one beside an interrupted run is of an earlier part.
     is_drawn = status != "interrupted" and page.exists()  # else it is of an earlier part
     command = f"to draw the report: largebatch report {quoted}"
     print(printable(f"report: {page}" if is_drawn else command))
@@ -130,6 +133,7 @@ def evaluate(
     )
     if own_rank() == 0:
         _print_metrics(evaluated, json=json)
+    # After the figures: a script gets them and the exit code.
     if not math.isfinite(evaluated.metrics.loss):
         raise CheckpointError(
             f"{evaluated.path}: gives scores that are not finite, which count as wrong; its "
@@ -187,6 +191,8 @@ def polish(  # noqa: PLR0913 -- its options
     from largebatch.runs.checkpoints import find_export, polish_checkpoint
 
     run_options = options.options(out=out)
+    # Of our own checkpoints the polished weights become a run folder, with a log and a page;
+    # files of others become a file.
     if model is None and find_export(path) is None:
         summary = polish_checkpoint(path, run_options, samples=samples)
         if own_rank() > 0:  # has no log
@@ -204,10 +210,8 @@ def polish(  # noqa: PLR0913 -- its options
     else:
         from largebatch.runs.pretrained import polish_weights
 
-        polished = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
-        before = asdict(polished[0])
-        after = asdict(polished[1])
-        layers = polished[2]
+        *metrics, layers = polish_weights(path, run_options, model=model, ema=ema, samples=samples)
+        before, after = map(asdict, metrics)
         measured = after["samples"]
         done = f"polished weights: {out}"
     if own_rank() == 0:
@@ -258,6 +262,7 @@ def predict(
     from largebatch.runs.predict import predict as classify
 
     predictions = classify(run, images, model=model, imports=imports)
+    # The most probable classes of each image, in falling order.
     best = predictions.probabilities.topk(min(top, len(predictions.classes)))
     columns = range(1, best.indices.shape[1] + 1)
     text = io.StringIO()
@@ -277,6 +282,7 @@ def predict(
     lines = [f"{path}: {reason}" for path, reason in predictions.unreadable.items()]
     for line in filter(None, [*lines, predictions.ignored]):
         print(printable(f"largebatch: {line}"), file=sys.stderr)
+    # After the rows of the images that could be read: one damaged file must not cost the others.
     if lines:
         total = len(predictions.paths) + len(lines)
         raise DataError(f"{plural(len(lines), 'image')} of {total} cannot be read")

@@ -21,15 +21,15 @@ class Polish(Callback):  # type: ignore[misc]  # Lightning's types are not read
     """
 
     def __init__(self, batches: Iterable[Any], network: str = "model") -> None:
-        self.batches = batches
-        self.network = network
+        self._batches = batches
+        self._network = network
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        polish(pl_module.get_submodule(self.network), self.batches)
+        polish(pl_module.get_submodule(self._network), self._batches)
 
 
 class Audit(Callback):  # type: ignore[misc]  # as above
@@ -40,8 +40,8 @@ class Audit(Callback):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], network: str = "model") -> None:
-        self.loss_fn = loss_fn
-        self.network = network
+        self._loss_fn = loss_fn
+        self._network = network
         self.findings: Findings | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,10 +64,10 @@ class Audit(Callback):  # type: ignore[misc]  # as above
                 optimizer.step()
                 optimizer.zero_grad()
 
-        network = pl_module.get_submodule(self.network)
+        network = pl_module.get_submodule(self._network)
         loader = trainer.train_dataloader
         # Lightning calls `set_epoch` itself before an epoch; in the audit it has to be called for
         # it.
         owner = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
         set_epoch = getattr(owner, "set_epoch", None)
-        self.findings = audit(network, loader, self.loss_fn, optimizer, step, set_epoch=set_epoch)
+        self.findings = audit(network, loader, self._loss_fn, optimizer, step, set_epoch=set_epoch)

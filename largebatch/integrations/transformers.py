@@ -29,8 +29,8 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     """
 
     def __init__(self, trainer: Trainer, batches: Iterable[Any], *, decay: float = 0.999) -> None:
-        self.batches = batches
-        self.decay = decay
+        self._batches = batches
+        self._decay = decay
         own_evaluation = trainer.evaluation_loop
         self._trainer = trainer
         self._averaged: AveragedModel | None = None
@@ -41,7 +41,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
                 return result
             prefix = words.get("metric_key_prefix", "eval")
             # The second evaluation sees the same data: its own prefix keeps the figures apart.
-            with polished(trainer.model, self._averaged, self.batches):
+            with polished(trainer.model, self._averaged, self._batches):
                 average = own_evaluation(
                     *args, **words | {"metric_key_prefix": f"{prefix}_average"}
                 )
@@ -56,7 +56,7 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
             raise ValueError(
                 "the average is not saved: unset load_best_model_at_end and resume_from_checkpoint"
             )
-        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
+        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self._decay))
 
     def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         assert self._averaged is not None
@@ -65,14 +65,14 @@ class PolishedAverage(TrainerCallback):  # type: ignore[misc]  # Transformers' t
     def on_save(self, args: Any, state: Any, _: Any, *, model: nn.Module, **__: Any) -> None:
         assert self._averaged is not None
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "average")
-        with polished(model, self._averaged, self.batches):  # on every worker
+        with polished(model, self._averaged, self._batches):  # on every worker
             if args.should_save:
                 self._trainer._save(str(folder))
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         assert self._averaged is not None
         exchange(model, self._averaged)
-        polish(model, self.batches)
+        polish(model, self._batches)
         self._averaged = None
 
 
@@ -84,16 +84,16 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, trainer: Trainer, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        self.trainer = trainer
-        self.loss_fn = loss_fn
+        self._trainer = trainer
+        self._loss_fn = loss_fn
         self.findings: Findings | None = None
 
     def on_step_begin(self, args: Any, *_: Any, **__: Any) -> None:
         if self.findings is not None:
             return
-        trainer = self.trainer
-        model = self.trainer.model_wrapped
-        optimizer = self.trainer.optimizer
+        trainer = self._trainer
+        model = trainer.model_wrapped
+        optimizer = trainer.optimizer
         gradients = trainer.accelerator.gradient_state
         scheduler = trainer.lr_scheduler
         windows = _Windows(
@@ -132,7 +132,7 @@ class Audit(TrainerCallback):  # type: ignore[misc]  # as above
         set_epoch = getattr(owner, "set_epoch", None)
         try:
             self.findings = audit(
-                model, windows, self.loss_fn, optimizer, step, set_epoch=set_epoch
+                model, windows, self._loss_fn, optimizer, step, set_epoch=set_epoch
             )
         finally:
             trainer.current_gradient_accumulation_steps = divisor

@@ -49,6 +49,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     """Draw top-1 by epoch, with a mark for each evaluation in the look of its stage."""
     axes = figure.subplots()
     evaluations = run.kept_evaluations
+    # A grey line connects the marks, which stages draw over it.
     axes.plot(
         values_of(evaluations, "epoch"), 100 * values_of(evaluations, "top1"), color=MUTED, lw=1
     )

@@ -75,6 +75,7 @@ def show(pipeline: Pipeline) -> Shown:
     training: list[Tensor] = []
     size_of = partial(plan.image_size, otherwise=pipeline.data.image_size)
     every_position = [position for row in rows_of_positions for position in row]
+    # Each part of a run with growing images has its own size, and a batch has one size.
     for size, positions in groupby(every_position, key=size_of):
         wanted = requests(positions, clean=False)
         training += _images(pipeline.decode(index, wanted, image_size=size))

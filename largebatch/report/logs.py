@@ -96,7 +96,7 @@ right at least so often; one in per cent that is taken for a fraction is above b
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedColumn:
     """A column that `--columns` names."""
 
     column: str
@@ -111,13 +111,13 @@ class UnclearError(ValueError):
         super().__init__(f"{problem}; choose with {options}")
 
 
-def parse_columns(texts: Sequence[str]) -> dict[str, Named]:
+def parse_columns(texts: Sequence[str]) -> dict[str, NamedColumn]:
     """Return the columns that `--columns` names, by kind; raise LargebatchError for others.
 
     >>> parse_columns(["loss=train/loss,top1=acc:percent"])["top1"]
-    Named(column='acc', unit='percent')
+    NamedColumn(column='acc', unit='percent')
     """
-    columns: dict[str, Named] = {}
+    columns: dict[str, NamedColumn] = {}
     for text in texts:
         # Only before a known kind: names of columns may contain commas.
         for item in re.split(rf",(?=(?:{'|'.join(KINDS)})=)", text):
@@ -127,9 +127,9 @@ def parse_columns(texts: Sequence[str]) -> dict[str, Named]:
                 raise LargebatchError(f"--columns {item}: expected NAME=COLUMN; {hint}")
             name, _, unit = column.rpartition(":")
             if kind == "top1" and name and unit in UNITS:
-                columns[kind] = Named(name, unit)
+                columns[kind] = NamedColumn(name, unit)
             else:
-                columns[kind] = Named(column)
+                columns[kind] = NamedColumn(column)
     return columns
 
 
@@ -366,7 +366,7 @@ class Columns:
     """The columns of a log, and which of them are read."""
 
     rows: list[Row]
-    named: Mapping[str, Named]
+    named: Mapping[str, NamedColumn]
 
     @property
     def names(self) -> list[str]:
@@ -526,7 +526,7 @@ def _are_shifted(counts: FloatArray, others: FloatArray) -> bool:
 
 
 def _record(
-    rows: list[Row], *, name: str, classes: int | None, named: Mapping[str, Named]
+    rows: list[Row], *, name: str, classes: int | None, named: Mapping[str, NamedColumn]
 ) -> Record:
     if not rows:
         raise ValueError("has no rows with numbers")
@@ -768,7 +768,7 @@ def _evaluations(rows: list[Row]) -> FloatArray:
 
 
 def _is_percent(
-    column: str, rows: list[Row], classes: int | None, named: Mapping[str, Named]
+    column: str, rows: list[Row], classes: int | None, named: Mapping[str, NamedColumn]
 ) -> bool:
     """Return True if accuracies are per cent; raise ValueError if they are neither or may be both.
 

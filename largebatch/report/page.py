@@ -33,7 +33,7 @@ from largebatch.report.pages import (
     Facts,
     Headline,
     Page,
-    Part,
+    PagePart,
     Section,
     Series,
     Table,
@@ -144,7 +144,7 @@ def _subtitle(run: Run) -> str:
     return " · ".join(words)
 
 
-def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
+def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[PagePart]:
     shown = {*drawn, "drift"}
     column = columns_over(found.causes)
     links = [cause.chart if cause.chart in shown else "" for cause in found.causes]
@@ -156,7 +156,7 @@ def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[Part]:
     return [Table(columns=columns, sortable=False)] if found.causes else []
 
 
-def _stages(run: Run) -> list[Part]:
+def _stages(run: Run) -> list[PagePart]:
     if not run.stages:
         return []
     column = columns_over(run.stages)
@@ -252,7 +252,7 @@ def charts_of(run: Run) -> dict[str, Chart]:
     return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
 
 
-def _before(run: Run, name: str) -> list[Part]:
+def _before(run: Run, name: str) -> list[PagePart]:
     if name == "throughput" and run.timed:
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
@@ -273,7 +273,7 @@ def describe_waits(run: Run) -> str:
     )
 
 
-def _drift(run: Run) -> list[Part]:
+def _drift(run: Run) -> list[PagePart]:
     drift = run.drift
     if drift is None:
         return []

@@ -61,6 +61,7 @@ class Series:
 
 def series(place: int, label: str, *, title: str = "") -> Series:
     """Return a series in the colours of the pages, the first ones solid, the next ones dashed."""
+    # Another dash with each round of colours: some readers, and printers, see no colour.
     dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
     return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
 
@@ -71,6 +72,7 @@ def _with_code(text: object) -> Markup:
     >>> str(_with_code("run `lab range` & wait"))
     'run <code>lab range</code> &amp; wait'
     """
+    # Escaped first: what is between backticks may contain < and &.
     escaped = str(escape(text))
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped))  # noqa: S704 -- escaped
 
@@ -162,6 +164,7 @@ class Table:
 
     def rows(self) -> Iterator[tuple[Series | None, tuple[dict[str, Any], ...]]]:
         """Yield the series and the cells of each row."""
+        # A list, because its length is needed where no row has a series.
         cells = list(zip(*(column.cells() for column in self.shown), strict=True))
         return zip(self.series or [None] * len(cells), cells, strict=bool(cells))
 
@@ -189,6 +192,7 @@ class Table:
     def latex(self) -> str:
         """Return the table as it is shown, as a `tabular` with the rules of LaTeX's booktabs."""
         align = "".join("r" if column.is_number else "l" for column in self.shown)
+        # As on the page, rounded; `csv` has all digits.
         cells = [[str(cell["text"]) for cell in column.cells()] for column in self.shown]
         rows = [[column.title for column in self.shown], *zip(*cells, strict=True)]
         lines = [" & ".join(map(_as_latex, row)) + r" \\" for row in rows]
@@ -313,6 +317,7 @@ def draw_panel(axes: "Axes", panel: Panel) -> None:
     if "y" in panel.log:
         axes.set_yscale("log")
         _set_log_ticks(axes.yaxis, axes.get_ylim())
+    # Names on the axis have no number format.
     if not any(isinstance(x, str) for line in panel.lines for x in line.x):
         axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
@@ -340,6 +345,7 @@ def _set_log_ticks(axis: "Axis", limits: tuple[float, float]) -> None:
     """Label 1, 2 and 5 of each decade if an axis has few decades."""
     from matplotlib.ticker import LogLocator, NullLocator
 
+    # Without a positive range: many decades, so few labels.
     low, high = limits
     decades = math.log10(high / low) if 0 < low < high else 9
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,)))
@@ -363,7 +369,7 @@ class Code:
     text: str
 
 
-Part = Table | Chart | Facts | Code | str
+PagePart = Table | Chart | Facts | Code | str
 """A part of a section; a text is a note between other parts."""
 
 
@@ -372,7 +378,7 @@ class Section:
     """A heading with its parts and, below them, notes; one without either is left out."""
 
     title: str
-    parts: Sequence[Part] = ()
+    parts: Sequence[PagePart] = ()
     notes: Sequence[str] = ()
 
 
@@ -455,5 +461,5 @@ class Page:
             page=self, palette=PALETTE, has_script=sortable
         )
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[PagePart]:
         return (part for section in self.sections for part in section.parts)

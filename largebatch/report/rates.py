@@ -53,6 +53,8 @@ def write_rates_of(path: Path, rates: Sequence[Rates], *, by: By) -> None:
                 "step": float, "epoch": course.plan.epoch, "samples": course.plan.position,
             }  # fmt: skip
             x = [at[by](step) for step in range(len(course.rates) + 1)]  # the last one's end, too
+            # Rates of different optimizers differ by orders of magnitude, so each kind has its
+            # own axes.
             charts[kinds.index(recipe_rates.kind)].plot(
                 x, [*course.rates, course.rates[-1]], drawstyle="steps-post", color=look.colour,
                 ls=(0, look.dash) if look.dash else "-", label=recipe_rates.legend,

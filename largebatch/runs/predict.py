@@ -13,7 +13,7 @@ from torch import Tensor
 from largebatch.data.augment import clean_boxes
 from largebatch.data.datasets.own import import_own
 from largebatch.data.decoders.crops import crop_and_resize
-from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, decode_upright
 from largebatch.data.index.folder import by_suffix, describe, is_image, visible
 from largebatch.data.index.headers import measure_bytes
@@ -159,10 +159,10 @@ def _decode(
                 unreadable[files[row]] = getattr(error, "strerror", None) or reason_of(error)
                 out[:] = 0
 
-    def divide(rows: range) -> tuple[IntArray, list[Part]]:
-        slices = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)
+    def divide(rows: range) -> tuple[IntArray, list[FillTask]]:
+        parts = in_parts(len(rows), threads=resources.threads, most=AT_A_TIME)
         labels = np.zeros(len(rows), dtype=np.int64)  # evaluation needs some
-        return labels, [Part(some, partial(fill, rows[some])) for some in slices]
+        return labels, [FillTask(part, partial(fill, rows[part])) for part in parts]
 
     starts = range(0, len(files), resources.batch_size)
     orders = (range(start, min(start + resources.batch_size, len(files))) for start in starts)

@@ -21,11 +21,11 @@ from largebatch.data.datasets.packing import SPLITS, TRAIN, DataSet, Sample, in_
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
-Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
+ImagesAndLabels = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 """Images, N x H x W or N x H x W x 3, and their N labels."""
 
 
-def data_set(classes: Sequence[str], splits: Mapping[str, Split]) -> DataSet:
+def data_set(classes: Sequence[str], splits: Mapping[str, ImagesAndLabels]) -> DataSet:
     """Return a data set of the images as PNGs."""
 
     def samples(split: str) -> Iterator[Sample]:

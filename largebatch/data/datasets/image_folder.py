@@ -76,6 +76,7 @@ def open_archives(
         raise DataError(f"{source}: there is no such file or folder; {LAYOUT}")
     with ExitStack() as stack:
         splits, ignored = _list_images(source, names, stack)
+        # From here on an error may come from files that were ignored.
         stack.enter_context(_explaining(ignored))
         for split in names:
             if not splits[split]:
@@ -157,12 +158,14 @@ def _split_off(classes: Classes, fraction: float, seed: int) -> Classes:
     """
     moved: Classes = {}
     for name, images in classes.items():
+        # By class, so that rare classes are in validation, too.
         number = max(1, round(fraction * len(images)))
         if number >= len(images):
             raise DataError(
                 f"class {name} has {plural(len(images), 'image')}, of which {number} would be used "
                 "for validation and none for training: add images, or lower --val-fraction"
             )
+        # Not by a generator: adding an image must not divide the others in another way.
         ranked = sorted(images, key=partial(_hash, f"{seed}/{name}/"))
         groups = _with_copies(ranked)
         of_val: list[_Image] = []
@@ -189,6 +192,7 @@ def _with_copies(images: Sequence[_Image]) -> list[list[_Image]]:
     shared = Counter(lengths)
     groups: dict[object, list[_Image]] = {}
     for image, length in zip(images, lengths, strict=True):
+        # Only images of equal length can be equal, so few are read.
         key: object = image.path  # an image of a length of its own is not read
         if length and shared[length] > 1:
             key = digest_of(image.files.read(image.path))
@@ -222,6 +226,7 @@ def _archives(source: Path, names: Sequence[str]) -> dict[Path, str | None]:
         return {source: None}
     archives = {}
     for path in sorted(source.iterdir()):
+        # The last word of the archive's name.
         split = path.stem.rpartition("_")[2]  # `train` of ILSVRC2012_img_train.tar
         if path.is_file() and path.suffix.lower() in {".zip", ".tar"} and split in names:
             archives[path] = split
@@ -239,6 +244,7 @@ def _placed(
     around: dict[tuple[str, ...], str] = {}
     for path in paths:
         parts = path.split("/")
+        # The outermost folder with the name of a split: a class may be called so, too.
         depth = next((n for n, part in enumerate(parts[:-1]) if part in names), None)
         if depth is not None:
             inside[path] = parts[depth], parts[depth + 1 :]
@@ -250,6 +256,8 @@ def _placed(
         )
     if not inside and len(names) == 1:
         outer = {path.partition("/")[0] for path in paths}
+        # One folder around all classes, as archives of a folder have it; in a folder of classes
+        # the only one is a class.
         is_around = len(outer) == 1 and all(path.count("/") > 1 for path in paths)
         start = int(is_around and not archive.is_dir())
         inside = {path: (names[0], path.split("/")[start:]) for path in paths}
@@ -298,6 +306,7 @@ def _open_files(archive: Path, stack: ExitStack) -> _Files:
             num_bytes=lambda path: (archive / path).stat().st_size,
         )
     file = stack.enter_context(archive.open("rb"))
+    # A zip begins so; a tar has no mark at its beginning.
     start = file.read(2)
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -312,6 +321,7 @@ def _open_files(archive: Path, stack: ExitStack) -> _Files:
     files = [info for info in opened.infolist() if not info.is_dir()]
     infos = _unique((_clean(info.filename), info) for info in files)
     unpacked = sum(info.file_size for info in infos.values())
+    # Before any of it is unpacked.
     if unpacked > max(_ALWAYS, _MAX_RATIO * length):
         raise DataError(
             f"{archive}: {length:,} bytes would unpack to {unpacked:,}, and images hardly compress "
@@ -365,6 +375,7 @@ def _tar_places(
                     f"{archive}: {path} is a link or another special file; unpack the archive and "
                     "import the folder"
                 )
+        # ImageNet's training archive has a tar for each class.
         elif path.endswith(".tar") and not folder:
             file.seek(member.offset_data)
             inner = member.offset_data + member.size

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from largebatch.data.decoders.crops import crop_and_resize
-from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME
 from largebatch.data.index.headers import BadImageError, require_mode
 from largebatch.data.index.index import Index, pack, unpack
@@ -45,6 +45,7 @@ class Items:
 
     def read(self, number: int) -> tuple[Image.Image, int]:
         """Return an item as an RGB image and its label; raise DataError if it is not a pair."""
+        # One thread at a time: most data sets were written for one thread of a worker process.
         with self.lock:
             item = self.dataset[number]
             if isinstance(item, tuple | list) and item and isinstance(item[0], Image.Image):
@@ -152,9 +153,9 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
     """Yield a decoder whose threads end with the block."""
     require_torchvision()
 
-    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+    def divide(request: Request) -> tuple[IntArray, list[FillTask]]:
         rows = in_parts(len(request.samples), threads=resources.threads, most=AT_A_TIME)
-        parts = [Part(part, partial(_fill, items, index, view, request, part)) for part in rows]
+        parts = [FillTask(part, partial(_fill, items, index, view, request, part)) for part in rows]
         return index.labels[request.samples], parts
 
     with open_prefetcher(view, resources) as fill_ahead:
@@ -172,6 +173,8 @@ def _fill(
         image, label = items.read(sample)
         read = image.height, image.width, label
         indexed = index.heights[sample], index.widths[sample], index.labels[sample]
+        # A data set that augments by itself gives another image each time: the boxes would be of
+        # another one.
         if indexed != read:
             raise DataError(
                 f"{items.name}, item {sample}: its height, width and class are {read}, but were "

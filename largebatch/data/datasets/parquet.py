@@ -74,7 +74,7 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
         yield DataSet(columns[2], sizes, samples, remarks, name)
 
 
-class _File(NamedTuple):
+class _SplitFile(NamedTuple):
     path: str  # relative to the source
     configuration: str  # its folders and the words before the split
     split: str
@@ -96,7 +96,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     visible_names = sorted(name.as_posix() for name in names if all(map(visible, name.parts)))
     if TRAIN in val_names:
         raise DataError(f"--val-name {TRAIN}: that is the training split; choose another name")
-    configurations: dict[str, dict[str, list[_File]]] = defaultdict(lambda: defaultdict(list))
+    configurations: dict[str, dict[str, list[_SplitFile]]] = defaultdict(lambda: defaultdict(list))
     for file in (_parsed(name, {TRAIN, *val_names}) for name in visible_names):
         configurations[file.configuration][file.split].append(file)
     pairs = [
@@ -105,6 +105,7 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
         for name in val_names
         if {TRAIN, name} <= splits.keys()
     ]
+    # Not a guess among several: an import of the wrong configuration would go unnoticed.
     if len(pairs) == 1 and not any(map(_fault, pairs[0])):
         train, val = (sorted(files, key=_number) for files in pairs[0])
         return {
@@ -125,13 +126,14 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
     )
 
 
-def _parsed(name: str, known: Collection[str]) -> _File:
+def _parsed(name: str, known: Collection[str]) -> _SplitFile:
     """Return what the path of a file says; a split of another name than the known is kept apart.
 
     The name of the file counts first, `words-SPLIT-00000-of-00002`, then those of its folders.
     """
     *folders, file = name.split("/")
     stem = file.removesuffix(".parquet")
+    # `train-00000-of-00002` first: its numbers would match the other form, too.
     match = _OF_TOTAL.fullmatch(stem) or _NUMBERED.fullmatch(stem)
     parts: dict[str, str | None] = match.groupdict() if match else {}
     text = parts.get("text") or ""
@@ -146,6 +148,7 @@ def _parsed(name: str, known: Collection[str]) -> _File:
         split = stem
     if split not in known:
         of_folders = [folder.lower().removeprefix(HIVE) for folder in folders]
+        # The innermost folder counts: the outer ones are names of configurations.
         inner = next((folder for folder in reversed(of_folders) if folder in known), None)
         if inner is None and folders and not text:
             inner = of_folders[-1]  # a folder of numbered files is a split, such as `test`
@@ -153,7 +156,7 @@ def _parsed(name: str, known: Collection[str]) -> _File:
             words = ""
             split = inner
     around = [folder for folder in folders if folder.lower().removeprefix(HIVE) != split]
-    return _File(
+    return _SplitFile(
         path=name,
         configuration="/".join([*around, words] if words else around),
         split=split,
@@ -163,11 +166,11 @@ def _parsed(name: str, known: Collection[str]) -> _File:
     )
 
 
-def _number(file: _File) -> int:
+def _number(file: _SplitFile) -> int:
     return file.number
 
 
-def _fault(files: Sequence[_File]) -> str:
+def _fault(files: Sequence[_SplitFile]) -> str:
     """Return why the files of a split are not one whole set, in brackets; empty if they are.
 
     Numbers begin with 0 or 1. Without `-of-N` a missing last file cannot be seen.
@@ -175,6 +178,7 @@ def _fault(files: Sequence[_File]) -> str:
     series = sorted({file.series for file in files})
     if len(series) > 1:
         return f" (files of {len(series)} sets: {shorten(series)})"
+    # A set without a gap: a missing file is a part of the data that would be missed silently.
     numbers = sorted(file.number for file in files)
     total = files[0].total or len(numbers)
     if numbers in (list(range(total)), list(range(1, total + 1))):
@@ -188,6 +192,8 @@ def _fault(files: Sequence[_File]) -> str:
 
 def _columns(schema: Any, path: Path) -> _Columns:  # noqa: ANN401 -- pyarrow is optional
     try:
+        # Parquet knows bytes and integers; which column is an image and what labels are called is
+        # in this metadata.
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         kinds = {name: about.get("_type") for name, about in features.items()}
     except (ValueError, AttributeError, TypeError, KeyError):
@@ -209,6 +215,7 @@ def _samples(path: Path, file: Any, columns: _Columns) -> Iterator[Sample | Unus
     image_column, label_column, classes = columns
     row = 0
     try:
+        # Row groups may be of gigabytes, so they are read in smaller batches.
         for batch in file.iter_batches(ROWS, columns=[image_column, label_column]):
             images, labels = (batch.column(name).to_pylist() for name in columns[:2])
             for image, label in zip(images, labels, strict=True):

@@ -103,6 +103,7 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
     transfer = Transfer(device)
 
     def decode(requests: Iterable[Request]) -> DecodedBatches:
+        # DALI makes this stream wait for its output, so that nothing waits on the host.
         stream = torch.cuda.current_stream(device) if on_gpu else None
         under_way = deque[_UnderWay]()
         joined = deque[list[Request]]()  # of each run that DALI has begun
@@ -116,10 +117,12 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
                     except StopIteration:
                         pipeline.reset()  # for the next pass
                         return
+                    # DALI's message has no path; decoding the inputs again finds the damaged one.
                     except RuntimeError:
                         _name_culprit(index, under_way)
                         raise
                     reading, _ = under_way.popleft()
+                    # A GPU's inputs were copied, and on a CPU the run has ended.
                     reader.release(reading)
                     pixels = dlpack.from_dlpack(images.as_tensor()).to(view.dtype)
                     if view.channels_last:
@@ -229,6 +232,7 @@ def _inputs(
     for reading in readings:
         boxes, flips = _as_stored(index, reading.request)
         samples = reading.request.samples.tolist()
+        # DALI has no HEIC, and inverts inks by another rule (see headers.Size).
         contents = [
             _for_dali(index, sample, content)
             for sample, content in zip(samples, reading.contents, strict=True)
@@ -280,6 +284,7 @@ def _as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
     far_left = index.widths[request.samples] - left - width
     top = np.where(np.isin(orientations, UPSIDE), far_top, top)
     left = np.where(np.isin(orientations, MIRRORED), far_left, left)
+    # In the stored image rows and columns are exchanged where the displayed one is transposed.
     boxes = np.stack([top, left, height, width], axis=-1)
     transposed = np.isin(orientations, TRANSPOSED)[:, None]
     return (

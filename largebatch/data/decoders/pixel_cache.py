@@ -27,7 +27,7 @@ from torch import Tensor
 from largebatch import accelerator, proof
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import crops
-from largebatch.data.decoders.prefetch import Part, Transfer, ahead, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, Transfer, ahead, open_prefetcher
 from largebatch.data.decoders.reader import open_reader, read_ahead
 from largebatch.data.decoders.torchvision import to_pillow
 from largebatch.data.index.index import Index
@@ -122,6 +122,8 @@ def open_cache(
         )
     path = _place(index)
     problem = None
+    # Two rounds with a barrier after each: first worker 0, then the other machines that do not
+    # see its file.
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if writes and not _is_whole(path, total):
             try:
@@ -129,6 +131,7 @@ def open_cache(
             except UnwritableError as error:
                 problem = error
         backend.barrier()
+    # All workers raise, or none: one alone would leave the others waiting in the next sum.
     failed = backend.all_gather(torch.tensor(problem is not None).to(backend.device))
     if failed.any():  # sync: once, before training
         raise problem or UnwritableError("another worker cannot write the pixels of its images")
@@ -146,6 +149,7 @@ def fits_host(indexes: Sequence[Index], *, on_disk: bool = False) -> bool:
     """
     sizes = [num_bytes(index) for index in indexes]
     folder_of_caches = user_cache() / "pixels"
+    # The folder of the caches may not exist yet.
     above = next(
         folder for folder in (folder_of_caches, *folder_of_caches.parents) if folder.exists()
     )
@@ -247,9 +251,9 @@ def open_decoder(cache: PixelCache, view: View, resources: Resources) -> Iterato
                 interpolation=view.interpolation,
             )
 
-    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+    def divide(request: Request) -> tuple[IntArray, list[FillTask]]:
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
-        parts = [Part(part, partial(fill, request, part)) for part in rows]
+        parts = [FillTask(part, partial(fill, request, part)) for part in rows]
         return cache.index.labels[request.samples], parts
 
     with open_prefetcher(view, resources) as fill_ahead:

@@ -43,9 +43,11 @@ class Transfer:
         if self._stream is None:
             return [tensor.to(self.device) for tensor in tensors]
         current = torch.accelerator.current_stream(self.device)
+        # On a stream of its own a copy overlaps with the kernels of the update.
         with accelerator.on(self._stream):
             pinned = (tensor.pin_memory() for tensor in tensors)  # no copy if already pinned
             sent = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
+        # The current stream waits on the device; the host does not.
         current.wait_stream(self._stream)
         for tensor in sent:
             tensor.record_stream(current)  # else its memory could be reused too early
@@ -54,6 +56,7 @@ class Transfer:
 
 def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
     """Yield the items, with AHEAD more of them computed by a thread, which ends with the last."""
+    # One thread: items are drawn from one iterator, in order.
     source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
         started = deque(pool.submit(next, source, None) for _ in range(AHEAD))
@@ -62,7 +65,7 @@ def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
             yield item
 
 
-class Part(NamedTuple):
+class FillTask(NamedTuple):
     """Rows of a batch that one thread fills in."""
 
     rows: slice
@@ -72,20 +75,21 @@ class Part(NamedTuple):
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
     """Divide rows for the threads: at most `most` per part, fewer if threads would be idle."""
+    # A part of one image has the overhead of a task; all images in one part leave threads idle.
     rows_in_part = min(most, -(-number // threads)) or 1
     return (
         slice(first, min(first + rows_in_part, number)) for first in range(0, number, rows_in_part)
     )
 
 
-Divide = Callable[[Order], tuple[IntArray, Sequence[Part]]]
+Divide = Callable[[Order], tuple[IntArray, Sequence[FillTask]]]
 """Returns the labels of a batch, and its parts."""
 
 FillAhead = Callable[[Iterable[Order], Divide[Order]], Generator[tuple[Order, Batch], None, None]]
 """Yields each order with its batch, with AHEAD more in progress."""
 
 
-class _Pending(NamedTuple):
+class _BatchInProgress(NamedTuple):
     jobs: list[Future[None]]
     images: Tensor
     """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy
@@ -102,15 +106,19 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
     scale = view.pixel_scale()
     (scale_there,) = transfer.send(scale)
 
-    def start(labels: IntArray, parts: Sequence[Part]) -> _Pending:
+    def start(labels: IntArray, parts: Sequence[FillTask]) -> _BatchInProgress:
         if transfer.is_remote:
+            # Filled as N x H x W x 3, which is how decoders write; permuted, it is N x 3 x H x W
+            # in the channels-last order.
             images = transfer.room(len(labels), size, size, 3).permute(0, 3, 1, 2)
         else:
             order = torch.channels_last if view.channels_last else torch.contiguous_format
             images = torch.empty((len(labels), 3, size, size), memory_format=order)
-        return _Pending([pool.submit(_make, part, images, scale) for part in parts], images, labels)
+        return _BatchInProgress(
+            [pool.submit(_make, part, images, scale) for part in parts], images, labels
+        )
 
-    def finish(batch: _Pending) -> Batch:
+    def finish(batch: _BatchInProgress) -> Batch:
         """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
         for job in batch.jobs:
             job.result()
@@ -124,7 +132,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
     def batches(
         orders: Iterable[Order], divide: Divide[Order]
     ) -> Generator[tuple[Order, Batch], None, None]:
-        started: deque[tuple[Order, _Pending]] = deque()
+        started: deque[tuple[Order, _BatchInProgress]] = deque()
         try:
             for order in orders:
                 started.append((order, start(*divide(order))))
@@ -135,6 +143,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
                 oldest, pending = started.popleft()
                 yield oldest, finish(pending)
         finally:
+            # The consumer has stopped early: what is queued would decode for nobody.
             for _, pending in started:
                 for job in pending.jobs:
                     job.cancel()
@@ -143,7 +152,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         yield batches
 
 
-def _make(part: Part, batch: Tensor, scale: Tensor) -> None:
+def _make(part: FillTask, batch: Tensor, scale: Tensor) -> None:
     """Fill in rows, with NumPy, whose operations start no threads."""
     images = batch.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))

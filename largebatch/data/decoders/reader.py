@@ -70,6 +70,7 @@ def _read_into(
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
+        # A file that was replaced would be decoded with the boxes of another image.
         if status.st_size != num_bytes:
             raise OSError(f"it has {status.st_size:,} bytes, it had {num_bytes:,}")
         if mtime not in {None, status.st_mtime_ns}:
@@ -140,6 +141,7 @@ class Reader:
             except TimeoutError:
                 path = self._index.file(int(reading.request.samples[first]))
                 raise DataError(f"{path}: not read after {SLOWEST_SECONDS:g} s") from None
+        # More threads only if the reads of this batch took long: see THREAD_SECONDS.
         self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
@@ -167,11 +169,13 @@ def open_reader(index: Index, reads: int) -> Iterator[Reader]:
     try:
         yield reader
     finally:
+        # Without waiting: a read of a lost network file may hang for minutes.
         reader.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
     """Yield each request with its images, while the images of the next are being read."""
+    # One request ahead: its reads overlap with the decoding of the one before it.
     waiting: Reading | None = None
     for request in requests:
         started = reader.start(request)

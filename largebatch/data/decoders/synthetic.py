@@ -66,6 +66,8 @@ def _decode(
         on_host = colours, _placement(index, request), torch.from_numpy(labels)
         whole, placement, classes = transfer.send(*on_host)
         shape = [len(labels), 3, view.image_size, view.image_size]
+        # The image is a smooth function, so a box of it is evaluated at the output's pixels;
+        # nothing is resized.
         grid = F.affine_grid(placement, shape, align_corners=False)
         images = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)
         images = images.sub_(center).div_(spread).contiguous(memory_format=order)

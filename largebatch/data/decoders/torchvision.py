@@ -11,7 +11,7 @@ from functools import partial
 from PIL import Image
 
 from largebatch.data.decoders.crops import crop_and_resize
-from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.prefetch import FillTask, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.headers import is_heic
 from largebatch.data.index.index import Index
@@ -56,10 +56,10 @@ def open_decoder(index: Index, view: View, resources: Resources) -> Iterator[Dec
     """
     require_torchvision()
 
-    def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
+    def divide(reading: Reading) -> tuple[IntArray, list[FillTask]]:
         samples = reading.request.samples
         rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
-        parts = [Part(part, partial(_decode_some, reading, part, view)) for part in rows]
+        parts = [FillTask(part, partial(_decode_some, reading, part, view)) for part in rows]
         return index.labels[samples], parts
 
     def decode(requests: Iterable[Request]) -> DecodedBatches:

@@ -55,6 +55,7 @@ def trials_of(
             channels_last=channels_last,
             dtype=dtype,
         )
+        # Every corner that fits, so that the last rows and columns are read, too.
         corners = draws.integers(0, [height - side + 1, width - side + 1], (num, 2))
         request = Request(
             draws.integers(0, _IMAGES, num),

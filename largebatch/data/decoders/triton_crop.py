@@ -34,11 +34,13 @@ def cut_out(
     flip, down, right = (
         tl.load(numbers + 5 * num), tl.load(numbers + 6 * num), tl.load(numbers + 7 * num)
     )  # fmt: skip
+    # Where the output pixel comes from: moved back, reflected at the edges, then mirrored.
     row = _reflected(place // size - down, size)
     column = _reflected(place % size - right, size)
     column = tl.where(flip > 0, size - 1 - column, column)
     source = ((image * height + top + row) * width + left + column) * 3 + channel
     value = tl.load(pixels + source, mask=inside, other=0).to(tl.float32)
     value -= tl.load(scale + channel, mask=inside, other=0.0)
+    # Rounded division, as PyTorch's; Triton's own is approximate.
     value = tl.div_rn(value, tl.load(scale + 3 + channel, mask=inside, other=1.0))
     tl.store(out + which.to(tl.int64) * 3 * size * size + at, value, mask=inside)

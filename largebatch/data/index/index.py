@@ -182,6 +182,7 @@ class BadImagesError(DataError):
 
 def pack(header: Mapping[str, Any], arrays: Arrays) -> bytes:
     """Return the content of a file with `header` (plain JSON values) and `arrays`."""
+    # safetensors stores tensors; a header with lists and numbers becomes one of bytes.
     text = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
     content = save({**arrays, HEADER: text})
     return content + checksum([content])

@@ -32,8 +32,8 @@ from largebatch.report.pages import (
     Code,
     Column,
     Page,
+    PagePart,
     Panel,
-    Part,
     Section,
     Series,
     Table,
@@ -476,7 +476,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     sections = list[Section]()
     for recipe, some in recipes.items():
         title = "Training time, s"
-        parts = list[Part]()
+        parts = list[PagePart]()
         value: Callable[[CellResults], Interval | None] = partial(
             CellResults.mean, value=TRAINING.of
         )
