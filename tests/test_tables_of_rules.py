@@ -94,7 +94,7 @@ def test_each_rule_names_what_to_change_unless_all_is_fine() -> None:
 def test_the_page_of_the_audit_has_each_check_and_which_of_them_can_be_a_fault() -> None:
     page = (DOCS / "audit.md").read_text(encoding="utf-8")
     rows = page.partition("| check | figure |")[2].partition("\n\n")[0].splitlines()[2:]
-    faults = {}
+    faults: dict[str, bool] = {}
     for row in rows:
         names, _, fault = row.strip("| ").split(" | ")
         faults |= dict.fromkeys(names.split(", "), not fault.startswith("none"))
