@@ -1,7 +1,8 @@
-"""Another value of an attribute within a block, where code of others is observed or changed."""
+"""Other attributes or items within a block, where code of others is observed or changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -19,3 +20,16 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def replaced_items(container: dict[Any, Any], items: Mapping[Any, Any]) -> Iterator[None]:
+    """Give a dict other items within the block; it keeps its identity, to which others refer."""
+    before = dict(container)
+    container.clear()
+    container.update(items)
+    try:
+        yield
+    finally:
+        container.clear()
+        container.update(before)

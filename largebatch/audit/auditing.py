@@ -126,8 +126,8 @@ def audit_from(
     `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
-    given = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
-    model = given["model"]
+    words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
+    model = words["model"]
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(
@@ -137,7 +137,7 @@ def audit_from(
     found: list[Finding] = []
     try:
         found += _check_world(ranks)
-        _run_checks(replace(_subject(ranks, given), read=read), ranks, found)
+        _run_checks(replace(_subject(ranks, words), read=read), ranks, found)
     except StoppedError as stopped:
         found.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
@@ -182,7 +182,8 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         raise StoppedError(unable("gradient scale", text, "pass the same arguments on all"))
 
     def check() -> Subject:
-        model, step, steps = words["model"], words["step"], words["steps"]
+        step = words["step"]
+        steps = words["steps"]
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
         if words["averaged"] is not None:
@@ -198,8 +199,8 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         if optimizer is None:
             optimizer = next((it for it in held_by([step]) if isinstance(it, Optimizer)), None)
         if optimizer is None:
-            optimizer = SGD(model.parameters(), lr=0.0)
-        added = {"inner": local_model(model), "optimizer": optimizer}
+            optimizer = SGD(words["model"].parameters(), lr=0.0)
+        added = {"inner": local_model(words["model"]), "optimizer": optimizer}
         subject = Subject(**words | added)
         return subject if step else replace(subject, step=partial(_plain_step, subject))
 
@@ -241,7 +242,8 @@ _MOVES_APART = ("gradient direction", "clipping")
 
 def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     """Make updates as the script does, and check each; the caller restores everything."""
-    model, averaged = subject.inner, subject.averaged
+    model = subject.inner
+    averaged = subject.averaged
     optimizer = _without_wrappers(subject.optimizer)
     at_start = compare_replicas(subject, optimizer, ranks, "before the audit")
     unequal = {check: it for check, it in at_start.items() if it.level != "fine"}
@@ -267,6 +269,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         return [*found, *unequal.values()]
     after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
     after |= unequal
+    # What makes gradients or rates unequal makes weights so: to correct them is to correct these.
     causes = [it for it in found if it.level == "fault" and it.check in _MOVES_APART]
     for settings in compare_settings([it.settings for it in recorder.updates], ranks):
         after["learning rates"] = settings
@@ -311,21 +314,25 @@ def _make_updates(
     for parameter in subject.inner.parameters():
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
-    stream, steps, stopped = _endless(subject.loader), subject.steps, list[Finding]()
+    stream = _endless(subject.loader)
+    steps = subject.steps
+    stopped: list[Finding] = []
     epoch = _Epoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
     results: list[tuple[int, list[Finding]]] = []
     found: list[Finding] = []
     try:
         for _ in range(steps * _MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
-            batches += [batch] if len(batches) < steps else []
+            if len(batches) < steps:
+                batches.append(batch)
             states = states_of(subject.inner)
             of_call = _call(batch, subject, ranks, recorder)
             found = found or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
             # A loop that is given more batches than its epoch has may divide all of them by the
             # micro-batches of the last window.
-            results += [] if epoch.is_overrun and results else of_call
+            if not epoch.is_overrun or not results:
+                results += of_call
             # Of an optimizer without the model's tensors no update is recorded, only its steps.
             number = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
             if number >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
@@ -357,7 +364,8 @@ def _call(
     recorder: Recorder,
 ) -> list[tuple[int, list[Finding]]]:
     """Call the step once; return micro-batches and findings of the updates it made."""
-    made, micros = len(recorder.updates), len(recorder.micros) + 1
+    made = len(recorder.updates)
+    micros = len(recorder.micros) + 1  # with that of this call
     recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
@@ -373,7 +381,9 @@ def _call(
         is_evaluated = "" in recorder.evaluated
         found = check_gradient(update, named, ranks, most=most, is_evaluated=is_evaluated)
         results.append((max(ranks.gather(micros)), found))
-        update.gradients, update.reference = [], None  # frees their memory
+        # Frees their memory, which is several times that of the weights.
+        update.gradients = []
+        update.reference = None
     return results
 
 

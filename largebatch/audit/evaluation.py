@@ -144,30 +144,34 @@ def _measure_figure(
     Each sample is classified by one worker. What is exact is tried first, and mistakes with a
     smaller tolerance: there are several of them.
     """
-    loader, forward = subject.val_loader, subject.forward
-    base = torch_loader(loader)
+    base = torch_loader(subject.val_loader)
     assert base is not None  # its sample numbers were drawn
     data = Subset(whole(base.dataset)[0], held.tolist())
-    everyone = np.arange(len(held))
-    own = np.array_split(everyone, ranks.size)[ranks.rank]
-    size, answers = base.batch_size or 64, Answers()
+    places = np.arange(len(held))
+    own_places = np.array_split(places, ranks.size)[ranks.rank]
+    size = base.batch_size or 64
+    answers = Answers()
     share: DataLoader[Any] = DataLoader(
         data,
-        batch_sampler=[own[at : at + size].tolist() for at in range(0, len(own), size)],
+        batch_sampler=[
+            own_places[start : start + size].tolist() for start in range(0, len(own_places), size)
+        ],
         collate_fn=base.collate_fn,
         num_workers=base.num_workers,
     )
 
     def classify() -> None:
-        if len(own):
+        if len(own_places):
+            batches = around(subject.val_loader, share)
             backend = Serial(device_of(local_model(model)))
-            evaluate(model, around(loader, share), backend, each=answers.add, forward=forward)
+            evaluate(model, batches, backend, each=answers.add, forward=subject.forward)
 
     remedy = "pass a `val_loader` of images and labels, or leave `evaluate` out"
     ranks.attempt("evaluation mean", "the exact evaluation", classify, remedy=remedy)
-    answer = answers.gather(own, everyone, ranks.backend)
-    measures = np.full((2, max(held, default=0) + 1), np.nan)  # hits and losses
-    measures[:, held] = answer.label == answer.predicted, answer.loss
+    answer = answers.gather(own_places, places, ranks.backend)
+    measures = np.full((2, max(held, default=0) + 1), np.nan)
+    measures[0, held] = answer.label == answer.predicted
+    measures[1, held] = answer.loss
     of_hits, of_losses = (_usual_figures(it, epoch, ranks) for it in measures)
     errors = {mean: 1 - figure for mean, figure in of_hits.items() if mean in _RIGHT}
     tries = [
@@ -203,20 +207,21 @@ def _figure(
 def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, float]:
     """Return the figures that ways to average give: of each sample once, then of mistakes."""
     batches = [measure[numbers] for numbers in epoch.batches() if len(numbers)]
-    means = sum(float(batch.mean()) for batch in batches)
-    total, number = float(sum(batch.sum() for batch in batches)), int(epoch.sizes.sum())
-    everyone = ranks.gather([total, number, means, len(batches)])
-    totals, numbers, means, counts = np.array(everyone, dtype=np.float64).T
+    sum_of_means = sum(float(batch.mean()) for batch in batches)
+    total = float(sum(batch.sum() for batch in batches))
+    of_workers = ranks.gather([total, int(epoch.sizes.sum()), sum_of_means, len(batches)])
+    totals, numbers, sums_of_means, counts = np.array(of_workers, dtype=np.float64).T
     with np.errstate(invalid="ignore"):  # a worker may have no sample
-        own, of_means = totals / numbers, means / counts
+        worker_means = totals / numbers
+        of_means = sums_of_means / counts
     figures = {
         rules.EACH_ONCE: np.nanmean(measure),
         rules.ALL_READINGS: totals.sum() / numbers.sum(),
-        "the mean of the batch means": means.sum() / counts.sum(),
-        "the mean of the worker means": own.mean(),
-        "the sum over the workers, not their mean": own.sum(),
+        "the mean of the batch means": sums_of_means.sum() / counts.sum(),
+        "the mean of the worker means": worker_means.mean(),
+        "the sum over the workers, not their mean": worker_means.sum(),
         "the sum over the workers of batch means": of_means.sum(),
         "the sum over the number of batches, not of samples": totals.sum() / counts.sum(),
-        "the figure of worker 0's samples": own[0],
+        "the figure of worker 0's samples": worker_means[0],
     }
     return {name: float(figure) for name, figure in figures.items()}

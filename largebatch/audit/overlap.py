@@ -60,12 +60,13 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
             *_source_of(subject.val_loader, np.unique(validated[0].samples)),
         )
 
-    found = ranks.attempt("held-out samples", "drawing sample numbers", read)
-    problems = [it for it in ranks.gather(found if isinstance(found, str) else "") if it]
-    if problems or isinstance(found, str):
+    sources = ranks.attempt("held-out samples", "drawing sample numbers", read)
+    problems = [it for it in ranks.gather(sources if isinstance(sources, str) else "") if it]
+    if problems or isinstance(sources, str):
         remedy = "give the audit DataLoaders whose data sets have a length"
         return [unable("held-out samples", problems[0], remedy)]
-    training, trained, validation, validated = found
+    training, trained, validation, validated = sources
+    # Numbers decide where both loaders read one data set; else only content shows copies.
     if all(ranks.gather(training is validation)):
         size = max(ranks.gather(len(training)))
         counts = torch.zeros(2, size, dtype=torch.int32)
@@ -92,8 +93,10 @@ def _source_of(loader: object, numbers: Numbers) -> tuple[Any, Numbers]:
         inner = [it for it in held if isinstance(it, Dataset) and hasattr(it, "__len__")]
         if len(inner) != 1 or len(inner[0]) != len(dataset):
             return dataset, numbers
-        root, places = whole(inner[0]) if isinstance(inner[0], Subset) else (inner[0], None)
-        dataset, numbers = root, numbers if places is None else places[numbers]
+        dataset = inner[0]
+        if isinstance(dataset, Subset):
+            dataset, places = whole(dataset)
+            numbers = places[numbers]
 
 
 def _compare_content(
@@ -104,11 +107,11 @@ def _compare_content(
     ranks: Ranks,
 ) -> list[Finding]:
     """Compare the bytes of images, or of files if both data sets have lists of them."""
-    files = _files_of(training), _files_of(validation)
+    files = (_files_of(training), _files_of(validation))
     has_files = all(ranks.gather(None not in files))
     sizes: set[int] = set()
-    if has_files:
-        own_sizes = sorted({_size(files[1], it) for it in validated.tolist()})
+    if has_files:  # files of other sizes are not read: most training files are of another size
+        own_sizes = sorted({_size(files[1], number) for number in validated.tolist()})
         sizes = set().union(*ranks.gather(own_sizes))
 
     def digests() -> list[Digest | None]:
@@ -152,12 +155,13 @@ def _compare_content(
 
 def _read(digest: Digest, numbers: Numbers) -> list[int]:
     """Return the digests of samples, of as many as are read in `_SECONDS`."""
-    end, found = time.monotonic() + _SECONDS, list[int]()
+    end = time.monotonic() + _SECONDS
+    digests = []
     for number in numbers.tolist():
-        found.append(digest(number))
+        digests.append(digest(number))
         if time.monotonic() > end:
             break
-    return found
+    return digests
 
 
 def _files_of(dataset: Any) -> list[Path] | None:  # noqa: ANN401 -- a data set of any kind

@@ -33,7 +33,8 @@ class Ranks:
     def __init__(self, backend: Backend, progress: Callable[[], object] | None = None) -> None:
         self.backend = backend
         self._progress = progress
-        self.rank, self.size = backend.rank, backend.world_size
+        self.rank = backend.rank
+        self.size = backend.world_size
 
     def attempt(
         self, check: str, what: str, function: Callable[[], T], *, remedy: str = _REMEDY
@@ -42,13 +43,16 @@ class Ranks:
 
         Raises PeerLostError with this worker's own error if the others do not answer after it.
         """
-        error, result = None, None
+        error = None
+        result = None
         try:
             result = function()
         except PeerLostError:
             raise
         except Exception as caught:  # of the script's own code: any
             error = f"{type(caught).__name__}: {caught}"
+        # The exchange that keeps workers together: one that failed must not leave the others
+        # waiting in the next sum.
         try:
             errors = self.gather(error)
         except PeerLostError as lost:
@@ -77,7 +81,7 @@ class Ranks:
         return total
 
     def share(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return worker 0's findings."""
+        """Return worker 0's findings: on others numbers may differ in the last digit."""
         first, *_ = self.gather([asdict(finding) for finding in findings])
         return tuple(Finding(**fields) for fields in first)
 

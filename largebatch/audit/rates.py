@@ -154,7 +154,8 @@ def _check_moves(
     `number` is that of the updates in the run, 0 if it is not known.
     """
     counted = [it for it in steps if not it.is_placed]
-    first, last = updates[0].attempt, updates[-1].attempt
+    first = updates[0].attempt
+    last = updates[-1].attempt
     # Only between two updates are all moves of an update seen, whether they come after it or before
     # the next one; the audit may begin and end between them.
     between = [it for it in counted if first < it.updates <= last]

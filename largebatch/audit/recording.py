@@ -189,7 +189,9 @@ class Recorder:
 
     def give(self, batch: Any) -> None:  # noqa: ANN401 -- as the loader has it
         """Set the batch that the next call of the step gets."""
-        self._batch, self._seen, self._first = batch, 0, None
+        self._batch = batch
+        self._seen = 0
+        self._first = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -212,8 +214,10 @@ class Recorder:
             own_step = torch.amp.GradScaler.step
 
             def step(scaler: Any, *args: Any, **words: Any) -> object:  # noqa: ANN401
-                before, self._scale = len(self.updates), float(scaler.get_scale())
+                before = len(self.updates)
+                self._scale = float(scaler.get_scale())
                 result = own_step(scaler, *args, **words)
+                # Without an update after micro-batches, their gradients were infinite.
                 if len(self.updates) == before and self.micros:
                     self.skipped += 1
                     self._forget()
@@ -230,7 +234,8 @@ class Recorder:
 
         @wraps(own_step)
         def step(scheduler: LRScheduler, *args: Any, **words: Any) -> object:  # noqa: ANN401
-            if not self._schedule_depth:  # SequentialLR calls the step of those within it
+            # SequentialLR calls the step of those within it, and a subclass that of its base.
+            if not self._schedule_depth:
                 caller = sys._getframe(1).f_globals.get("__name__")
                 call = ScheduleStep(
                     scheduler,
@@ -257,11 +262,13 @@ class Recorder:
         if not model.training:
             return
         self.passes += 1
+        # An average that moves after each micro-batch was moved before the next pass.
         sums = [float(it.detach().double().sum()) for it in self.averaged]
         self.moves[len(self.updates) + self.skipped] += sums != (self._sums or sums)
         self._sums = sums
         kind = device_of(model).type
-        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # may change in place
+        # The model may change its arguments in place, and the pass is repeated from them.
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         self.micros.append(
             Micro(
                 args,
@@ -278,15 +285,17 @@ class Recorder:
     def _after_forward(self, model: nn.Module, _: object, output: object) -> None:
         if self._is_paused or not (model.training and self.micros):
             return
-        logits, micro = first_logits(output), self.micros[-1]
+        logits = first_logits(output)
+        micro = self.micros[-1]
         if logits is not None and logits.requires_grad:
             logits.register_hook(lambda grad: self._in_backward(micro, grad))
 
     def _in_backward(self, micro: Micro, gradient: Tensor) -> None:
         """Keep the gradient of the logits, and see what the update before has left."""
+        # Autograd reaches the logits first, before any parameter's gradient is added to.
         if all(it.output_gradient is None for it in self.micros):
             left = enumerate(it.grad for it in self.parameters)
-            self._held = {place for place, it in left if it is not None and bool(it.any())}
+            self._held = {place for place, grad in left if grad is not None and bool(grad.any())}
         micro.output_gradient = gradient.detach()
 
     def _in_norm(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -294,10 +303,11 @@ class Recorder:
             self.norm_samples = max(self.norm_samples, len(args[0]))
 
     def _places_of(self, optimizer: Optimizer) -> set[int]:
-        own = {id(it) for group in optimizer.param_groups for it in group["params"]}
-        return {place for place, it in enumerate(self.parameters) if id(it) in own}
+        tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        return {place for place, it in enumerate(self.parameters) if id(it) in tensors}
 
     def _is_second(self, optimizer: Optimizer) -> bool:
+        """Return True for another optimizer after the first one, without a pass between them."""
         return not self.micros and self._first not in {None, optimizer}
 
     def _before_hooks(self, optimizer: Optimizer, stack: ExitStack) -> None:
@@ -312,25 +322,30 @@ class Recorder:
         if not places or self._is_second(optimizer):
             return
         self._depth += 1
+        # Only the innermost call has the gradients that the update is made with; the reference is
+        # computed once, in the outermost.
         if self._depth == 1 or self._update is None:
-            self._update = self._begun(optimizer, places)
+            self._update = self._new_update(optimizer, places)
         divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales in its kernel
         scale = 1.0 if divisor is None else float(divisor)  # sync: in an audit only
         gradients = (it.grad for it in self.parameters)
         self._update.gradients = [None if it is None else it.detach() / scale for it in gradients]
 
-    def _begun(self, optimizer: Optimizer, places: set[int]) -> Update:
+    def _new_update(self, optimizer: Optimizer, places: set[int]) -> Update:
         """Return an update before it is made, without its gradients."""
+        # A pass without a backward pass, such as a second view that is only logged, is not part of
+        # the update.
         used = [it for it in self.micros if it.output_gradient is not None] or self.micros
         reference = None
-        self._first, self._is_paused = optimizer, True
+        self._first = optimizer
+        self._is_paused = True  # the hooks must not record the passes of the reference
         try:
             reference = self.reference(used)
         except Exception as error:  # of the script's model or loss; reported by the audit
             reference = error
         finally:
             self._is_paused = False
-        own = set(map(id, self.model.parameters()))
+        of_model = set(map(id, self.model.parameters()))
         tensors = [it for group in optimizer.param_groups for it in group["params"]]
         return Update(
             [],
@@ -344,7 +359,7 @@ class Recorder:
             samples=sum(map(samples_in, used)),
             places=places,
             held=self._held,
-            strangers=sum(it.grad is None and id(it) not in own for it in tensors),
+            strangers=sum(it.grad is None and id(it) not in of_model for it in tensors),
             attempt=len(self.updates) + self.skipped,
         )
 
@@ -363,20 +378,27 @@ class Recorder:
         self._forget()
 
     def _forget(self) -> None:
-        self.micros, self._clips, self._scale, self._update = [], [], 1.0, None
+        self.micros = []
+        self._clips = []
+        self._scale = 1.0
+        self._update = None
         self._held = set()
 
     def _clip(self, function: Callable[..., object], *args: Any, **words: Any) -> None:  # noqa: ANN401
         """Clip gradients, and record what that did to them; clip_grad_norm_ calls this too."""
-        given = inspect.signature(function).bind(*args, **words).arguments
-        tensors = given["parameters"]
-        given["parameters"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        before = _lengths(given["parameters"])
-        function(**given)
-        after, length = _lengths(given["parameters"]), math.hypot(*before.values())
-        most, norm = float([*given.values()][1]), given.get("total_norm")
-        factor = math.hypot(*after.values()) / length if length else 1.0
-        if norm is not None:
+        arguments = inspect.signature(function).bind(*args, **words).arguments
+        tensors = arguments["parameters"]
+        # A generator, as of model.parameters(), can be read once only.
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        arguments["parameters"] = tensors
+        before = _lengths(tensors)
+        function(**arguments)
+        most = float([*arguments.values()][1])  # max_norm or clip_value
+        norm = arguments.get("total_norm")
+        if norm is None:
+            length = math.hypot(*before.values())
+            factor = math.hypot(*_lengths(tensors).values()) / length if length else 1.0
+        else:
             norm = float(norm)  # sync: in an audit only
             factor = min(1.0, most / (norm + 1e-6))  # as torch computes it
         self._clips.append(Clip(before, most, norm, factor))
@@ -411,10 +433,11 @@ def samples_in(micro: Micro) -> int:
 @contextmanager
 def _replaced_everywhere(function: object, replacement: object) -> Iterator[None]:
     """Replace a function in all modules that have it, under any name."""
+    # A script that imports the function by name refers to it, not to torch's module.
+    contents = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [
         (content, name)
-        for module in list(sys.modules.values())
-        for content in [getattr(module, "__dict__", {})]
+        for content in contents
         for name, value in list(content.items())
         if value is function
     ]

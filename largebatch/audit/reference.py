@@ -6,7 +6,7 @@ seen as a difference.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from largebatch.audit.recording import Micro, first_logits, samples_in
 from largebatch.audit.restoring import Snapshot, generators_of
 from largebatch.audit.subject import Subject
 from largebatch.models.wrappers import device_of
-from largebatch.replacing import replaced
+from largebatch.replacing import replaced, replaced_items
 
 Gradients = list[Tensor | None]
 
@@ -81,36 +81,39 @@ def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
     """
     model = subject.inner
     parameters = [it for it in model.parameters() if it.requires_grad]
-    own = [it._backward_hooks for it in parameters if it._backward_hooks]
-    layers = [
+    of_parameters = [it._backward_hooks for it in parameters if it._backward_hooks]
+    of_layers = [
         hooks
-        for it in model.modules()
-        for hooks in (it._backward_hooks, it._backward_pre_hooks)
+        for layer in model.modules()
+        for hooks in (layer._backward_hooks, layer._backward_pre_hooks)
         if hooks
     ]
-    kept, restore_random = Snapshot([model], skip=parameters), generators_of(model)
+    snapshot = Snapshot([model], skip=parameters)
+    restore_random = generators_of(model)
     try:
         with (
-            _emptied(own),
+            _emptied(of_parameters),
             replaced(torch.utils.checkpoint, "CheckpointFunction", _NotRecomputed),
         ):
-            with _emptied(layers):
+            with _emptied(of_layers):
                 passes = [_pass(micro, subject, parameters) for micro in micros]
-            hooked = [_pass(it, subject, parameters).gradients for it in micros if layers]
+            # Hooks of layers may be meant, so their gradients are compared too, if there are any.
+            hooked = [_pass(it, subject, parameters).gradients for it in micros if of_layers]
     finally:
-        kept.restore()
+        snapshot.restore()
         restore_random()
-    given = {id(micro.batch): it.labels for micro, it in zip(micros, passes, strict=True)}
-    repeats = sum(map(samples_in, micros)) > sum(given.values()) > 0
+    # A batch that is divided into micro-batches by the step counts once.
+    labels = {id(micro.batch): it.labels for micro, it in zip(micros, passes, strict=True)}
+    repeats = sum(map(samples_in, micros)) > sum(labels.values()) > 0
     return Reference(passes, hooked, repeats, any(it.is_weighted for it in passes))
 
 
 def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
     """Return the weighted sum of the gradients of several passes, in float64."""
     sums: Gradients = []
-    for each in zip(*gradients, strict=True):
-        pairs = zip(each, weights, strict=True)
-        parts = [it.double() * weight for it, weight in pairs if it is not None]
+    for of_parameter in zip(*gradients, strict=True):
+        pairs = zip(of_parameter, weights, strict=True)
+        parts = [gradient.double() * weight for gradient, weight in pairs if gradient is not None]
         sums.append(reduce(torch.add, parts) if parts else None)
     return sums
 
@@ -118,15 +121,10 @@ def weighted(gradients: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 @contextmanager
 def _emptied(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
     """Take all hooks out of these containers in this block; autograd refers to the containers."""
-    removed = [(container, dict(container)) for container in hooks]
-    for container, _ in removed:
-        container.clear()
-    try:
+    with ExitStack() as stack:
+        for container in hooks:
+            stack.enter_context(replaced_items(container, {}))
         yield
-    finally:
-        for container, content in removed:
-            container.clear()
-            container.update(content)
 
 
 class _NotRecomputed:
@@ -138,7 +136,9 @@ class _NotRecomputed:
 
 
 def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) -> Pass:
-    model, device = subject.inner, device_of(subject.inner)
+    model = subject.inner
+    device = device_of(model)
+    # As in the script's own pass: the same dropout, and the same running statistics.
     micro.restore_random()
     with torch.no_grad():
         for buffer, content in zip(model.buffers(), micro.buffers, strict=True):
@@ -148,18 +148,20 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
         output = model(*micro.args, **micro.kwargs)
         first = first_logits(output)
         logits, of_batch = subject.scores_and_labels(micro.batch, output)
-        labels, given = _labels_of(micro, of_batch)
+        labels, in_batch = _labels_of(micro, of_batch)
         labels = labels.to(device) if isinstance(labels, Tensor) else labels
         loss, logits, labels = subject.loss_of(logits, labels)
         samples, divisor, is_weighted = _samples_of(subject.loss_fn, logits, labels, loss)
     scale = _FP16_SCALE if half == torch.float16 else 1.0
-    wanted = list(parameters) if first is None else [*parameters, first]
-    found = torch.autograd.grad(
-        loss, wanted, torch.full_like(loss, scale / divisor), allow_unused=True
+    inputs = list(parameters) if first is None else [*parameters, first]
+    # `autograd.grad` and not `backward`: the script's gradients stay as they are.
+    results = torch.autograd.grad(
+        loss, inputs, torch.full_like(loss, scale / divisor), allow_unused=True
     )
-    gradients: Gradients = [None if it is None else it.detach() / scale for it in found]
+    gradients: Gradients = [None if it is None else it.detach() / scale for it in results]
     of_logits = None if first is None else gradients.pop()
-    return Pass(gradients, samples, given, is_weighted, _compare(micro.output_gradient, of_logits))
+    own_loss = _compare(micro.output_gradient, of_logits)
+    return Pass(gradients, samples, in_batch, is_weighted, own_loss)
 
 
 def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
@@ -192,11 +194,12 @@ def _samples_of(
     halves = [(logits[:half], labels[:half]), (logits[half:], labels[half:])]
     with torch.no_grad():
         parts = [float(loss_fn(*it)) for it in halves]
-    tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)
+    tolerance = max(_SAME_LOSS, 2 * torch.finfo(loss.dtype).eps)  # a loss in bfloat16 has 8 bits
     ignored = _option_of(loss_fn, "ignore_index", -100)
     weights = _option_of(loss_fn, "weight", None)
     if weights is None:
         weights = _weights_within(loss_fn, logits, labels)
+    # Weights that a loss function has, but does not use, do not explain it: try it without.
     for weight in (weights, None):
         counts = [_count(part, ignored, weight) for _, part in halves]
         mean = sum(part * count for part, count in zip(parts, counts, strict=True) if count)
@@ -228,9 +231,10 @@ def _weights_within(
         weights = torch.zeros(classes, dtype=torch.float64)
         for label in present:
             weights[label] = _weight_of(loss_fn, scores, labels, first, label)
-        found = weights[present]
-        if present and bool(found.isfinite().all() and (found >= 0).all() and found.any()):
-            counted = found[found > 0]
+        of_present = weights[present]
+        is_known = bool(of_present.isfinite().all() and (of_present >= 0).all())
+        if present and is_known and of_present.any():
+            counted = of_present[of_present > 0]
             is_equal = counted.max() <= (1 + _SAME_WEIGHT) * counted.min()
             return None if is_equal else weights
     return None
@@ -240,7 +244,7 @@ def _weight_of(
     loss_fn: Callable[[Any, Any], Tensor], scores: Tensor, labels: Tensor, first: int, label: int
 ) -> float:
     """Return the weight of a class over that of class `first`; NaN if it cannot be found."""
-    found = []
+    ratios = []
     for score in (-4.0, -8.0):  # of the first sample, whose loss is then larger than the second's
         pair = torch.zeros_like(scores[:1]).repeat(2, 1)
         pair[0, first] = score
@@ -252,11 +256,11 @@ def _weight_of(
                 return math.nan
         alone, other, both = losses
         if math.isnan(other) and both == alone:  # an ignored class alone has the mean of nothing
-            found.append(0.0)
+            ratios.append(0.0)
         else:
-            found.append((alone - both) / (both - other) if both != other else math.nan)
-    is_same = math.isclose(*found, rel_tol=_SAME_WEIGHT, abs_tol=1e-6)
-    return sum(found) / 2 if is_same else math.nan
+            ratios.append((alone - both) / (both - other) if both != other else math.nan)
+    is_same = math.isclose(*ratios, rel_tol=_SAME_WEIGHT, abs_tol=1e-6)
+    return sum(ratios) / 2 if is_same else math.nan
 
 
 def _option_of(loss_fn: Callable[[Any, Any], Tensor], name: str, default: Any) -> Any:  # noqa: ANN401 -- as given
@@ -277,7 +281,9 @@ def _count(labels: Tensor, ignored: int, weight: object) -> float:
 def _compare(own: Tensor | None, exact: Tensor | None) -> tuple[float, float] | None:
     if own is None or exact is None or own.shape != exact.shape:
         return None
-    mine, other = own.double().flatten(), exact.double().flatten()
-    product, square = float(mine @ other), float(other @ other)
-    length = float(mine.norm()) * square**0.5
+    own_values = own.double().flatten()
+    exact_values = exact.double().flatten()
+    product = float(own_values @ exact_values)
+    square = float(exact_values @ exact_values)
+    length = float(own_values.norm()) * square**0.5
     return (product / square, product / length) if length and square else None

@@ -26,16 +26,21 @@ def averaged_tensors(averaged: nn.Module, model: nn.Module) -> dict[str, Tensor]
     """
     averaged = local_model(averaged)
     known = {name for name, _ in model.named_buffers()}
-    buffers = averaged.named_buffers()
-    own = {name: it for name, it in buffers if not any(map(name.endswith, known))}
-    return dict(averaged.named_parameters()) | own
+    # AveragedModel puts "module." before the names of the model.
+    others = {
+        name: buffer
+        for name, buffer in averaged.named_buffers()
+        if not any(map(name.endswith, known))
+    }
+    return dict(averaged.named_parameters()) | others
 
 
 def compare_replicas(
     subject: Subject, optimizer: Optimizer, ranks: Ranks, when: str
 ) -> dict[str, Finding]:
     """Compare what workers have in common, by check; every worker calls this."""
-    model, averaged = subject.inner, subject.averaged
+    model = subject.inner
+    averaged = subject.averaged
     # BatchNorm's statistics are of each worker's samples; `norms` reports how far they differ.
     layers = [it for it in model.modules() if isinstance(it, _NormBase)]
     statistics = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
@@ -164,12 +169,12 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Ten
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, list[float]]:
     """Return learning rates, momentum and other numbers of the groups of these optimizers."""
-    found: dict[str, list[float]] = {}
+    settings: dict[str, list[float]] = {}
     for place, optimizer in enumerate(optimizers):
         owner = f"optimizer {place} " * bool(place)
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 values = value if isinstance(value, tuple) else (value,)
                 if key != "params" and all(isinstance(it, (float, int, Tensor)) for it in values):
-                    found[f"{owner}group {number} {key}"] = list(map(float, values))
-    return found
+                    settings[f"{owner}group {number} {key}"] = list(map(float, values))
+    return settings

@@ -62,8 +62,11 @@ class Snapshot:
     ) -> None:
         self._seen = {id(value): value for value in skip}
         self._restores: list[Callable[[], object]] = []
-        waiting = [*((it, False) for it in objects), *((it, True) for it in loaders)]
-        while waiting:  # the loaders first
+        waiting = [(value, False) for value in objects]
+        waiting += [(loader, True) for loader in loaders]
+        # The loaders are last, so they are copied first: what an object of the script holds of
+        # them must not be copied as a whole, with all the data.
+        while waiting:
             value, is_data = waiting.pop()
             if id(value) not in self._seen and not isinstance(value, _PLAIN):
                 self._seen[id(value)] = value  # keeps it alive, so the number stays its own
@@ -91,11 +94,14 @@ class Snapshot:
             values = [value]
             if isinstance(value, dict) or (isinstance(value, list) and name in _DATA):
                 values += value.values() if isinstance(value, dict) else value
-            for it in values:
-                if name in INNER_LOADERS + _DATA or _is_of_own_class(it) or isinstance(it, Dataset):
-                    inside += [(it, True)] * (not isinstance(it, (Tensor, nn.Module)))
-                elif not isinstance(it, (Tensor, np.ndarray)):
-                    self._copy(it)
+            for item in values:
+                is_entered = name in INNER_LOADERS + _DATA
+                if is_entered or _is_of_own_class(item) or isinstance(item, Dataset):
+                    # A model or a tensor of a data set is data: a network that embeds images.
+                    if not isinstance(item, (Tensor, nn.Module)):
+                        inside.append((item, True))
+                elif not isinstance(item, (Tensor, np.ndarray)):
+                    self._copy(item)
         return inside
 
     def _copy(self, value: Any) -> Iterable[object]:  # noqa: ANN401 -- anything a script holds
@@ -136,10 +142,12 @@ class Snapshot:
         return inside
 
     def _copy_tensor(self, tensor: Tensor) -> Iterable[object]:
-        data, content = tensor.data, tensor.detach().clone()
+        data = tensor.data
+        content = tensor.detach().clone()
         gradient = tensor.grad if tensor.is_leaf else None
 
         def restore() -> None:
+            # A step may have given it other memory, while a bucket still refers to this one.
             if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
             tensor.copy_(content)
@@ -158,13 +166,16 @@ def restored(
     loaders = list(loaders)
     collate = [it.collate_fn for it in loaders if isinstance(it, DataLoader)]
     held = held_by([*functions, *collate])
+    # An iterator of a library cannot be set back; one of the script is an object with attributes.
     held = [it for it in held if not isinstance(it, Iterator) or _is_of_own_class(it)]
-    apart = (type, ModuleType, FunctionType, Tensor, Dataset, DataLoader, *_ENTERED)
-    own = [vars(it) for it in held if hasattr(it, "__dict__") and not isinstance(it, apart)]
-    state = sys.modules.get("accelerate.state")  # accumulation that Accelerate's objects share
+    # These have a way of their own to be copied, or none.
+    others = (type, ModuleType, FunctionType, Tensor, Dataset, DataLoader, *_ENTERED)
+    attributes = [vars(it) for it in held if hasattr(it, "__dict__") and not isinstance(it, others)]
+    # Accelerate counts micro-batches in a state that all of its objects share.
+    state = sys.modules.get("accelerate.state")
     shared = [] if state is None else [state.GradientState._shared_state]
     loaders += [it for it in held if isinstance(it, DataLoader)]
-    snapshot = Snapshot([*objects, *held, *own, *shared], loaders=loaders)
+    snapshot = Snapshot([*objects, *held, *attributes, *shared], loaders=loaders)
     restore_random = generators_of()
     try:
         yield
@@ -175,7 +186,8 @@ def restored(
 
 def held_by(functions: Iterable[object]) -> list[object]:
     """Return the objects that functions refer to, in closures, arguments and globals."""
-    waiting, seen = list(functions), dict[int, object]()
+    waiting = list(functions)
+    seen: dict[int, object] = {}
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, _PLAIN):
@@ -198,7 +210,7 @@ def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
     if not isinstance(loader, DataLoader):
         return loader
     twin = copy.copy(loader)
-    vars(twin)["_iterator"] = None
+    vars(twin)["_iterator"] = None  # DataLoader refuses assignments of its attributes
     return twin
 
 
@@ -214,12 +226,13 @@ def generators_of(model: nn.Module | None = None) -> Callable[[], None]:
         module = torch.get_device_module(device)
         restores.append(partial(module.set_rng_state_all, module.get_rng_state_all()))
     layers = () if model is None else model.modules()
-    own = (_generator_restore(it) for layer in layers for it in vars(layer).values())
-    restores += [it for it in own if it is not None]
+    attributes = [value for layer in layers for value in vars(layer).values()]
+    of_layers = map(_generator_restore, attributes)
+    restores += [restore_one for restore_one in of_layers if restore_one is not None]
 
     def restore() -> None:
-        for each in restores:
-            each()
+        for restore_one in restores:
+            restore_one()
 
     return restore
 
@@ -248,8 +261,8 @@ def _content(cell: CellType) -> object:
 
 def _globals_of(function: FunctionType) -> dict[str, object]:
     """Return the global objects that a function names, and functions of the same module."""
-    names, known = _names_in(function.__code__), function.__globals__
-    values = {name: known[name] for name in names if name in known}
+    known = function.__globals__
+    values = {name: known[name] for name in _names_in(function.__code__) if name in known}
     return {
         name: value
         for name, value in values.items()
@@ -273,12 +286,15 @@ def _is_of_own_class(value: object) -> bool:
 @cache
 def _is_of_library(module: str) -> bool:
     """Return True for a module of Python, or one in a folder in which packages are installed."""
+    if module == "__main__":
+        return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or module == "__main__":
-        return module != "__main__"
+    if file is None:  # of Python's built-in modules
+        return True
     if module.partition(".")[0] == "largebatch":  # also in a source checkout
         return True
     folders = list(Path(file).parents)
+    # pip writes the metadata of a package beside it, wherever that is.
     return Path(sysconfig.get_path("stdlib")) in folders or any(
         any(folder.glob("*.dist-info")) for folder in folders
     )

@@ -15,8 +15,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -28,10 +27,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.restoring import INNER_LOADERS, generators_of, without_iterator
+from largebatch.audit.restoring import (
+    INNER_LOADERS,
+    generators_of,
+    without_iterator,
+)
 from largebatch.audit.rules import data as rules
 from largebatch.audit.subject import Subject
 from largebatch.distributed.backend import sum_over_workers
+from largebatch.replacing import replaced_items
 from largebatch.rules import Finding, decide
 
 _REPEATING = ("RASampler", "RepeatAugSampler")
@@ -137,14 +141,10 @@ def read_epochs(
     base = torch_loader(loader)
     if problems or base is None:
         raise NoNumbersError(problems[0])
-    places = ranks.attempt(check, "drawing sample numbers", lambda: _read_by(other, base.dataset))
-    return (
-        base,
-        epochs,
-        _count_readings(
-            base.dataset, epochs[0], places, ranks, is_chosen=check == "evaluation samples"
-        ),
-    )
+    of_other = ranks.attempt(check, "drawing sample numbers", lambda: _read_by(other, base.dataset))
+    is_chosen = check == "evaluation samples"
+    readings = _count_readings(base.dataset, epochs[0], of_other, ranks, is_chosen=is_chosen)
+    return base, epochs, readings
 
 
 def _read_by(other: object, dataset: Any) -> Numbers:  # noqa: ANN401 -- any kind
@@ -171,48 +171,64 @@ def _count_readings(
     """
     root, held = whole(dataset)
     if len(set(ranks.gather(len(root)))) == 1:
-        by = torch.zeros(2, len(root), dtype=torch.int32)
-        by[0, epoch.samples] = 1
-        by[1, of_other] = 1
-        sum_over_workers(by, ranks.backend)
-        of_other_only = ((by[0] == 0) & (by[1] > 0)).numpy()
-        if of_other_only.any() and is_chosen:
-            held = held[(by[0] > 0).numpy()[held]]
-        held = held[~of_other_only[held]]
+        held = held[_expected(len(root), epoch.samples, of_other, ranks, is_chosen=is_chosen)[held]]
     early = np.concatenate([epoch.samples[:0], *epoch.batches()[:-1]])
-    read, has, before = (
-        np.bincount(it, minlength=len(root)) for it in (epoch.samples, held, early)
+    read = np.bincount(epoch.samples, minlength=len(root))
+    has = np.bincount(held, minlength=len(root))
+    read_early = np.bincount(early, minlength=len(root))
+    of_workers = ranks.gather(
+        {
+            "length": len(root),
+            "samples": ranks.attempt("samples", "reading a sample", lambda: _fingerprints(root)),
+            "held": fingerprint(held),
+            "read": fingerprint(epoch.samples),
+            "by draw": int((read_early - has.clip(1)).clip(0).sum()),
+            "batches": len(epoch.sizes),
+            "largest": int(epoch.sizes.max(initial=0)),
+            "all": bool(np.isin(held, epoch.samples).all()),
+        }
     )
-    own = {
-        "length": len(root),
-        "samples": ranks.attempt("samples", "reading a sample", lambda: _fingerprints(root)),
-        "held": fingerprint(held),
-        "read": fingerprint(epoch.samples),
-        "by draw": int((before - has.clip(1)).clip(0).sum()),
-        "batches": len(epoch.sizes),
-        "largest": int(epoch.sizes.max(initial=0)),
-        "all": bool(np.isin(held, epoch.samples).all()),
-    }
-    everyone = ranks.gather(own)
-    first, lengths = everyone[0], [rank["length"] for rank in everyone]
-    shared = all(rank[key] == first[key] for rank in everyone for key in ("length", "samples"))
-    same = shared and all(rank["held"] == first["held"] for rank in everyone)
-    start, size = (0, lengths[0]) if shared else (sum(lengths[: ranks.rank]), sum(lengths))
+
+    def is_equal(*keys: str) -> bool:
+        return all(worker[key] == of_workers[0][key] for worker in of_workers for key in keys)
+
+    is_one_set = is_equal("length", "samples")
+    has_equal_parts = is_one_set and is_equal("held")
+    # Samples of data sets that differ have places of their own, one data set behind the other.
+    lengths = [worker["length"] for worker in of_workers]
+    start = 0 if is_one_set else sum(lengths[: ranks.rank])
+    size = lengths[0] if is_one_set else sum(lengths)
     counts = torch.zeros(2, size, dtype=torch.int32)
     counts[:, start : start + len(root)] = torch.from_numpy(np.stack([read, has > 0]))
     sum_over_workers(counts, ranks.backend)
-    times, expected = counts[0], torch.from_numpy(has) if same else counts[1].clamp(max=1)
+    times = counts[0]
+    # A Subset may hold a sample several times; of different subsets each counts once.
+    expected = torch.from_numpy(has) if has_equal_parts else counts[1].clamp(max=1)
+    is_comparable = has_equal_parts and ranks.size > 1
     return Readings(
         size=int(expected.sum()),
         twice=int((times - expected).clamp(min=0).sum()),
         never=int((expected - times).clamp(min=0).sum()),
-        by_draw=max(rank["by draw"] for rank in everyone),
-        equal=same and ranks.size > 1 and all(it["read"] == first["read"] for it in everyone),
-        global_batch=sum(rank["largest"] for rank in everyone),
-        batches=tuple(rank["batches"] for rank in everyone),
-        everything=same and ranks.size > 1 and all(rank["all"] for rank in everyone),
-        held=np.flatnonzero(expected) if shared else None,
+        by_draw=max(worker["by draw"] for worker in of_workers),
+        equal=is_comparable and is_equal("read"),
+        global_batch=sum(worker["largest"] for worker in of_workers),
+        batches=tuple(worker["batches"] for worker in of_workers),
+        everything=is_comparable and all(worker["all"] for worker in of_workers),
+        held=np.flatnonzero(expected) if is_one_set else None,
     )
+
+
+def _expected(
+    size: int, read: Numbers, of_other: Numbers, ranks: Ranks, *, is_chosen: bool
+) -> npt.NDArray[np.bool_]:
+    """Return which samples this loader is expected to read: not those of the other one alone."""
+    counts = torch.zeros(2, size, dtype=torch.int32)
+    counts[0, read] = 1
+    counts[1, of_other] = 1
+    sum_over_workers(counts, ranks.backend)
+    is_read = (counts[0] > 0).numpy()
+    is_of_other = (counts[1] > 0).numpy() & ~is_read
+    return is_read if is_chosen and is_of_other.any() else ~is_of_other
 
 
 def _fingerprints(dataset: Any) -> list[int]:  # noqa: ANN401 -- a data set of any kind
@@ -221,17 +237,18 @@ def _fingerprints(dataset: Any) -> list[int]:  # noqa: ANN401 -- a data set of a
     They show workers that have different files under the same sample numbers. Samples that differ
     at a second reading show nothing.
     """
-    size, restore = len(dataset), generators_of()
-    found = []
+    size = len(dataset)
+    restore = generators_of()
+    fingerprints = []
     for number in sorted({0, size // 2, size - 1}) if size else ():
         readings = []
         for _ in range(2):
             for seed in (random.seed, np.random.seed, torch.manual_seed):
                 seed(0)
             readings.append(fingerprint(dataset[number]))
-        found.append(readings[0] if readings[0] == readings[1] else 0)
+        fingerprints.append(readings[0] if readings[0] == readings[1] else 0)
     restore()
-    return found
+    return fingerprints
 
 
 def fingerprint(sample: object) -> int:
@@ -294,6 +311,7 @@ def may_set_epoch() -> bool:
     """
     frames = [it.frame.f_globals for it in inspect.stack(0)]
     frames = [it for it in frames if not str(it.get("__name__")).startswith("largebatch.")]
+    # Without its source nothing is known of a script.
     if not frames or not linecache.getlines(str(frames[0].get("__file__"))):
         return True
     values = frames[0].values()
@@ -314,8 +332,9 @@ def sets_epoch_later() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_own = str(frame.f_globals.get("__name__")).split(".")[0] != "largebatch"
-        if is_own and "-packages" not in file:
+        is_of_script = str(frame.f_globals.get("__name__")).split(".")[0] != "largebatch"
+        # What comes behind the present line of each function runs when the epoch ends.
+        if is_of_script and "-packages" not in file:
             last = max(line for *_, line in frame.f_code.co_lines() if line)
             rest = linecache.getlines(file)[frame.f_lineno : last]
             if _SETS_EPOCH.search("".join(rest)):
@@ -349,8 +368,9 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> list[Findi
 
 def _inner_name(loader: object) -> str | None:
     """Return the attribute in which a wrapper has the inner loader; None for no wrapper."""
-    own = getattr(loader, "__dict__", {})
-    return next((name for name in INNER_LOADERS if hasattr(own.get(name), "__iter__")), None)
+    attributes = getattr(loader, "__dict__", {})
+    names = (name for name in INNER_LOADERS if hasattr(attributes.get(name), "__iter__"))
+    return next(names, None)
 
 
 def torch_loader(loader: object) -> DataLoader[Any] | None:
@@ -384,19 +404,6 @@ def whole(dataset: Any) -> tuple[Any, Numbers]:  # noqa: ANN401 -- any data set
     return chain[-1], places
 
 
-@contextmanager
-def _with_attributes(loader: DataLoader[Any], changes: Mapping[str, object]) -> Iterator[None]:
-    """Give a loader other attributes within this block; DataLoader refuses assignments."""
-    attributes = vars(loader)
-    before = dict(attributes)
-    attributes.update(changes)
-    try:
-        yield
-    finally:
-        attributes.clear()
-        attributes.update(before)
-
-
 def epochs_of(
     loader: object, number: int, set_epoch: Callable[[int], object] | None = None
 ) -> list[Epoch]:
@@ -408,12 +415,14 @@ def epochs_of(
     base = torch_loader(loader)
     if base is None:
         raise NoNumbersError(f"{type(loader).__name__} is not a DataLoader")
-    kind, size = type(base.dataset).__name__, getattr(base.dataset, "__len__", None)
-    if isinstance(base.dataset, IterableDataset) or size is None:
-        raise NoNumbersError(f"samples of {kind} have no numbers")
-    places, found = whole(base.dataset)[1], []
+    if isinstance(base.dataset, IterableDataset) or not hasattr(base.dataset, "__len__"):
+        raise NoNumbersError(f"samples of {type(base.dataset).__name__} have no numbers")
+    size = len(base.dataset)
+    _, places = whole(base.dataset)
+    # A data set that returns numbers, read in this process: no sample is loaded. The samplers and
+    # the wrappers are the script's.
     changes: dict[str, Any] = {
-        "dataset": range(size()),
+        "dataset": range(size),
         "collate_fn": lambda batch: batch,
         "num_workers": 0,
         "prefetch_factor": None,
@@ -423,18 +432,20 @@ def epochs_of(
         "_iterator": None,
         "iterator": None,  # of timm's MultiEpochsDataLoader
     }
-    with _with_attributes(base, changes):
+    epochs = []
+    with replaced_items(vars(base), vars(base) | changes):  # DataLoader refuses assignments
         for epoch in range(number):
             if set_epoch is not None:
                 set_epoch(epoch)
-            drawn, total = [np.empty(0, dtype=np.int64)], 0
             outer: Any = loader if _inner_name(loader) in _PASS_ON else base
+            batches = [np.empty(0, dtype=np.int64)]  # an epoch may have none
+            total = 0
             for batch in outer:
-                if total > 2 * size():
-                    text = f"the sampler draws {total:,} of {size():,} samples without an end"
+                if total > 2 * size:
+                    text = f"the sampler draws {total:,} of {size:,} samples without an end"
                     raise NoNumbersError(text)
-                drawn.append(np.asarray(batch, dtype=np.int64).reshape(-1))
-                total += len(drawn[-1])
-            sizes = np.array([len(batch) for batch in drawn[1:]], dtype=np.int64)
-            found.append(Epoch(places[np.concatenate(drawn)], sizes))
-    return found
+                batches.append(np.asarray(batch, dtype=np.int64).reshape(-1))
+                total += len(batches[-1])
+            sizes = np.array([len(batch) for batch in batches[1:]], dtype=np.int64)
+            epochs.append(Epoch(places[np.concatenate(batches)], sizes))
+    return epochs

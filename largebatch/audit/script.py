@@ -73,8 +73,10 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
         watchdog.thread_of_audit = watch.thread
         watch.thread.join()
         watchdog.stop()
-        watch.models, watch.optimizer = [], None
-        gc.collect()  # a DistributedDataParallel that outlives its process group can block
+        # A DistributedDataParallel that outlives its process group can block.
+        watch.models = []
+        watch.optimizer = None
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
     if isinstance(watch.result, Findings):
@@ -122,7 +124,8 @@ class _Watch:
     """What hooks saw of a script, and the exchange of batches between it and its audit."""
 
     def __init__(self, timeout: float, watchdog: Watchdog) -> None:
-        self.timeout, self.watchdog = timeout, watchdog
+        self.timeout = timeout
+        self.watchdog = watchdog
         self.models: list[nn.Module] = []
         self.loss: tuple[Callable[[Any, Any], Tensor], object] | None = None
         """Loss function and labels of its last call."""
@@ -157,23 +160,23 @@ class _Watch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """See what a script does in this block."""
-        own_iter, own_epoch = DataLoader.__iter__, DistributedSampler.set_epoch
+        torch_iter = DataLoader.__iter__
+        torch_set_epoch = DistributedSampler.set_epoch
+        torch_destroy = dist.destroy_process_group
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            own = own_iter(loader)
-            return self._follow(loader, own) if self._is_of_script() else own
+            batches = torch_iter(loader)
+            return self._follow(loader, batches) if self._is_of_script() else batches
 
         def set_epoch(sampler: DistributedSampler[Any], epoch: int) -> None:
             if self._is_of_script():
                 self.set_epoch = sampler.set_epoch
-            own_epoch(sampler, epoch)
+            torch_set_epoch(sampler, epoch)
 
-        own_leave = dist.destroy_process_group
-
-        def leave_group(*args: Any, **words: Any) -> None:  # noqa: ANN401 -- as of torch
+        def destroy(*args: Any, **words: Any) -> None:  # noqa: ANN401 -- as of torch
             if self.thread is not None and self._is_of_script():  # the audit needs the group
                 raise RuntimeError("the script ended before its updates were audited")
-            own_leave(*args, **words)
+            torch_destroy(*args, **words)
 
         with self._hooks, ExitStack() as stack:
             for handle in (
@@ -183,11 +186,11 @@ class _Watch:
             ):
                 self._hooks.callback(handle.remove)
             for name in _LOSSES:
-                seen = partial(self._call_loss, getattr(F, name))
-                self._hooks.enter_context(replaced(F, name, seen))
+                call_loss = partial(self._call_loss, getattr(F, name))
+                self._hooks.enter_context(replaced(F, name, call_loss))
             stack.enter_context(replaced(DataLoader, "__iter__", iterate))
             stack.enter_context(replaced(DistributedSampler, "set_epoch", set_epoch))
-            stack.enter_context(replaced(dist, "destroy_process_group", leave_group))
+            stack.enter_context(replaced(dist, "destroy_process_group", destroy))
             yield
 
     def _is_of_script(self) -> bool:
@@ -215,33 +218,40 @@ class _Watch:
             self._see_loss(module, args[1])
 
     def _call_loss(self, function: Callable[..., Tensor], *args: Any, **words: Any) -> Tensor:  # noqa: ANN401
-        given = dict(signature(function).bind(*args, **words).arguments)
-        scores, labels = given.pop("input"), given.pop("target")
+        options = dict(signature(function).bind(*args, **words).arguments)
+        scores = options.pop("input")
+        labels = options.pop("target")
         loss = function(*args, **words)
         # A loss that is a module is seen when its forward pass ends.
         outermost = self._outermost if self._depth else None
         is_within_loss = outermost is not None and next(outermost.parameters(), None) is None
         if torch.is_grad_enabled() and scores.requires_grad and not is_within_loss:
-            self._see_loss(partial(function, **given), labels)
+            self._see_loss(partial(function, **options), labels)
             if loss.ndim:
                 self.terms = max(self.terms, loss.numel())
         return loss
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        updated = {id(it) for group in optimizer.param_groups for it in group["params"]}
-        self.models.sort(key=lambda model: not updated.isdisjoint(map(id, model.parameters())))
-        if self.models and not updated.isdisjoint(map(id, self.models[-1].parameters())):
-            self.optimizer, self.trained = optimizer, self.loader
+        tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
 
-    def _follow(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
+        def is_updated(model: nn.Module) -> bool:
+            return not tensors.isdisjoint(map(id, model.parameters()))
+
+        # The script may have called a teacher or an average after it: what is updated comes last.
+        self.models.sort(key=is_updated)
+        if self.models and is_updated(self.models[-1]):
+            self.optimizer = optimizer
+            self.trained = self.loader
+
+    def _follow(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
-        for number, batch in enumerate(own, 1):
-            self.loader, self.batch, self.read = loader, batch, number
+        for number, batch in enumerate(batches, 1):
+            self._set_read(loader, batch, number)
             yield batch
             if self.optimizer is None or self.trained is not loader:
                 continue
             # The script may have evaluated since, with another loader.
-            self.loader, self.batch, self.read = loader, batch, number
+            self._set_read(loader, batch, number)
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:
@@ -251,13 +261,20 @@ class _Watch:
                 self.requests.put(None)
             raise _EndedError
 
+    def _set_read(self, loader: DataLoader[Any], batch: object, number: int) -> None:
+        self.loader = loader
+        self.batch = batch
+        self.read = number
+
     def _hand_over(self, to: threading.Thread | None) -> None:
         """Watch the thread of the audit, or the script."""
         self.watchdog.thread_of_audit = to
         self.watchdog.progress()
 
     def _start(self) -> None:
-        model, loader, optimizer = self.models[-1], self.loader, self.optimizer
+        model = self.models[-1]
+        loader = self.loader
+        optimizer = self.optimizer
         loss_fn, labels = self.loss or (None, None)
         if loss_fn is None or not _has_labels(self.batch, labels):
             raise DataError(
@@ -270,16 +287,19 @@ class _Watch:
                 "the script computes its loss from several calls of a loss function, or from one "
                 "with reduction='none': call largebatch.audit in it, with a loss_fn of all terms"
             )
-        batches, requests = self.batches, self.requests
-        sampler, set_epoch = getattr(loader, "sampler", None), self.set_epoch
+        # Own samplers are not DistributedSamplers, so whether the script sets their epoch is not
+        # seen: it is taken to do so.
+        sampler = getattr(loader, "sampler", None)
+        set_epoch = self.set_epoch
         if not isinstance(sampler, DistributedSampler):
             set_epoch = getattr(sampler, "set_epoch", None)
 
         def step(batch: object) -> None:
-            batches.put(batch)
-            error = requests.get()
+            # The script makes its update between taking this batch and requesting the next one.
+            self.batches.put(batch)
+            error = self.requests.get()
             if error is not None:
-                requests.put(error)  # for the next call
+                self.requests.put(error)  # for the next call
                 raise error
 
         def work() -> None:
@@ -300,7 +320,7 @@ class _Watch:
                 )
             except BaseException as error:  # raised in the main thread
                 self.result = error
-            batches.put(None)
+            self.batches.put(None)  # ends the script
 
         # Set before it starts: the audit restores what the hook of set_epoch refers to.
         self.thread = threading.Thread(target=work, name="audit", daemon=True)
@@ -321,14 +341,15 @@ def _no_exit(path: Path, watch: _Watch) -> Iterator[None]:
 
     Processes that the script forks, and this package, end as usual.
     """
-    own = os.getpid()
+    process = os.getpid()
 
     def guard(name: str) -> Callable[..., Any]:
         function = getattr(os, name)
 
         def leave(*args: Any, **words: Any) -> Any:  # noqa: ANN401 -- of any of the functions
             module = str(sys._getframe(1).f_globals.get("__name__"))
-            if os.getpid() == own and watch.result is None and not module.startswith("largebatch."):
+            is_of_script = os.getpid() == process and not module.startswith("largebatch.")
+            if is_of_script and watch.result is None:
                 leave_before_the_audit(path, f"os.{name}")
             return function(*args, **words)
 
@@ -343,10 +364,10 @@ def _no_exit(path: Path, watch: _Watch) -> Iterator[None]:
 def _has_labels(batch: Any, labels: object) -> bool:  # noqa: ANN401 -- as the loader has it
     """Return True if these are the labels of a batch, or of its last part."""
     try:
-        given = labels_of(batch)
+        of_batch = labels_of(batch)
     except ValueError:
         return False
-    if not isinstance(labels, Tensor) or not 0 < len(labels) <= len(given):
+    if not isinstance(labels, Tensor) or not 0 < len(labels) <= len(of_batch):
         return False
-    last = given[-len(labels) :]
+    last = of_batch[-len(labels) :]
     return labels.shape == last.shape and bool((labels.cpu() == last.cpu()).all())

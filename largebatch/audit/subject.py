@@ -49,7 +49,8 @@ class Subject:
         if self.forward is None:
             _require_images(model, batch)
             images = images_of(batch).clone()  # the model may change them in place
-            scores, labels = logits_of(model(input_of(model)(images))), labels_of(batch)
+            scores = logits_of(model(input_of(model)(images)))
+            labels = labels_of(batch)
         else:
             scores, labels = self._pair(model, tree_map_only(Tensor, torch.clone, batch))
         loss, _, labels = self.loss_of(scores, labels.to(device_of(model)))
@@ -71,7 +72,7 @@ class Subject:
         """
         try:
             return self.loss_fn(scores, labels), scores, labels
-        except Exception as error:
+        except Exception as error:  # a loss says in many ways that it does not take these
             inner = scores_in(scores)
             if inner is not scores:
                 return self.loss_of(inner, labels)
@@ -91,9 +92,9 @@ class Subject:
 
     def _pair(self, model: Any, batch: Any) -> tuple[Any, Any]:  # noqa: ANN401
         assert self.forward is not None
-        found = self.forward(model, batch)
-        is_pair = isinstance(found, tuple) and len(found) == 2
-        return found if is_pair else (found, labels_of(batch))
+        result = self.forward(model, batch)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        return result if is_pair else (result, labels_of(batch))
 
 
 def scores_in(output: Any) -> Any:  # noqa: ANN401 -- of any model
@@ -101,6 +102,7 @@ def scores_in(output: Any) -> Any:  # noqa: ANN401 -- of any model
     mapping, or the only tensor of a mapping; the output itself if it has none of these.
     """
     if isinstance(output, Mapping):
+        # A scalar is the loss, which models of Transformers return too.
         tensors = [it for it in output.values() if isinstance(it, Tensor) and it.ndim]
         return output.get("logits", tensors[0] if len(tensors) == 1 else output)
     output = logits_of(output)
@@ -140,7 +142,8 @@ class _Replay:
     """A model whose forward pass was made before."""
 
     def __init__(self, model: nn.Module, output: object) -> None:
-        self._model, self._output = model, output
+        self._model = model
+        self._output = output
 
     def __call__(self, *_: object, **__: object) -> object:
         return self._output

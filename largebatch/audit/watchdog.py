@@ -21,8 +21,11 @@ from largebatch.distributed.environment import LAUNCHER, own_rank
 from largebatch.errors import printable
 from largebatch.runs.launch import USER, leave_with_error
 
-_LATE, _FAILED = "largebatch_audit_late", "largebatch_audit_failed"
-"""Keys of the store, set by a worker whose time is over, and by one whose script has failed."""
+_LATE = "largebatch_audit_late"
+"""Key of the store, set by a worker whose time is over."""
+
+_FAILED = "largebatch_audit_failed"
+"""Key of the store, set by a worker whose script has failed."""
 
 _AFTER_ERROR = 10.0
 """Seconds without progress after which workers leave if the script of another one has failed."""
@@ -40,7 +43,8 @@ class Watchdog:
     """A thread that ends this worker when its script or its audit makes no progress."""
 
     def __init__(self, path: Path, timeout: float) -> None:
-        self.path, self.timeout = path, timeout
+        self.path = path
+        self.timeout = timeout
         self.thread_of_audit: threading.Thread | None = None
         """The thread of the audit, while the script waits for it; None while the script runs."""
 
@@ -104,8 +108,9 @@ class Watchdog:
             frame = self._frame()
             if frame is None or not _waits_for_others(frame):
                 waited = None
+            # The same instruction of the same frame: a loop that waits again has moved on.
             elif waited is None or waited[:2] != (frame, frame.f_lasti):
-                waited = frame, frame.f_lasti, now
+                waited = (frame, frame.f_lasti, now)
             elif now - waited[2] > limit:
                 self._set(_LATE, "start")
                 what = f"waited {limit:g} s before its first update"
@@ -141,8 +146,8 @@ class Watchdog:
         if frame is None or self.thread_of_audit is not None:
             return ""
         frames = list(traceback.walk_stack(frame))[::-1]
-        own = [at for at, (it, _) in enumerate(frames) if self._is_of_script(it)]
-        stack = traceback.StackSummary.extract(iter(frames[own[0] if own else 0 :]))
+        of_script = [place for place, (it, _) in enumerate(frames) if self._is_of_script(it)]
+        stack = traceback.StackSummary.extract(iter(frames[of_script[0] if of_script else 0 :]))
         return "; its stack:\n" + "".join(stack.format()).rstrip()
 
     def _place_of(self, frame: FrameType | None) -> str:
@@ -163,6 +168,7 @@ class Watchdog:
         """Return a connection of this thread to the process group's store; None without one."""
         if self._store is None and dist.is_available() and dist.is_initialized():
             store: Any = dist.distributed_c10d._get_default_store()
+            # The script's thread may block in a call of its own connection.
             try:
                 self._store = store.clone()
             except (RuntimeError, NotImplementedError, AttributeError):  # of another kind
