@@ -341,11 +341,17 @@ class Sums(NamedTuple):
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, num_squares: int) -> Self:
         """Return the numbers of a sum of `pack` by name."""
-        requests = 4
-        squares = requests + 1 + len(STOP_CAUSES)
-        usage = squares + num_squares
+        loss, bad, ranks, infinite = numbers[:4]
+        end_of_requests = 4 + 1 + len(STOP_CAUSES)
+        end_of_squares = end_of_requests + num_squares
         return cls(
-            *numbers[:requests], numbers[requests:squares], numbers[squares:usage], numbers[usage:]
+            loss=loss,
+            bad=bad,
+            ranks=ranks,
+            infinite=infinite,
+            requests=numbers[4:end_of_requests],
+            squares=numbers[end_of_requests:end_of_squares],
+            usage=numbers[end_of_squares:],
         )
 
 
