@@ -373,16 +373,16 @@ class Sums(NamedTuple):
     def unpack(cls, numbers: Sequence[float], *, num_squares: int) -> Self:
         """Return the numbers of a sum of `pack` by name."""
         loss, bad, ranks, infinite = numbers[:4]
-        squares = 4 + 1 + len(STOP_CAUSES)  # after the requests: to save, and to stop by cause
-        usage = squares + num_squares
+        end_of_requests = 4 + 1 + len(STOP_CAUSES)
+        end_of_squares = end_of_requests + num_squares
         return cls(
             loss=loss,
             bad=bad,
             ranks=ranks,
             infinite=infinite,
-            requests=numbers[4:squares],
-            squares=numbers[squares:usage],
-            usage=numbers[usage:],
+            requests=numbers[4:end_of_requests],
+            squares=numbers[end_of_requests:end_of_squares],
+            usage=numbers[end_of_squares:],
         )
 
 
