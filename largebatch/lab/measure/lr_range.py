@@ -264,10 +264,10 @@ def plan_range(
             f"{momentum:g}: at least {least}, so that the loss follows the rate; or give a "
             "narrower range"
         )
-    if recipe.optimizer.kind == "schedule-free":
+    if recipe.optimizer.averages_rates:
         raise LargebatchError(
-            "optimizer.kind: schedule-free takes a constant rate, which it averages over: a range "
-            "test would average over weights of all rates; give optimizer.kind: sgd"
+            f"optimizer.kind: {recipe.optimizer.kind} takes a constant rate, which it averages "
+            "over: a range test would average over weights of all rates; give optimizer.kind: sgd"
         )
     gamma = (low / high) ** (1 / (steps - 1))
     changes = {
