@@ -41,6 +41,12 @@ class Optimizer(Choice):
     takes_late_gradients: ClassVar[bool] = False
     """True if a protocol's servers can apply its updates one gradient at a time."""
 
+    shares_updates: ClassVar[bool] = False
+    """True if the workers share the work of an update."""
+
+    averages_rates: ClassVar[bool] = False
+    """True if its weights are an average over all rates so far, which should be constant."""
+
     has_trust_ratios: ClassVar[bool] = False
     """True if it has a trust ratio for every layer, for monitor: trust_ratios."""
 
@@ -179,6 +185,7 @@ class ScheduleFree(Optimizer):
     """
 
     builder: ClassVar = "largebatch.optim.schedule_free:build_schedule_free"
+    averages_rates: ClassVar = True
 
     kind: Literal["schedule-free"]
 
@@ -339,6 +346,7 @@ class Muon(Optimizer):
     """
 
     builder: ClassVar = "largebatch.optim.muon:build_muon"
+    shares_updates: ClassVar = True
 
     kind: Literal["muon"]
 
