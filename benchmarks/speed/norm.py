@@ -4,7 +4,8 @@
 
 In every round each kind of normalisation goes once; the ratios are of the same round. For --layers
 (channels x height) with ReLU, one launch of our kernels is compared with two, and the choice that
-they would make, forward and backward, is recorded: WHOLE of largebatch/models/kernels/fused.py.
+they would make, forward and backward, is recorded: WHOLE of
+largebatch/models/kernels/batchnorm_launches.py.
 """
 
 import argparse

@@ -72,9 +72,10 @@ def _fits(layers: Sequence[nn.Module]) -> bool:
 
     Layers in between may be nn.Identity, which timm has in place of those that are left out.
     """
-    norm, *behind = layers
+    norm = layers[0]
+    behind = layers[1:]
     if behind and type(behind[-1]) is nn.ReLU:
-        behind.pop()
+        behind = behind[:-1]
     # A BatchNorm with modules inside applies an activation, or computes its weights.
     is_plain = type(norm) is SpanBatchNorm and not norm._modules
     return is_plain and all(type(layer) is nn.Identity for layer in behind)

@@ -261,8 +261,8 @@ def test_spans_that_stay_in_the_cache_of_an_h100_are_read_once(
 
 
 @pytest.mark.usefixtures("kernels_in_graphs")
-def test_a_graph_of_torch_compile_calls_the_operator(whole: bool) -> None:
-    """It is traced with the shapes that the operator declares; Triton's code is a GPU's matter."""
+def test_a_graph_of_torch_compile_has_the_operators(whole: bool) -> None:
+    """It is traced with the shapes that they declare; Triton's code is a GPU's matter."""
     torch.compiler.reset()  # other tests may have used up the recompilations of a layer
     block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
     block = with_span(block.to(DEVICE), 2 if whole else 4)
@@ -286,7 +286,7 @@ def test_a_graph_of_torch_compile_calls_the_operator(whole: bool) -> None:
         spans.reduce()
         spans.update()
         results.append([it.grad for it in model.parameters()] + list(model.buffers()))
-    assert any("span_batchnorm" in name for name in called)
+    assert any("normalise_in_graph" in name for name in called)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -315,11 +315,21 @@ def test_what_the_kernels_do_not_take_is_left_to_pytorch(
 
 
 @pytest.mark.usefixtures("kernels_in_graphs")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the tracer reads it
 def test_fake_tensors_and_tracers_see_the_operator() -> None:
     layer, images = with_span(nn.BatchNorm1d(3), 2).to(DEVICE), draw(4, 3)
     graph = make_fx(layer)(images)
     assert "span_batchnorm" in graph.code
     assert torch.equal(graph(images), layer(images))
+
+    def gradient(values: Tensor) -> Tensor:
+        leaf = values.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
+        return grad
+
+    graph = make_fx(gradient)(images)
+    assert "span_batchnorm_backward" in graph.code
+    assert torch.equal(graph(images), gradient(images))
     with FakeTensorMode(allow_non_fake_inputs=True):
         out = layer(torch.empty(4, 3, device=DEVICE))
         out.sum().backward()

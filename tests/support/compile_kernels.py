@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.types import Request, View
-from largebatch.models.kernels import fused
+from largebatch.models.kernels import batchnorm_launches as launches_of_batchnorm
 from largebatch.optim.kernels import Rule
 from largebatch.optim.kernels.table import Table
 
@@ -81,16 +81,18 @@ def main() -> None:
 
     accelerator.launch = launch
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    fused.PARTS = 1
+    launches_of_batchnorm.PARTS = 1
     x = torch.randn(4, 72, 16, 16).bfloat16().to(memory_format=torch.channels_last)
     affine = torch.rand(2, 72).requires_grad_()
     sums = torch.zeros(2, 72)
-    for fused.WHOLE in (True, False):
+    for launches_of_batchnorm.WHOLE in (True, False):
         for other in (None, x.clone()):
             leaf = x.clone().requires_grad_()
-            out, _ = fused.normalise(leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums)
+            out, _ = launches_of_batchnorm.normalise(
+                leaf, other, *affine, eps=1e-5, span=2, relu=True, sums=sums
+            )
             out.backward(x)
-    fused.moments(x, 2)
+    launches_of_batchnorm.moments(x, 2)
     weight = torch.ones(64)
     short = torch.ones(64).bfloat16()
     rule = Rule(

@@ -27,9 +27,9 @@ _MOST = 65_535  # spans, and blocks of at least 16 channels, that CUDA launches 
 
 def batchnorm() -> ModuleType:
     """Import the kernels; raises ImportError without Triton."""
-    from largebatch.models.kernels import fused
+    from largebatch.models.kernels import batchnorm_launches
 
-    return fused
+    return batchnorm_launches
 
 
 def take(images: Tensor, other: Tensor | None = None, *, span: int = 1) -> bool:

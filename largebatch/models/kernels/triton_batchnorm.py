@@ -1,4 +1,4 @@
-"""The kernels of `fused`, in Triton.
+"""The kernels of `batchnorm_launches`, in Triton.
 
 Partial sums are a count, a mean and squared deviations from it, about the mean of the first rows of
 a part, and are merged by equation 2.1 of Chan, Golub and LeVeque (1983): a mean that is far from

@@ -99,26 +99,52 @@ class _Shape(NamedTuple):
 
         `tensors` of this shape are read, twice if a part may be a whole span.
         """
-        samples, channels = int(x.shape[0]), int(x.shape[1])  # numbers, in a dynamic graph too
-        area, spans = int(x.numel()) // (samples * channels), -(-samples // span)
-        rows, size = min(span, samples) * area, x.element_size()
+        # In a dynamic graph of torch.compile these are symbols until they are converted.
+        samples = int(x.shape[0])
+        channels = int(x.shape[1])
+        area = int(x.numel()) // (samples * channels)
+        size = x.element_size()
+        spans = _cdiv(samples, span)
+        rows = min(span, samples) * area
+
+        # A program of a whole span reads 64 bytes of each row, two sectors of memory: narrow blocks
+        # make many programs, each with few bytes that must stay in the cache.
         cols = min(64 // size, _power_of_2(channels))
         programs = spans * _cdiv(channels, cols)
-        whole = not in_parts and (
-            _stays(programs, tensors, rows * cols * size, x.device) if WHOLE is None else WHOLE
-        )
+        whole = False
+        if not in_parts:
+            stays = _stays(programs, tensors, rows * cols * size, x.device)
+            whole = stays if WHOLE is None else WHOLE
+        parts = 1
         if not whole:
+            # Otherwise 128 bytes, a line of the cache, and as many parts as programs are left.
             cols = min(128 // size, _power_of_2(channels))
-        parts = 1 if whole else max(1, PARTS // (spans * _cdiv(channels, cols)))
+            parts = max(1, PARTS // (spans * _cdiv(channels, cols)))
+
+        # A step reads a whole part if TILE allows it, and not less than an eighth of TILE: small
+        # loads would wait for memory. Sizes are powers of 2, as Triton wants them.
         most = max(1, TILE // (cols * size))
-        tile = min(_power_of_2(rows), max(most // 8, _power_of_2(_cdiv(rows, parts))))
+        tile = max(most // 8, _power_of_2(_cdiv(rows, parts)))
+        tile = min(tile, _power_of_2(rows))
+        # Of two tensors a step holds half as many rows each; a third one is read after their use.
         tile = max(1, min(tile, most // min(tensors, 2)))
+        # Parts of whole steps: only the last step of a span is masked.
         per = _cdiv(_cdiv(rows, parts), tile) * tile
-        last = samples * area - (spans - 1) * rows
-        return cls(spans, rows, last, channels, cols, tile, _cdiv(rows, per), per, whole)
+        return cls(
+            spans=spans,
+            rows=rows,
+            last=samples * area - (spans - 1) * rows,
+            channels=channels,
+            cols=cols,
+            tile=tile,
+            parts=_cdiv(rows, per),
+            per=per,
+            whole=whole,
+        )
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Return the number of programs: by part, block of channels and span."""
         return self.parts, _cdiv(self.channels, self.cols), self.spans
 
     @property
@@ -131,17 +157,30 @@ class _Shape(NamedTuple):
         return math.gcd(self.channels, 16)
 
     @property
+    def units(self) -> int:
+        """Number of channels in these units: what a kernel multiplies them by is a constant."""
+        return self.channels // self.unit
+
+    @property
     def tiles(self) -> dict[str, int]:
+        """Return the constants of a kernel."""
         return {"ROWS": self.tile, "COLS": self.cols, "UNIT": self.unit}
 
 
-def _launch_in_graph(
-    kernel: Any,  # noqa: ANN401 -- Triton is untyped
-    grid: tuple[int, ...],
-    *args: object,
-    **constants: object,
-) -> None:
-    wrap_triton(kernel)[grid](*args, num_warps=8, **constants)
+class Settings(NamedTuple):
+    """How a layer normalises its images."""
+
+    eps: float
+    span: int
+    """Number of samples; with a group, those that its workers hold together."""
+
+    relu: bool
+    group: Group | None = None
+    """Workers that share a span."""
+
+
+Affine = tuple[Tensor | None, Tensor | None]
+"""Scale and shift of each channel; both are None in a layer without them."""
 
 
 def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
@@ -169,17 +208,16 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     if weight is not None or bias is not None:
         weight = x.new_ones(channels, dtype=torch.float32) if weight is None else weight
         bias = torch.zeros_like(weight) if bias is None else bias
+        # Kernels read them by their addresses, with a stride of 1.
         weight, bias = weight.contiguous(), bias.contiguous()
-    for each, shape in ((weight, (channels,)), (bias, (channels,)), (sums, (2, channels))):
-        if each is not None and (each.shape != shape or each.device != x.device):
+    for tensor, shape in ((weight, (channels,)), (bias, (channels,)), (sums, (2, channels))):
+        if tensor is not None and (tensor.shape != shape or tensor.device != x.device):
             raise ValueError(
-                f"a BatchNorm of {each.shape[-1]} channels on {each.device} was given images of "
-                f"{plural(channels, 'channel')} on {x.device}"
+                f"a BatchNorm of {tensor.shape[-1]} channels on {tensor.device} was given images "
+                f"of {plural(channels, 'channel')} on {x.device}"
             )
-    keys = torch._C._TorchDispatchModeKey
-    modes = map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY))  # make_fx has the second
-    if torch.compiler.is_compiling() or any(mode is not None for mode in modes):
-        y, stat = _in_graph(x, other, weight, bias, eps, span, relu)
+    if _is_traced():
+        y, stat = _normalise_in_graph(x, other, weight, bias, eps, span, relu)
         if sums is not None:
             mean, variance, count = stat.unbind(1)
             sums += torch.stack([mean.sum(0), (variance * (count / (count - 1))).sum(0)])
@@ -197,13 +235,52 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
             shares=group is not None,
         )
     )
-    result: tuple[Tensor, Tensor] = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch's
-        x, other, weight, bias, sums, eps, span, relu, group
-    )
+    # With a group a worker holds a part of one span.
+    settings = Settings(eps, span if group is None else len(x), relu, group)
+    return _apply(x, other, weight, bias, sums, settings=settings, is_traced=False)
+
+
+def _apply(*tensors: Tensor | None, settings: Settings, is_traced: bool) -> tuple[Tensor, Tensor]:
+    """Call `_Normalise`, which takes no keywords."""
+    result: tuple[Tensor, Tensor] = _Normalise.apply(*tensors, settings, is_traced)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch's
+def _normalise_in_graph(  # noqa: PLR0913 -- a graph of torch.compile has no tuples
+    x: Tensor,
+    other: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    span: int,
+    relu: bool,  # noqa: FBT001 -- as above
+) -> tuple[Tensor, Tensor]:
+    """Normalise where operations are traced.
+
+    torch.compile's first stage does not look inside. The next one runs it, and records what it
+    calls forward and backward.
+    """
+    settings = Settings(eps, span, relu)
+    return _apply(x, other, weight, bias, None, settings=settings, is_traced=True)
+
+
+def _is_traced() -> bool:
+    """Return True if operations are recorded or have no numbers, so that kernels cannot run."""
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    # make_fx has a mode of the second kind.
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
+
+
 class _Normalise(torch.autograd.Function):
+    """The only way to autograd, for launches and for the operators that are traced.
+
+    An operator cannot have its own: torch takes no formula for one that adds to `sums`, in the
+    launch that has the moments, and no argument for a group of any backend.
+    """
+
     @staticmethod
     def forward(  # noqa: PLR0913 -- PyTorch takes no keywords here
         ctx: Any,  # noqa: ANN401 -- PyTorch's, untyped
@@ -212,58 +289,70 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         sums: Tensor | None,
-        eps: float,
-        span: int,
-        relu: bool,  # noqa: FBT001 -- as above
-        group: Group | None,
+        settings: Settings,
+        is_traced: bool,  # noqa: FBT001 -- as above
     ) -> tuple[Tensor, Tensor]:
-        span = span if group is None else len(x)
-        settings = eps, span, relu, group, accelerator.launch
-        result = _forward(x, other, (weight, bias), sums, *settings)
-        _save(ctx, (x, other, weight, bias, *settings), result)
-        ctx.set_materialize_grads(False)
-        return result
+        if is_traced:
+            y, stat = _forward_operator(x, other, weight, bias, *settings[:3])
+        else:
+            y, stat = _forward(x, other, (weight, bias), sums, settings, accelerator.launch)
+        ctx.settings = settings
+        ctx.is_traced = is_traced
+        ctx.adds = other is not None
+        # Without a sum, what was before the ReLU is computed again from x.
+        ctx.save_for_backward(x, y if settings.relu and ctx.adds else None, weight, bias, stat)
+        ctx.mark_non_differentiable(stat)
+        ctx.set_materialize_grads(False)  # zeros for the moments, in each pass
+        return y, stat
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
         if dy is None:
-            return (None,) * 9
+            return (None,) * 7
         x, y, weight, bias, stat = ctx.saved_tensors
-        dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *ctx.settings)
-        affine = _of_affine(grads, (weight, bias))
-        return dx, dz if ctx.adds else None, *affine, None, None, None, None, None
+        if ctx.is_traced:
+            dx, grads, *dzs = _backward_operator(dy, x, y, weight, bias, stat, *ctx.settings[:3])
+            dz = dzs[0] if dzs else dy
+        else:
+            dx, dz, grads = _backward(
+                dy, x, y, (weight, bias), stat, ctx.settings, accelerator.launch
+            )
+        by_weight = None if weight is None else grads[1].to(weight.dtype)
+        by_bias = None if bias is None else grads[0].to(bias.dtype)
+        return dx, dz if ctx.adds else None, by_weight, by_bias, None, None, None
 
 
-def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
+def _forward(
     x: Tensor,
     other: Tensor | None,
-    affine: tuple[Tensor | None, Tensor | None],
+    affine: Affine,
     sums: Tensor | None,
-    eps: float,
-    span: int,
-    relu: bool,  # noqa: FBT001 -- as above
-    group: Group | None,
+    settings: Settings,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    shape = _Shape.of(x, span, in_parts=group is not None)
+    shape = _Shape.of(x, settings.span, in_parts=settings.group is not None)
+    parts = shape.parts
     if shape.whole:
+        # The moments of each span, which PyTorch adds up below.
         part = x.new_empty(shape.spans, 2, shape.channels, dtype=torch.float32)
     else:
         part = _partial_moments(x, shape, launch)
-    parts = shape.parts
-    if group is not None:
-        part, parts = _over_workers(part, shape, group, launch), group.world_size
+    if settings.group is not None:
+        part = _over_workers(part, shape, settings.group, launch)
+        parts = settings.group.world_size
     y = torch.empty_like(x)
     stat = part.new_empty(shape.spans, 3, shape.channels)
-    tensors = [x, other, y, part, stat, sums, *affine]
     launch(
         kernels.normalise_rows,
         shape.grid,
-        *(part if tensor is None else tensor for tensor in tensors),  # see _backward
-        *(*shape.sizes, parts, shape.channels // shape.unit, eps),
+        *_present([x, other, y, part, stat, sums, *affine], instead=part),
+        *shape.sizes,
+        parts,
+        shape.units,
+        settings.eps,
         SUM=other is not None,
-        RELU=relu,
+        RELU=settings.relu,
         AFFINE=affine[0] is not None,
         COUNT=sums is not None,
         WHOLE=shape.whole,
@@ -275,103 +364,139 @@ def _forward(  # noqa: PLR0913 -- both ways to call it pass all of them
     return y, stat
 
 
-def _backward(  # noqa: PLR0913 -- both ways to call it pass all of them
+def _backward(  # noqa: PLR0913 -- the tensors of a layer
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    affine: tuple[Tensor | None, Tensor | None],
+    affine: Affine,
     stat: Tensor,
-    eps: float,
-    span: int,
-    relu: bool,  # noqa: FBT001 -- as above
-    group: Group | None,
+    settings: Settings,
     launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C."""
-    shape = _Shape.of(x, span, tensors=2 if y is None else 3, in_parts=group is not None)
+    """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C.
+
+    `y` is the result if there were a sum and a ReLU, else None: then the gradient of what was added
+    is dy.
+    """
+    group = settings.group
+    num_tensors = 2 if y is None else 3
+    shape = _Shape.of(x, settings.span, tensors=num_tensors, in_parts=group is not None)
     dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
     dz = None if y is None else torch.empty_like(x)
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
     constants = {"AFFINE": affine[0] is not None, **shape.tiles}
-    grad, result = dy, y
+
+    # What the second launch reads: the gradient, and whether it is masked by the ReLU there.
+    grad = dy
+    result = y
+    masks = settings.relu
+    written = dz
     if not shape.whole:
         launch(
             kernels.gradient_sums,
             shape.grid,
-            # inductor may copy an argument for each place where it is passed; not a kernel's output
-            *(stat if tensor is None else tensor for tensor in [dy, x, y, dz, part, stat, *affine]),
-            *(*shape.sizes, shape.channels // shape.unit, eps),
+            *_present([dy, x, y, dz, part, stat, *affine], instead=stat),
+            *shape.sizes,
+            shape.units,
+            settings.eps,
             SUM=y is not None,
-            RELU=relu,
+            RELU=settings.relu,
             **constants,
         )
-        grad, result, relu = dy if dz is None else dz, None, relu and dz is None
+        if dz is not None:
+            # The first launch has masked the gradient: nobody reads dy and y a second time.
+            grad = dz
+            result = None
+            masks = False
+            written = None
+
     dx = torch.empty_like(x)
     grads = stat.new_empty(2, shape.channels)  # of bias and weight
     parts = shape.parts
     if group is not None:
+        # Bias and weight get this worker's gradient, which the reducer adds up with the others; dx
+        # needs the sums over the span.
         grads = part.sum((0, 1))
-        part, parts = grads.clone(), 1
+        part = grads.clone()
+        parts = 1
         group.all_reduce(part).wait()
-    tensors = [grad, x, result, dz if shape.whole else None, dx, part, stat, *affine, grads]
     launch(
         kernels.gradient_rows,
         shape.grid,
-        *(stat if tensor is None else tensor for tensor in tensors),
-        *(*shape.sizes, parts, shape.channels // shape.unit, eps),
+        *_present([grad, x, result, written, dx, part, stat, *affine, grads], instead=stat),
+        *shape.sizes,
+        parts,
+        shape.units,
+        settings.eps,
         SUM=result is not None,
-        RELU=relu,
+        RELU=masks,
         COUNT=group is None and not shape.whole,
         WHOLE=shape.whole,
         CHUNK=CHUNK,
         **constants,
     )
-    return dx, dy if dz is None else dz, part.sum((0, 1)) if shape.whole else grads
+    if shape.whole:
+        grads = part.sum((0, 1))
+    return dx, dy if dz is None else dz, grads
 
 
-def _of_affine(
-    grads: Tensor, affine: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor | None, Tensor | None]:
-    weight, bias = affine
-    if weight is None or bias is None:
-        return None, None
-    return grads[1].to(weight.dtype), grads[0].to(bias.dtype)
+def _present(tensors: list[Tensor | None], *, instead: Tensor) -> list[Tensor]:
+    """Replace None, which Triton does not take; a kernel does not read what stands there.
+
+    Not by an output of the kernel: inductor may copy an argument for each place where it is passed.
+    """
+    return [instead if tensor is None else tensor for tensor in tensors]
 
 
 def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+    """Return mean and deviations of each part of the spans, and behind them the numbers of rows."""
     size = shape.spans * shape.parts * (2 * shape.channels + 1)
     part = torch.empty(size, dtype=torch.float32, device=x.device)
-    sizes = *shape.sizes, shape.channels // shape.unit
-    launch(kernels.statistics, shape.grid, x, part, *sizes, **shape.tiles)
+    launch(kernels.statistics, shape.grid, x, part, *shape.sizes, shape.units, **shape.tiles)
     return part
 
 
 def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+    """Return the moments of each span from those of its parts."""
     stat = part.new_empty(shape.spans, 3, shape.channels)
-    grid = shape.grid[1:]
+    _, *grid = shape.grid  # a program merges all parts
     constants = {"COLS": shape.cols, "UNIT": shape.unit, "CHUNK": CHUNK}
-    sizes = shape.parts, shape.channels // shape.unit
-    launch(kernels.merge_spans, grid, part, stat, *sizes, **constants)
+    launch(kernels.merge_spans, tuple(grid), part, stat, shape.parts, shape.units, **constants)
     return stat
 
 
 def moments(x: Tensor, span: int) -> Tensor:
     """Return mean, biased variance and number of values of each span: G x 3 x C, float32."""
-    shape, launch = _Shape.of(x, span, in_parts=True), accelerator.launch
-    return _merged(_partial_moments(x, shape, launch), shape, launch)
+    shape = _Shape.of(x, span, in_parts=True)
+    part = _partial_moments(x, shape, accelerator.launch)
+    return _merged(part, shape, accelerator.launch)
 
 
 def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
+    """Return the moments of each worker, as parts of the span that they share."""
     mean, variance, count = _merged(part, shape, launch)[0]
-    # As in `batchnorm_functional`, which another worker may use.
+    # The same numbers as in `batchnorm_functional`, which another worker may use.
     gathered = group.all_gather(torch.cat([mean, variance, count[:1]]))
     counts = gathered[:, -1]
+    # Kernels merge squared deviations: variances times numbers.
     gathered[:, len(mean) : -1] *= counts.unsqueeze(1)
     return torch.cat([gathered[:, :-1].flatten(), counts])
 
 
+# The operators that stand for the launches where they are traced. They take no tuples.
+
+
+def _launch_in_operator(
+    kernel: Any,  # noqa: ANN401 -- Triton is untyped
+    grid: tuple[int, ...],
+    *args: object,
+    **constants: object,
+) -> None:
+    wrap_triton(kernel)[grid](*args, num_warps=8, **constants)
+
+
 @triton_op("largebatch::span_batchnorm", mutates_args=())
-def _in_graph(  # noqa: PLR0913 -- operators take no keywords
+def _forward_operator(  # noqa: PLR0913 -- as above
     x: Tensor,
     other: Tensor | None,
     weight: Tensor | None,
@@ -380,17 +505,18 @@ def _in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> tuple[Tensor, Tensor]:
-    return _forward(x, other, (weight, bias), None, eps, span, relu, None, _launch_in_graph)
+    settings = Settings(eps, span, relu)
+    return _forward(x, other, (weight, bias), None, settings, _launch_in_operator)
 
 
-@_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
+@_forward_operator.register_fake  # type: ignore[untyped-decorator]  # torch's
 def _(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     spans = -(-len(x) // int(args[4]))  # type: ignore[call-overload]  # the span
     return torch.empty_like(x), x.new_empty(spans, 3, x.shape[1], dtype=torch.float32)
 
 
 @triton_op("largebatch::span_batchnorm_backward", mutates_args=())
-def _backward_in_graph(  # noqa: PLR0913 -- operators take no keywords
+def _backward_operator(  # noqa: PLR0913 -- as above
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
@@ -401,30 +527,17 @@ def _backward_in_graph(  # noqa: PLR0913 -- operators take no keywords
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> list[Tensor]:
-    settings = eps, span, relu, None, _launch_in_graph
-    dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, *settings)
+    """Return the gradients of x, of bias and weight, and of what was added, unless that is dy.
+
+    An operator may not return what it was given.
+    """
+    settings = Settings(eps, span, relu)
+    dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, settings, _launch_in_operator)
     return [dx, grads] if y is None else [dx, grads, dz]
 
 
-@_backward_in_graph.register_fake  # type: ignore[untyped-decorator]  # torch's
+@_backward_operator.register_fake  # type: ignore[untyped-decorator]  # torch's
 def _(_: Tensor, x: Tensor, y: Tensor | None, *args: object) -> list[Tensor]:  # noqa: ARG001 -- the operator's
     grads = x.new_empty(2, x.shape[1], dtype=torch.float32)
-    return [torch.empty_like(x), grads] + ([] if y is None else [torch.empty_like(x)])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 -- PyTorch's, untyped
-    x, other, weight, bias, *settings = inputs
-    y, stat = output
-    relu, ctx.settings, ctx.adds = settings[2], settings, other is not None
-    ctx.save_for_backward(x, y if relu and ctx.adds else None, weight, bias, stat)
-    ctx.mark_non_differentiable(stat)
-
-
-def _backward_of_graph(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
-    x, y, weight, bias, stat = ctx.saved_tensors
-    dx, grads, *dz = _backward_in_graph(dy, x, y, weight, bias, stat, *ctx.settings)
-    other = (dz[0] if dz else dy) if ctx.adds else None
-    return dx, other, *_of_affine(grads, (weight, bias)), None, None, None
-
-
-_in_graph.register_autograd(_backward_of_graph, setup_context=_save)
+    results = [torch.empty_like(x), grads]
+    return results if y is None else [*results, torch.empty_like(x)]
