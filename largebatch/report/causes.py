@@ -188,7 +188,7 @@ STAYED_UP: tuple[Rule[Rise], ...] = (
         unless=_DIVERGED,
     ),
 )
-"""Of a rise anywhere."""
+"""Rules on the largest rise of the whole run."""
 
 AFTER_WARM_UP: tuple[Rule[Rise], ...] = (
     Rule(

@@ -540,7 +540,7 @@ class DrawsOfStep:
 
     drawn: tuple[str, ...]
     equal: tuple[str, ...]
-    """Those from which all workers draw the same numbers."""
+    """Libraries from which all workers draw the same numbers."""
 
     workers: int
 

@@ -349,7 +349,7 @@ class Unequal:
     """Number of gradients that are not zero in one process."""
 
     cosine: float
-    """Of the average with the exact gradient, without clipping."""
+    """Cosine of the average with the exact gradient, without clipping."""
 
     has_equal_weights: bool
     """True if the weights are equal nevertheless, at a rate that is not 0."""

@@ -54,7 +54,9 @@ class MLPerf(Clock):
 
     def __init__(self, folder: Path, recipe: Recipe, *, began: float) -> None:
         self._package = require_mlperf("mllog.mllog", "tracking: [mlperf]")
-        self._path, self._recipe, self._began = folder / MLPERF_LOG, recipe, began
+        self._path = folder / MLPERF_LOG
+        self._recipe = recipe
+        self._began = began
         self._submission = _submission(closed=not rules.broken_rules(recipe))
         self._file = _File(self._path, encoding="utf-8", delay=True)
         self._log: Any = None
@@ -97,7 +99,8 @@ class MLPerf(Clock):
             raise CheckpointError(
                 f"{self._path}: has no run_start, and the run resumes at step {start.resume_step}"
             )
-        self._plan, self._log = start.plan, self._open()
+        self._plan = start.plan
+        self._log = self._open()
         self._over = "run_stop" in keys
         if "run_start" not in keys:
             self._begin(start.plan)
@@ -114,7 +117,10 @@ class MLPerf(Clock):
         return self._package.MLLogger(logger, root_dir=root)
 
     def _begin(self, plan: Plan) -> None:
-        log, recipe, began = self._log, self._recipe, round(1000 * self._began)
+        log = self._log
+        recipe = self._recipe
+        began = round(1000 * self._began)
+        # Only who starts the run can clear the file system's cache, and says so here.
         log.event("cache_clear", os.environ.get("MLPERF_CACHE_CLEARED") == "1", time_ms=began)
         log.start("init_start", time_ms=began)
         for key, value in self._submission.items():
@@ -133,6 +139,7 @@ class MLPerf(Clock):
             return
         plan = self._plan
         assert plan is not None
+        # A block ends with an evaluation, or where the stage does.
         ends = {*plan.evaluate_after, plan.train_steps, plan.steps, plan.updates}
         end = min(end for end in ends if end > step)
         self._block = round(1 + plan.epoch(step), 6)  # the rules number epochs from 1
@@ -178,7 +185,9 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
     optimizers. Decay steps are those of the whole run, with the warm-up, as in most of the
     reference's points.
     """
-    section, schedule, decay = recipe.optimizer, recipe.schedule, recipe.schedule.decay
+    section = recipe.optimizer
+    schedule = recipe.schedule
+    decay = schedule.decay
     opt = f"{section.kind}_opt" if isinstance(section, (LARS, SGD)) else "opt"
     warmup = "lars_opt" if isinstance(section, LARS) else "opt"
     parameters: dict[str, object] = {

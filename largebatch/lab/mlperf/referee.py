@@ -41,8 +41,8 @@ def find_logs(folder: Path) -> list[Path]:
     """Return the logs in a folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a run folder or one of result_*.txt")
-    own = folder / MLPERF_LOG
-    paths = [own] if own.exists() else sorted(folder.glob("result_*.txt"))
+    log = folder / MLPERF_LOG
+    paths = [log] if log.exists() else sorted(folder.glob("result_*.txt"))
     if not paths:
         raise CheckpointError(
             f"{folder}: holds neither {MLPERF_LOG} nor result_*.txt; a run writes its log with "
@@ -96,8 +96,10 @@ def _division(path: Path) -> object:
 @contextmanager
 def captured_log() -> Iterator[list[logging.LogRecord]]:
     """Collect the checkers' messages, which go to the root logger, instead of printing them."""
-    root, captured = logging.getLogger(), BufferingHandler(capacity=2**31)
-    handlers, level = root.handlers, root.level
+    root = logging.getLogger()
+    captured = BufferingHandler(capacity=2**31)
+    handlers = root.handlers
+    level = root.level
     root.handlers = [captured]
     root.setLevel(logging.INFO)
     try:
@@ -113,9 +115,9 @@ def _check_compliance(logs: Sequence[Path]) -> CheckerResult:
     As in package_checker, one of five may break them, for example a run below the target: the
     slowest does not count.
     """
-    found = {path: _broken_rules(path) for path in logs}
-    broken = sum(map(bool, found.values()))
-    lines = [f"{path}: {line}" for path, own in found.items() for line in own]
+    broken_rules = {path: _broken_rules(path) for path in logs}
+    broken = sum(map(bool, broken_rules.values()))
+    lines = [f"{path}: {line}" for path, messages in broken_rules.items() for line in messages]
     return CheckerResult(not broken or (broken == 1 and len(logs) == RUNS), lines)
 
 
@@ -142,7 +144,7 @@ def _check_seeds(logs: Sequence[Path]) -> CheckerResult:
     with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
         passed = package.SeedChecker(ROUND).check_seeds(logs)
-    errors = [each.getMessage() for each in captured if each.levelno == logging.ERROR]
+    errors = [record.getMessage() for record in captured if record.levelno == logging.ERROR]
     return CheckerResult(passed, [line for error in errors for line in error.splitlines()])
 
 
@@ -154,12 +156,13 @@ def _check_convergence(logs: Sequence[Path]) -> CheckerResult:
         for number, path in enumerate(logs):
             (Path(folder) / f"result_{number}.txt").symlink_to(path.absolute())
         try:
-            passed, found, _ = checker.check_directory(
+            passed, message, _ = checker.check_directory(
                 folder, USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
             )  # fmt: skip
         except Exception as error:  # it reads whatever the logs hold
-            passed, found = False, f"the checker stopped: {type(error).__name__}: {error}"
-    lines = [found, *map(_line, captured)]
+            passed = False
+            message = f"the checker stopped: {type(error).__name__}: {error}"
+    lines = [message, *map(_line, captured)]
     return CheckerResult(
         bool(passed), [line for line in lines if not line.startswith(("---", "Running"))]
     )

@@ -20,10 +20,13 @@ from largebatch.recipe.schedule import Polynomial
 from largebatch.recipe.section import Duration, Section
 from largebatch.rules import Finding, Rule, examine
 
-USAGE, BENCHMARK, ROUND = "training", "resnet", "4.0.0"
+USAGE = "training"
+BENCHMARK = "resnet"
+ROUND = "4.0.0"
 TARGET = 0.759  # top-1 accuracy at which a run is complete
 
-TRAIN_SAMPLES, VAL_SAMPLES = 1_281_167, 50_000
+TRAIN_SAMPLES = 1_281_167
+VAL_SAMPLES = 50_000
 FREE_MOMENTUM = 32_768  # least batch at which LARS may have any momentum
 
 LARS_REMARK = (
