@@ -339,16 +339,19 @@ def run_apart(job: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, An
             env=environment,
             check=False,
         )
-        output, errors, code = done.stdout, done.stderr, done.returncode
+        output = done.stdout
+        end = _end_of(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
-        output, errors, code = _text(error.stdout), f"no end after {seconds:.0f} s", 1
+        output = _text(error.stdout)  # the trials that ended before
+        end = f"no end after {seconds:.0f} s"
     except OSError as error:  # no memory for a process
-        output, errors, code = "", str(error), 1
+        output = ""
+        end = _end_of(1, str(error))
     lines = []
     for line in output.splitlines():
         with suppress(ValueError):  # the last one may be incomplete
             lines.append(json.loads(line))
-    return lines, _end_of(code, errors)
+    return lines, end
 
 
 def _text(output: bytes | str | None) -> str:
@@ -370,7 +373,8 @@ def main() -> None:
     """Make the trials of the job on standard input, and write a line of JSON for each event."""
     job = json.load(sys.stdin)
     leave_with(job["parent"])  # a killed worker's trials would keep its device busy
-    output, sys.stdout = sys.stdout, sys.stderr  # what others print is no record
+    output = sys.stdout
+    sys.stdout = sys.stderr  # what others print is not a record
     device = torch.device(job["device"])
     if accelerator.is_remote(device):
         device = accelerator.choose(job["index"])
@@ -423,7 +427,9 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
     exact = theirs if trial.exact is None else trial.exact()
     ours = trial.ours()
     assert len(ours) == len(theirs) == len(exact)
-    error, of_torch, is_right = 0.0, 0.0, True
+    error = 0.0
+    of_torch = 0.0
+    is_right = True
     own_errors = [_errors(own, true) for own, true in zip(ours, exact, strict=True)]
     torch_errors = [_errors(other, true) for other, true in zip(theirs, exact, strict=True)]
     for kind in (0, 1):  # the largest difference finds a wrong element, the length a small bias
@@ -434,7 +440,8 @@ def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding
         for own_error, torch_error in of_tensors:
             limit = 0.0 if trial.exact is None else _ROUNDING * max(torch_error, usual) + _FLOOR
             is_right = is_right and math.isfinite(own_error) and own_error <= limit
-            error, of_torch = max(error, own_error), max(of_torch, torch_error)
+            error = max(error, own_error)
+            of_torch = max(of_torch, torch_error)
     finding = replace(
         finding,
         variants=finding.variants + 1,
@@ -538,7 +545,8 @@ def _facts_of(device: torch.device) -> dict[str, object]:
 @functools.cache
 def _source() -> str:
     """Return a digest of the source that trials run."""
-    folder, digest = Path(__file__).parent, hashlib.sha256()
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
     for name in _SOURCES:
         place = folder / name
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:

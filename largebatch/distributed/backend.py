@@ -126,7 +126,8 @@ def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> 
     if number == 0:
         return accelerator.CPU
     if compared and number == 1:
-        local_rank, local_size = 0, 1
+        local_rank = 0
+        local_size = 1
     if local_size > number:
         raise BackendError(
             f"{plural(local_size, 'worker')} on a machine with {number} GPU; {remedy()}"

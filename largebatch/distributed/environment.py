@@ -85,7 +85,8 @@ def launched() -> Launched | None:
     BackendError if its variables are not numbers or contradict each other.
     """
     for by, total in sorted(_LAUNCHERS, key=lambda names: not os.environ.get(names[1])):
-        rank, size = number(by, None), number(total, None)
+        rank = number(by, None)
+        size = number(total, None)
         if rank is None or size == 1:
             continue
         shown = f"{by}={rank}" if size is None else f"{total}={size}"
@@ -95,7 +96,8 @@ def launched() -> Launched | None:
                 "size minus 1; unset both, or leave them to the launcher"
             )
         return Launched(rank, size or 1, by, shown)
-    rank, tasks = number(_SLURM_RANK, None), slurm_tasks()
+    rank = number(_SLURM_RANK, None)
+    tasks = slurm_tasks()
     if rank is None or tasks < 2:
         return None
     return Launched(rank, tasks, _SLURM_RANK, f"{tasks} tasks of srun")
@@ -103,8 +105,8 @@ def launched() -> Launched | None:
 
 def launched_size() -> int:
     """Return the number of workers that the launcher started; 1 for a single process."""
-    found = launched()
-    return 1 if found is None else found.size
+    workers = launched()
+    return 1 if workers is None else workers.size
 
 
 def join_slurm() -> None:
@@ -177,8 +179,11 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def worker_rank() -> int | None:
     """Return this process's rank if it is one of several workers, else None."""
-    joined, found = _joined(), launched()
-    return joined[0] if joined else found.rank if found else None
+    joined = _joined()
+    if joined is not None:
+        return joined[0]
+    workers = launched()
+    return None if workers is None else workers.rank
 
 
 def own_rank() -> int:
@@ -189,8 +194,8 @@ def own_rank() -> int:
 def require_alone(workers: int) -> None:
     """Raise BackendError if this process, which is to start `workers`, is itself one of several."""
     if worker_rank() is not None:
-        found = launched()
-        how = found.shown if found else "it has connected them"
+        workers_found = launched()
+        how = workers_found.shown if workers_found else "it has connected them"
         raise BackendError(
             f"this process is already one of several workers ({how}); leave --workers {workers} out"
         )
@@ -203,12 +208,18 @@ def world_size() -> int:
 
 
 def _joined() -> tuple[int, int] | None:
-    dist, hvd = map(sys.modules.get, ("torch.distributed", "horovod.torch"))
-    rank, size = 0, 1
+    """Return the rank and the number of the workers that a library has connected, if several."""
+    # A library that nothing has imported has connected nothing, and importing it takes seconds.
+    dist = sys.modules.get("torch.distributed")
+    hvd = sys.modules.get("horovod.torch")
+    rank = 0
+    size = 1
     if dist is not None and dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
     elif hvd is not None and hvd.is_initialized():
-        rank, size = hvd.rank(), hvd.size()
+        rank = hvd.rank()
+        size = hvd.size()
     return (rank, size) if size > 1 else None
 
 

@@ -48,7 +48,9 @@ class HorovodGroup:
         process_set: object,
         prefix: str,
     ) -> None:
-        self._hvd, self._set, self._prefix = hvd, process_set, prefix
+        self._hvd = hvd
+        self._set = process_set
+        self._prefix = prefix
         self._under_way: set[str] = set()
         self._worker: int = hvd.rank()  # global rank, for error messages
         self.rank = list(members).index(self._worker)
@@ -56,8 +58,11 @@ class HorovodGroup:
 
     def all_reduce(self, tensor: Tensor) -> _Sum:
         """Start to sum `tensor` over the group, in place."""
-        hvd, target = self._hvd, tensor.detach()
+        hvd = self._hvd
+        target = tensor.detach()
         sent = _sendable(target)
+        # Horovod matches the operations of workers by name, and a name may be under way only once.
+        # All workers start the same operations in the same order, so they count alike.
         numbered = (f"{self._name(sent)}.{number}" for number in count())
         name = next(name for name in numbered if name not in self._under_way)
         with self._lost_peers_named():
@@ -113,7 +118,8 @@ class Horovod(HorovodGroup):
         process_set = hvd.global_process_set
         super().__init__(hvd, members=everyone, process_set=process_set, prefix="")
         self._sets = {tuple(everyone): hvd.global_process_set}
-        self._num_splits, self._is_own = 0, is_own
+        self._num_splits = 0
+        self._is_own = is_own
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
         self.device = device if _supports_gpus(hvd) else torch.device("cpu")

@@ -7,10 +7,10 @@ A `Grouping` takes the sizes of the gradients in bytes, in the order of the mode
 ranges of their numbers, the first to send in front: small groups start early but cost a latency
 each; large groups use the bandwidth well but start late.
 
-A gradient is a view into its buffer, also with a single worker, so that its address never changes:
-tables of addresses (optim/kernels/table.py) and graphs (training/graph.py) stay valid. The first
-backward pass of a step creates new tensors, which are copied there group by group; the later ones
-add to the views.
+A gradient is a view into its buffer, also with a single worker on a GPU, so that its address never
+changes: tables of addresses (optim/kernels/table.py) and graphs (training/graph.py) stay valid. The
+first backward pass of a step creates new tensors, which are copied there group by group; the later
+ones add to the views.
 """
 
 import math
@@ -48,12 +48,17 @@ def by_bytes(limit: float) -> Grouping:
         raise ValueError(f"a group needs at least 1 byte, got {limit}")
 
     def group(sizes: Sequence[int]) -> list[range]:
-        counts, number, filled = [], 0, 0
+        counts = []
+        number = 0
+        filled = 0
+        # From the last layer, whose gradients are ready first.
         for size in reversed(sizes):
-            number, filled = number + 1, filled + size
+            number += 1
+            filled += size
             if filled >= limit:
                 counts.append(number)
-                number = filled = 0
+                number = 0
+                filled = 0
         return _cut(len(sizes), [*counts, number])
 
     return group
@@ -65,11 +70,12 @@ def _whole(sizes: Sequence[int]) -> list[range]:
 
 def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
     """Return ranges of `counts` tensors from the end; the last range is the remainder."""
-    groups, end = [], num_tensors
-    for taken in counts:
+    groups: list[range] = []
+    end = num_tensors
+    for number in counts:
         if end == 0:
             break
-        groups.append(range(max(0, end - taken), end))
+        groups.append(range(max(0, end - number), end))
         end = groups[-1].start
     return groups
 
@@ -110,10 +116,17 @@ class _Group:
             if weight.grad is not self.views[name]:
                 weight.grad = self.views[name]
 
+    def tensors(self) -> list[Tensor]:
+        """Return the memory of the gradients: the buffer, or their tensors if they have their own.
+
+        Tensors without elements are left out.
+        """
+        tensors = [self.buffer] if self.is_placed else list(self.gradients.values())
+        return [tensor for tensor in tensors if tensor.numel()]
+
     def square(self) -> Tensor:
         """Return the squared norm of the gradients: 0-d, on the device."""
-        length: Tensor = torch.linalg.vector_norm(self.buffer)
-        return length.square()
+        return torch.stack(torch._foreach_norm(self.tensors())).square().sum()
 
     def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
@@ -127,8 +140,9 @@ class Reducer:
     Per optimizer step: `zero`, any number of backward passes, `arm` before the last one, `wait`.
     Every gradient is then the sum over workers and micro-batches; with a loss divided by the global
     batch it is the mean over all samples, and needs no further scaling. After `wait` the gradients
-    of every step have the same memory. Other code may remove or replace them between `wait` and
-    `zero`; within a step that is an error, which names the parameter.
+    of every step have the same memory, except with a single worker on a CPU. Other code may remove
+    or replace them between `wait` and `zero`; within a step that is an error, which names the
+    parameter.
 
     `dtype` is a shorter type to send. Each worker divides by `divisor` before rounding and
     multiplies the sum by it. The default is the number of workers, so that no sum of representable
@@ -158,21 +172,27 @@ class Reducer:
         keeps_type = set(exact)
         if not self._sends:
             grouping = _whole  # nothing is sent early, so that one launch can place all gradients
+        divided = divide(parameters, grouping=grouping, exact=keeps_type)
+        if not divided:
+            raise ValueError("the model has no parameter with requires_grad=True")
+        self.device = divided[0][0][1].device
+        # A single worker on a CPU sends nothing and has no graphs: there the tensors of autograd
+        # stay the gradients, for a copy would take 1 to 3 % of an update.
+        self._places = self._sends or self.device.type != "cpu"
         self._groups: list[_Group] = []
-        for members in divide(parameters, grouping=grouping, exact=keeps_type):
+        for members in divided:
             kinds = _by_kind(members)
             if len(kinds) > 1 and workers.world_size > 1:
                 raise ValueError(
                     f"parameters of different types or devices in one group: {kinds.keys()}"
                 )
             sent_as = None if members[0][1] in keeps_type else dtype
-            self._groups += [_with_buffer(named, dtype=sent_as) for named in kinds.values()]
-        if not self._groups:
-            raise ValueError("the model has no parameter with requires_grad=True")
+            for named in kinds.values():
+                make = _with_buffer if self._places else _without_buffer
+                self._groups.append(make(named, dtype=sent_as))
         self.parameters = [weight for group in self._groups for weight in group.parameters.values()]
         """The parameters whose gradients are summed."""
 
-        self.device = self.parameters[0].device
         self._armed = False
         self.in_passes = False
         """True while a step computes gradients, before the optimizer changes weights."""
@@ -268,12 +288,12 @@ class Reducer:
 
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
-        buffers = [group.buffer for group in self._groups if group.buffer.numel()]
+        tensors = [tensor for group in self._groups for tensor in group.tensors()]
         if self.device.type != "cpu":  # one launch for many tensors
-            return _all_finite(torch._foreach_norm(buffers, ord=math.inf))
-        finite = _all_finite(torch._foreach_norm(buffers))  # 20 times as fast on the CPU
+            return _all_finite(torch._foreach_norm(tensors, ord=math.inf))
+        finite = _all_finite(torch._foreach_norm(tensors))  # 20 times as fast on the CPU
         if not finite:  # or a square overflowed
-            finite = _all_finite([end for buffer in buffers for end in torch.aminmax(buffer)])
+            finite = _all_finite([end for tensor in tensors for end in torch.aminmax(tensor)])
         return finite
 
     def close(self) -> None:
@@ -310,7 +330,8 @@ class Reducer:
             if name not in group.gradients:
                 group.gradients[name] = weight.grad
                 if len(group.gradients) == len(group.parameters):
-                    group.place()
+                    if self._places:
+                        group.place()
                     if self._measure:  # before later passes add, and before it is sent
                         group.first.copy_(group.square())
             elif weight.grad is not group.gradients[name]:
@@ -342,11 +363,12 @@ def divide(
             raise ValueError(f"two parameters are named {name}: give each its own name")
         if weight in names:
             raise ValueError(f"one parameter is named {names[weight]} and {name}: list it once")
-        weights[name], names[weight] = weight, name
+        weights[name] = weight
+        names[weight] = name
     trained = [(name, weight) for name, weight in named if weight.requires_grad]
-    apart = set(exact)
-    first = [(name, weight) for name, weight in trained if weight not in apart]
-    last = [(name, weight) for name, weight in trained if weight in apart]
+    keeps_type = set(exact)
+    first = [(name, weight) for name, weight in trained if weight not in keeps_type]
+    last = [(name, weight) for name, weight in trained if weight in keeps_type]
     sizes = [weight.numel() * weight.element_size() for _, weight in first]
     groups = [first[numbers.start : numbers.stop] for numbers in grouping(sizes)]
     return [*groups, last] if last else groups
@@ -376,6 +398,12 @@ def _with_buffer(members: list[Named], *, dtype: torch.dtype | None) -> _Group:
             views[name] = part[: weight.numel()].view_as(weight)
     sent = buffer if dtype in {None, buffer.dtype} else torch.zeros_like(buffer, dtype=dtype)
     return _Group(dict(members), buffer, views, sent, first=buffer.new_zeros(()))
+
+
+def _without_buffer(members: list[Named], *, dtype: torch.dtype | None) -> _Group:
+    assert dtype is None, "a group that is sent has a buffer"
+    empty = torch.empty(0)
+    return _Group(dict(members), empty, {}, empty, first=members[0][1].new_zeros(()))
 
 
 def _all_finite(numbers: Sequence[Tensor]) -> Tensor:

@@ -40,7 +40,8 @@ waits for; the next operation outside of it, queued behind it, ends a run that l
 
 class _Pending:
     def __init__(self, work: dist.Work, worker: int) -> None:
-        self._work, self._worker = work, worker
+        self._work = work
+        self._worker = worker
 
     def wait(self) -> None:
         """Block until the result is available."""
@@ -185,8 +186,10 @@ class TorchDistributed(RunningTorch):
                 f"the torch backend needs {', '.join(missing)} in the environment; start the "
                 "workers with --workers N or with torchrun"
             )
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-        local_rank, local_size = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world_size)
+        rank = number("RANK", 0)
+        world_size = number("WORLD_SIZE", 1)
+        local_rank = number("LOCAL_RANK", rank)
+        local_size = number("LOCAL_WORLD_SIZE", world_size)
         device = pick_device(local_rank, local_size, compared=True)
         # Without LOCAL_WORLD_SIZE others may be on other hosts, unless none can reach the store.
         here = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
@@ -238,7 +241,8 @@ def _by_members_alone() -> Iterator[None]:
     """
     world = dist.group.WORLD
     assert world is not None
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         yield
     finally:

@@ -185,25 +185,33 @@ class LARS(Tabled):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
+        # GradScaler sets both for the time of a step.
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         rules = self._rules()
-        found = self._update_tables(rules, scale, found_inf)
-        others = [self._gather(group) for group in self.param_groups] if self._others else []
-        for group, rule, every_kind in zip(self.param_groups, rules, others, strict=False):
-            for (device, _), lists in every_kind.items():
-                grads = as_models(lists.grads, lists.weights)
-                if scale is not None:
-                    torch._foreach_div_(grads, scale.to(device))
-                skipped = found_inf if found_inf is None else found_inf.to(device).clamp(max=1)
-                update = _kernel(device, group["kernels"])
-                own = replace(rule, found_inf=skipped)  # it is a sum over devices
-                adapted = update(lists.weights, grads, lists.buffers, own)
-                if adapted is not None:
-                    found.append((lists.parameters, adapted))
-                if lists.rounded:
-                    torch._foreach_copy_(lists.rounded, lists.exact)
-        self._ratios = found
+        self._ratios = self._update_tables(rules, scale, found_inf)
+        if self._others:
+            for group, rule in zip(self.param_groups, rules, strict=True):
+                self._update_others(group, rule, scale, found_inf)
         return loss
+
+    def _update_others(
+        self, group: dict[str, Any], rule: Rule, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Update the parameters of a group that are in no table, by type and device."""
+        for (device, _), lists in self._gather(group).items():
+            grads = as_models(lists.grads, lists.weights)
+            if scale is not None:
+                torch._foreach_div_(grads, scale.to(device))
+            if found_inf is not None:
+                # GradScaler's is a sum over devices, so it may be above 1.
+                rule = replace(rule, found_inf=found_inf.to(device).clamp(max=1))
+            update = _kernel(device, group["kernels"])
+            ratios = update(lists.weights, grads, lists.buffers, rule)
+            if ratios is not None:
+                self._ratios.append((lists.parameters, ratios))
+            if lists.rounded:
+                torch._foreach_copy_(lists.rounded, lists.exact)
 
     def _rules(self) -> list[Rule]:
         return [_rule(group) for group in self.param_groups]
@@ -241,7 +249,8 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
 
 
 def _rule(group: dict[str, Any]) -> Rule:
-    lr, decay = _number(group, "lr"), _number(group, "weight_decay")
+    lr = _number(group, "lr")
+    decay = _number(group, "weight_decay")
     convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
     place: Literal["inside", "outside"] = "outside" if convention == "outside" else "inside"

@@ -165,7 +165,9 @@ class Muon(Optimizer):
         They have the type of the weights, which must be long enough for them.
         """
         group = self.param_groups[0]
-        weights, momentum, lr = group["params"], group["momentum"], group["lr"]
+        weights = group["params"]
+        momentum = group["momentum"]
+        lr = group["lr"]
         steps = [-lr * _scale(weight, group["adjust_lr"]) for weight in weights]
         numbers = [momentum, 1 - momentum, 1 - lr * group["weight_decay"], *steps]
         kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
@@ -207,8 +209,9 @@ class Muon(Optimizer):
         return parts
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
-        grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
+        grad = weight.grad
         assert grad is not None
+        buffer = self.state[weight]["momentum_buffer"]
         direction: Tensor = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return direction.flatten(1)
 

@@ -49,7 +49,8 @@ def own_groups(optimizer: Optimizer, weights: Collection[nn.Parameter]) -> list[
 
     Weights that share a group with others move to a new one with the same settings.
     """
-    chosen, groups = set(weights), []
+    chosen = set(weights)
+    groups = []
     for group in list(optimizer.param_groups):
         moved = [weight for weight in group["params"] if weight in chosen]
         rest = [weight for weight in group["params"] if weight not in chosen]

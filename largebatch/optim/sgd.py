@@ -38,7 +38,9 @@ class TabledSGD(Tabled, SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
+        # GradScaler sets both for the time of a step.
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         self._update_tables(self._rules(), scale, found_inf)
         if self._others:
             with hidden_gradients(it for table in self._tables for it in table.parameters):

@@ -53,7 +53,8 @@ class Shampoo(ScalableShampoo):
 
     def _fresh(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return a new state of one weight, created by the library, which needs a gradient."""
-        grad, weight.grad = weight.grad, torch.zeros_like(weight)
+        grad = weight.grad
+        weight.grad = torch.zeros_like(weight)
         self.init_group({**group, "params": [weight]})
         weight.grad = grad
         entry: dict[str, Any] = self.state[weight]

@@ -181,7 +181,8 @@ class GraphedStep(EagerStep):
                 self._watch(Part.OPTIMIZER, self.update_weights)
             else:
                 self._replay(graph)
-        for name in self._in_graphs:  # the next replay overwrites them
+        # The caller keeps results for longer than one update, and the next replay overwrites them.
+        for name in self._in_graphs:
             setattr(self.result, name, getattr(self.result, name).clone())
         self._in_graphs = set()
         self._has_watched = self._shape.updates == _WARM_UP
@@ -190,9 +191,11 @@ class GraphedStep(EagerStep):
     def _begin_shape(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
         self._shape = _Shape(None)
-        for part in self._replayable.values():
-            part.refresh()
-        if self._has_watched:  # which may have found something on one worker
+        for replayable in self._replayable.values():
+            replayable.refresh()
+        if self._has_watched:
+            # One worker alone may have found that its host waits. All workers watched the same
+            # update, for their batches have the same shape, so all of them come here.
             self._has_watched = False
             self._agree()
         if {Part.PASSES, Part.OPTIMIZER} <= self._excluded.keys():
@@ -207,15 +210,17 @@ class GraphedStep(EagerStep):
         # Weights that are not trained yet have no gradient in the optimizer's step.
         key = form, len(self.frozen)
         if key not in self._shapes and self._pool() and self._is_crowded():
-            self._shapes.clear()  # its first updates cannot use the memory of other graphs
+            # The first updates of a shape run without a graph, and cannot use the graphs' memory.
+            self._shapes.clear()
         self._shape = self._shapes.pop(key, _Shape(form))
-        self._shapes[key] = self._shape  # the newest is the last
+        self._shapes[key] = self._shape  # now the last one; the first was not used for the longest
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
         self._shape.updates += 1
         if self._shape.updates > _WARM_UP:
             self._require_unchanged()
         else:
+            # Again in the second update: the first has created the state of the optimizer.
             self._shape.reads = self._reads()
         if self._shape.updates == _WARM_UP + 1 and Part.PASSES not in self._excluded:
             self._shape.batch = Batch(*map(torch.empty_like, batch))
@@ -231,6 +236,7 @@ class GraphedStep(EagerStep):
         # A smaller micro-batch than the first of an update has no graph.
         if not parts or shape.batch is None or shape.form != _form(batch):
             return None
+        # Where the sums cannot be recorded, no pass may send: `finish` sends all gradients.
         sends = Part.SUMS in parts
         passes = partial(self.forward_backward, shape.batch, first=first, last=sends)
         graph = shape.graphs.get((first, *parts)) or self._record((first, *parts), parts, passes)
@@ -326,7 +332,7 @@ class GraphedStep(EagerStep):
         result = self.result
         before = spans.counts
         has_sums = spans.is_summed
-        handled = sys.exception()  # by the caller
+        handled = sys.exception()  # an error that the caller handles is not the recording's
         part = parts[0]
         try:
             self.result = replace(result)
@@ -335,6 +341,7 @@ class GraphedStep(EagerStep):
                 for part in parts:
                     work[part]()
             if not self.reducer.is_placed:
+                # The gradients of those would stay in memory of the graph.
                 raise ValueError("a micro-batch reaches some of the weights only")
             return _Graph(
                 graph=graph,
@@ -345,13 +352,15 @@ class GraphedStep(EagerStep):
                 has_sums=spans.is_summed,
             )
         except Exception as problem:  # torch and Triton raise all kinds
+            # Graphs share memory, so a recording that ended early may have broken older ones.
             self._forget_shapes()
             self.reducer.cancel()
             self.scaler.update(result.loss_scale)  # the same; forgets that gradients were unscaled
+            # A graph may be invalid because memory ran out: then that is the error.
             cause: BaseException | None = problem
             while cause is not None and cause is not handled:
                 if accelerator.is_out_of_memory(cause):
-                    raise cause from None  # after it a graph may be invalid
+                    raise cause from None
                 cause = cause.__context__
             reason = clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
             self._exclude(part, f"recording failed ({reason})")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +42,19 @@ SAMPLES = 200
 """Number of measurements of the workers' resources in a run; at most one in each update."""
 
 STOP_CAUSES: tuple[StopCause, ...] = get_args(StopCause)
-_AUTO_SECONDS, _MOST_OF_TIME = 120.0, 0.01
-"""Least seconds between two checkpoints, and the largest part of the time that they may take, for
-`every_minutes: auto`."""
+
+# For `every_minutes: auto`, the least seconds between two checkpoints, and the largest part of the
+# time that they may take.
+_AUTO_SECONDS = 120.0
+_MOST_OF_TIME = 0.01
 
 
 class RunLog:
     """Sends the events of a run to its trackers, which worker 0 has."""
 
     def __init__(self, folder: Path, state: TrainState) -> None:
-        self.folder, self._state = folder, state
+        self.folder = folder
+        self._state = state
         self.trackers: list[Tracker] = []
         self._texts: set[str] = set()
 
@@ -80,8 +83,11 @@ class Requests:
         wants_stop: Callable[[], StopCause | None] = lambda: None,
         save_minutes: float | Literal["auto"] | None = None,
     ) -> None:
-        self._backend, self._wants_stop, self._save_minutes = backend, wants_stop, save_minutes
-        self._saved, self._cost = time.perf_counter(), 0.0
+        self._backend = backend
+        self._wants_stop = wants_stop
+        self._save_minutes = save_minutes
+        self._saved = time.perf_counter()
+        self._cost = 0.0
         self.cause: StopCause | None = None
         """What requested a worker to stop; None if nothing did."""
 
@@ -122,7 +128,9 @@ class Requests:
 
     def note_saved(self, *, seconds: float) -> None:
         """Count the time to the next checkpoint from now; `seconds` are those it took."""
-        self._saved, self._cost, self.save_due = time.perf_counter(), seconds, False
+        self._saved = time.perf_counter()
+        self._cost = seconds
+        self.save_due = False
 
 
 class DivergenceCheck:
@@ -134,8 +142,11 @@ class DivergenceCheck:
     def __init__(
         self, plan: Plan, *, most_skipped: int, in_fp16: bool, emit: Callable[[Note], None]
     ) -> None:
-        self._plan, self._in_fp16, self._emit = plan, in_fp16, emit
-        self._most_skipped, self._num_skipped = most_skipped, 0
+        self._plan = plan
+        self._in_fp16 = in_fp16
+        self._emit = emit
+        self._most_skipped = most_skipped
+        self._num_skipped = 0
 
     def check(self, step: Step, *, infinite: float = 0, bad: float = 0, ranks: float = 0) -> None:
         """Raise DivergedError if the run cannot continue after this update.
@@ -191,8 +202,11 @@ class Monitors:
     def __init__(
         self, monitored: Collection[Monitor], plan: Plan, backend: Backend, state: TrainState
     ) -> None:
-        self._plan, self._state, self._backend = plan, state, backend
-        self._norm, self._ratios = "gradient_norm" in monitored, "trust_ratios" in monitored
+        self._plan = plan
+        self._state = state
+        self._backend = backend
+        self._norm = "gradient_norm" in monitored
+        self._ratios = "trust_ratios" in monitored
         self._sampler = Sampler(backend.device) if "system" in monitored else None
         self._noise = RunningNoise(plan)
         self._others: dict[str, Monitoring] = {
@@ -238,7 +252,7 @@ class Monitors:
         self._names = names
         return torch.cat(parts)
 
-    def fields(self, values: list[float], *, skipped: bool) -> dict[str, Any]:
+    def fields(self, values: Sequence[float], *, skipped: bool) -> dict[str, Any]:
         """Return the fields of a step's record for the values of `measure`.
 
         A skipped update has no trust ratios.
@@ -312,13 +326,99 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.tensor(math.hypot(*map(fused.norm, whole)), dtype=torch.float64)
 
 
+class Sums(NamedTuple):
+    """What the workers sum in every update, as one tensor: a message costs more than its numbers.
+
+    `pack` makes a worker's part, and `unpack` reads the sum.
+    """
+
+    loss: float
+    bad: float
+    """Number of workers whose part of the loss is not finite."""
+
+    ranks: float
+    """Sum of the ranks of these workers."""
+
+    infinite: float
+    """Number of workers with a gradient that is not finite: all or none, for gradients are sums."""
+
+    requests: Sequence[float]
+    """Requests to save and to stop: see `Requests.own`."""
+
+    squares: Sequence[float]
+    """Squared lengths from the reducer; empty unless it measures them."""
+
+    usage: Sequence[float]
+    """Resources used: see `Monitors.sample`; empty in most updates."""
+
+    @staticmethod
+    def pack(
+        update: Update, *, rank: int, requests: Sequence[float], usage: Sequence[float]
+    ) -> Tensor:
+        """Return a worker's part of the sums, on the device; the host does not wait for it."""
+        loss = update.loss
+        device = loss.device
+        bad = (~loss.isfinite()).to(loss.dtype)
+        infinite = (~update.finite).to(loss.dtype)
+        # One copy, from pinned memory: another one would wait for the update.
+        of_host = torch.tensor(
+            [*requests, *usage], dtype=loss.dtype, pin_memory=accelerator.is_remote(device)
+        )
+        copied = of_host.to(device, non_blocking=True)
+        squares = loss.new_empty(0) if update.squares is None else update.squares
+        of_update = torch.stack([loss, bad, bad * rank, infinite])
+        return torch.cat([of_update, copied[: len(requests)], squares, copied[len(requests) :]])
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float], *, num_squares: int) -> Self:
+        """Return the numbers of a sum of `pack` by name."""
+        loss, bad, ranks, infinite = numbers[:4]
+        end_of_requests = 4 + 1 + len(STOP_CAUSES)
+        end_of_squares = end_of_requests + num_squares
+        return cls(
+            loss=loss,
+            bad=bad,
+            ranks=ranks,
+            infinite=infinite,
+            requests=numbers[4:end_of_requests],
+            squares=numbers[end_of_requests:end_of_squares],
+            usage=numbers[end_of_squares:],
+        )
+
+
+class _Outcome(NamedTuple):
+    """What every worker knows of an update without a sum, once it is read from the device."""
+
+    skipped: bool
+    loss_scale: float
+    scaled_by: float
+    monitored: Sequence[float]
+    """Values of `Monitors.measure`."""
+
+    @staticmethod
+    def pack(update: Update, monitored: Tensor) -> Tensor:
+        """Return the values on the device; updates that are never skipped have no scales either."""
+        if update.skipped is None:
+            return monitored
+        scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
+        return torch.cat([scales, monitored])
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float], *, may_skip: bool) -> Self:
+        """Return the numbers of `pack` by name."""
+        if not may_skip:
+            return cls(skipped=False, loss_scale=1.0, scaled_by=1.0, monitored=numbers)
+        skipped, loss_scale, scaled_by = numbers[:3]
+        return cls(bool(skipped), loss_scale, scaled_by, monitored=numbers[3:])
+
+
 class _Pending(NamedTuple):
     """The last update that was counted, whose loss is still being summed."""
 
     step: Step
     update: Update
     own_values: Tensor
-    """The content of `own`, on the device; equal on every worker, so that it needs no sum."""
+    """The content of `outcome`, on the device; equal on every worker, so that it needs no sum."""
 
     sums: Tensor
     """The sums over the workers of `StepLog.values_to_sum`; complete after `wait`."""
@@ -328,9 +428,8 @@ class _Pending(NamedTuple):
     made: torch.Event | None
     """The end of the update on the device; None on a CPU."""
 
-    own: list[float] | None = None
-    """Whether it was skipped, the loss scale, what the gradients were scaled by, and the values of
-    monitors; None until they are read."""
+    outcome: _Outcome | None = None
+    """None until it is read."""
 
 
 class StepLog:
@@ -352,8 +451,11 @@ class StepLog:
         emit: Callable[[Step | System | Note], None],
         count_skipped: Callable[[], None],
     ) -> None:
-        self.plan, self._backend, self._emit = plan, backend, emit
-        self._requests, self._divergence = requests, divergence
+        self.plan = plan
+        self._backend = backend
+        self._emit = emit
+        self._requests = requests
+        self._divergence = divergence
         self._count_skipped = count_skipped
         """Called once for each update that turns out to have been skipped."""
 
@@ -379,10 +481,7 @@ class StepLog:
     def add(self, stage: StageName, update: Update, *, seconds: float) -> None:
         """Start the sums of an update and emit the record of the one before; raise as `flush`."""
         sums = self.values_to_sum(update)
-        own_values = self.monitors.measure(update)
-        if update.skipped is not None:
-            scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
-            own_values = torch.cat([scales, own_values])
+        own_values = _Outcome.pack(update, self.monitors.measure(update))
         made = None if self._stream is None else accelerator.event(self._backend.device)
         work = self._backend.all_reduce(sums)
         step = Step(
@@ -414,24 +513,13 @@ class StepLog:
         self._divergence.check(step)
 
     def values_to_sum(self, update: Update) -> Tensor:
-        """Return the values of this worker that are summed over the workers.
-
-        The loss; the number of workers whose part of it is not finite, and the sum of their ranks;
-        the number with a gradient that is not finite, all or none; requests to save and to stop;
-        squared lengths from the reducer; resources used, in updates that measure them.
-        """
-        loss, device = update.loss, update.loss.device
-        bad, infinite = (~loss.isfinite()).to(loss.dtype), (~update.finite).to(loss.dtype)
-        known = self._requests.own()
-        there = torch.tensor(
-            [*known, *self.monitors.sample(update.step)],
-            dtype=loss.dtype,
-            pin_memory=accelerator.is_remote(device),
+        """Return this worker's part of the `Sums` of an update, on the device."""
+        return Sums.pack(
+            update,
+            rank=self._backend.rank,
+            requests=self._requests.own(),
+            usage=self.monitors.sample(update.step),
         )
-        copied = there.to(device, non_blocking=True)
-        measured = loss.new_empty(0) if update.squares is None else update.squares
-        losses = torch.stack([loss, bad, bad * self._backend.rank, infinite])
-        return torch.cat([losses, copied[: len(known)], measured, copied[len(known) :]])
 
     def flush(self) -> None:
         """Emit the record of the last update, before something else is done than updates.
@@ -447,17 +535,16 @@ class StepLog:
     def read_own(self) -> None:
         """Read whether the last update was skipped, and count it then: before the next is."""
         pending = self._pending
-        if pending is None or pending.own is not None:
+        if pending is None or pending.outcome is not None:
             return
         with accelerator.on(self._stream):  # not behind the update that was queued since
             if self._stream is not None and pending.made is not None:
                 self._stream.wait_event(pending.made)
             values = pending.own_values.tolist()  # sync: with the update before, on a CPU with this
-        if pending.update.skipped is None:
-            values = [0.0, 1.0, 1.0, *values]
-        if values[0]:
+        outcome = _Outcome.unpack(values, may_skip=pending.update.skipped is not None)
+        if outcome.skipped:
             self._count_skipped()
-        self._pending = pending._replace(own=values)
+        self._pending = pending._replace(outcome=outcome)
 
     def _record(self) -> None:
         if self._pending is None:
@@ -465,31 +552,31 @@ class StepLog:
         self.read_own()
         with accelerator.on(self._stream):
             self._pending.wait()
-            sums = self._pending.sums.tolist()  # sync: with the update before
-        pending, self._pending = self._pending, None
-        assert pending.own is not None
-        skipped, loss_scale, scaled_by, *monitored = pending.own
+            numbers = self._pending.sums.tolist()  # sync: with the update before
+        pending = self._pending
+        self._pending = None
         update = pending.update
+        outcome = pending.outcome
+        assert outcome is not None
+        num_squares = 0 if update.squares is None else len(update.squares)
+        sums = Sums.unpack(numbers, num_squares=num_squares)
         self._backend.started()
-        loss, bad, ranks, infinite, *others = sums
-        requests = 1 + len(STOP_CAUSES)
-        rest = others[requests:]
-        squares = 0 if update.squares is None else len(update.squares)
-        self._requests.take(*others[:requests])
+        self._requests.take(*sums.requests)
         step = replace(
             pending.step,
-            skipped=bool(skipped),
-            loss_scale=loss_scale,
-            loss=loss,
+            skipped=outcome.skipped,
+            loss_scale=outcome.loss_scale,
+            loss=sums.loss,
             data_seconds=update.data.seconds(),
             reduction_seconds=update.reduction.seconds(),
-            **self.monitors.noise(update.step, rest[:squares], loss_scale=scaled_by),
+            **self.monitors.noise(update.step, sums.squares, loss_scale=outcome.scaled_by),
         )
-        self._emit(replace(step, **self.monitors.fields(monitored, skipped=step.skipped)))
-        if system := self.monitors.system(step, rest[squares:]):
+        fields = self.monitors.fields(outcome.monitored, skipped=outcome.skipped)
+        self._emit(replace(step, **fields))
+        if system := self.monitors.system(step, sums.usage):
             self._emit(system)
         try:
-            self._divergence.check(step, infinite=infinite, bad=bad, ranks=ranks)
+            self._divergence.check(step, infinite=sums.infinite, bad=sums.bad, ranks=sums.ranks)
         except DivergedError:
             self.is_training = False
             raise

@@ -96,6 +96,67 @@ def test_gradients_accumulate_in_one_place_and_start_from_zero() -> None:
         assert len(addresses) == 1
 
 
+def zero_grad(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def replace_gradients(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+
+
+def update(model: nn.Module, reducer: Reducer) -> list[Tensor | None]:
+    reducer.zero()
+    reducer.arm()
+    model(torch.ones(2, 4)).sum().backward()
+    reducer.wait()
+    return [weight.grad for weight in model.parameters()]
+
+
+@one_or_two
+@pytest.mark.parametrize("change", [zero_grad, replace_gradients])
+def test_gradients_may_be_replaced_between_steps_but_not_within_one(
+    workers: Callable[[], Serial], change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        first = [weight.clone() for weight in update(model, reducer) if weight is not None]
+        change(model)
+        torch.testing.assert_close(update(model, reducer), first, rtol=0, atol=0)
+        reducer.zero()
+        model(torch.ones(2, 4)).sum().backward()
+        change(model)
+        with pytest.raises(ValueError, match=r"gradient of [0-2]\.(weight|bias)"):
+            reducer.arm()
+
+
+def test_gradients_are_those_of_the_buffers_again_before_a_replay() -> None:
+    model = net()
+    with Reducer(model.named_parameters(), Recorder()) as reducer:
+        before = update(model, reducer)
+        model.zero_grad()
+        reducer.refresh()
+        after = [weight.grad for weight in model.parameters()]
+        assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_every_gradient_begins_at_a_multiple_of_16_bytes() -> None:
+    """Kernels then load several elements at once; the gaps are zeros."""
+    layers = [nn.Linear(3, 5), nn.Linear(5, 7).to(torch.bfloat16), nn.Linear(7, 4)]
+    model = nn.ModuleList(layers)
+    workers = Serial(torch.device("cpu"))
+    with Reducer(model.named_parameters(), workers, dtype=torch.float16) as reducer:
+        reducer.zero()
+        reducer.arm()
+        sum((weight.float().sum() for weight in model.parameters()), torch.zeros(())).backward()
+        reducer.wait()
+        for weight in model.parameters():
+            assert weight.grad is not None
+            assert weight.grad.data_ptr() % 16 == 0
+            assert weight.grad.dtype == weight.dtype
+        assert reducer.finite()
+
+
 def test_a_parameter_may_be_reached_by_the_last_micro_batch_only() -> None:
     model = net()
     with Reducer(model.named_parameters(), Recorder()) as reducer:

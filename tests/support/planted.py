@@ -24,9 +24,9 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by the first batch of a schedule",
-        "training/session.py",
-        "global_batch=global_batch)",
-        "global_batch=plan.global_batch)",
+        "recipe/arithmetic/plan.py",
+        "[(part, size, each",
+        "[(part, self.global_batch, each",
         "test_crown.py::test_a_batch_schedule_matches_plain_pytorch_for_any_division",
     ),
     Mutant(
@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "gradients of the step before stay in the buffers",
         "training/loop.py",
-        "            reducer.zero()\n",
-        "",
+        "            self.reducer.zero()\n",
+        "            pass\n",
         "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
     ),
     Mutant(
@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "the running statistics of a skipped step count",
         "training/loop.py",
-        "spans.update(skipped)",
-        "spans.update()",
+        "self.spans.update(skipped)",
+        "self.spans.update()",
         "training/test_precision.py::test_a_skipped_step_changes_no_weight_momentum_or_statistic",
     ),
     Mutant(

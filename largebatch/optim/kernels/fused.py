@@ -24,7 +24,8 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
     ratios = []
     for weight, grad, buffer in zip(weights, grads, buffers, strict=True):
         ratio = trust_ratio(norm(weight), norm(grad), rule)
-        into, out = rule.into, rule.out
+        into = rule.into
+        out = rule.out
         if rule.ratio == "inside":
             into *= ratio
         else:

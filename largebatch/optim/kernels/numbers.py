@@ -12,7 +12,8 @@ class Numbers:
     """Numbers of an optimizer in one tensor on a device, whose memory stays the same."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float64) -> None:
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._sent: Sequence[object] = ()
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 

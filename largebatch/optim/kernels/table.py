@@ -53,16 +53,20 @@ class Table:
             [tensor.data_ptr() for tensor in tensors]
             for tensors in (weights, buffers, rounded, grads)
         ]
-        self._device, self._num, self._num_chunks = weights[0].device, len(weights), sum(counts)
+        self._device = weights[0].device
+        self._num = len(weights)
+        self._num_chunks = sum(counts)
         self._aligned = _are_aligned(chain(*columns[:3], (2 * size for size in sizes)))
         chunks = [[i, j * CHUNK] for i, count in enumerate(counts) for j in range(count)]
         rows = [list(row) for row in zip(sizes, kinds, groups, steps, firsts, strict=False)]
-        self._chunks, self._tensors = self._send(chunks), self._send(rows)
+        self._chunks = self._send(chunks)
+        self._tensors = self._send(rows)
         self._addresses = self._send(columns)
         self._grads: Sequence[int] = columns[3]
         self._grads_are_aligned = _are_aligned(self._grads)
         self._squares = torch.empty(firsts[-1], 2, dtype=torch.float64, device=self._device)
-        self._num_groups, self._numbers = max(groups) + 1, Numbers(self._device)
+        self._num_groups = max(groups) + 1
+        self._numbers = Numbers(self._device)
         self._ratios = torch.empty(self._num, dtype=torch.float64, device=self._device)
 
     def use_grads(self, addresses: Sequence[int]) -> None:
@@ -95,10 +99,11 @@ class Table:
         """
         from largebatch.optim.kernels import triton_lars
 
-        numbers, ratios, skips = self.use(rules), self._ratios, found_inf is not None
-        others = [numbers, ratios, found_inf if skips else numbers]  # unused where it is None
-        self._run(triton_lars.update, scale, *others, SUMS=SUMS, SKIPS=skips)
-        return ratios
+        numbers = self.use(rules)
+        skips = found_inf is not None
+        pointer = found_inf if skips else numbers  # a kernel takes no None; it does not read this
+        self._run(triton_lars.update, scale, numbers, self._ratios, pointer, SUMS=SUMS, SKIPS=skips)
+        return self._ratios
 
     def _run(self, kernel: object, scale: Tensor | None, *more: object, **constants: int) -> None:
         accelerator.launch(

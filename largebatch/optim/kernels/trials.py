@@ -90,7 +90,8 @@ class _Steps:
         self._device = self.weights[0].device
         self._deciding = partial(deciding, self._device, {OPTIMIZER: refusal})
         self._scale = _SCALE if is_scaled else 1.0
-        self._is_scaled, self._skips = is_scaled, skips
+        self._is_scaled = is_scaled
+        self._skips = skips
         with self._deciding():
             self._optimizer = build(model)
         self._no = torch.zeros((), device=self._device)
