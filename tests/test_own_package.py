@@ -129,6 +129,8 @@ def test_recipes_are_checked_with_the_keys_of_the_package(place: Path) -> None:
     assert wrong.returncode == USER
     assert "optimizer.weight_decay" in wrong.stderr
     assert "schedule.decay.pwer: unknown key; did you mean 'power'?" in wrong.stderr
+    wrong = check(place, "factor: 0.5 -> factor: 2", "tracking: -> optimizr: 1\ntracking:")
+    assert "polish.others.0.factor: input should be less than" in wrong.stderr
     twice = check(place, "[{kind: shrink -> [{kind: shrink, factor: 1.0}, {kind: shrink")
     assert "polish: others: each stage can run once" in twice.stderr
 

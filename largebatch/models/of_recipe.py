@@ -86,7 +86,8 @@ def require_accepted(section: Model, *, classes: int, image_sizes: Collection[in
                 shape = tuple(model(torch.zeros(2, 3, size, size)).shape)
                 reason = f"it returns {' x '.join(map(str, shape))}, expected 2 x {classes}"
             except Exception as error:  # a model of the user's own raises all kinds
-                shape, reason = (), clip(" ".join(str(error).split()), 200)
+                shape = ()
+                reason = clip(" ".join(str(error).split()), 200)
             if shape != (2, classes):
                 raise RecipeError(
                     f"data.resolution: {section.name} does not take images of {size} x {size} "

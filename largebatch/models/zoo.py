@@ -27,10 +27,12 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
     # repeated keyword is an error.
     fresh: dict[str, bool | None]
     if library == "torchvision":
-        create, fresh = _torchvision().get_model, {"weights": None}
+        create = _torchvision().get_model
+        fresh = {"weights": None}
     else:
         files = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
-        create, fresh = require_timm().create_model, {"pretrained": False, **dict.fromkeys(files)}
+        create = require_timm().create_model
+        fresh = {"pretrained": False, **dict.fromkeys(files)}
     plain = name.removeprefix(TORCHVISION)
     try:
         model: nn.Module = create(plain, num_classes=num_classes, **fresh, **arguments)
@@ -52,11 +54,13 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     if name.startswith(TORCHVISION):
         models = _torchvision()
         plain = models.list_models(module=models)
-        library, known = "torchvision", [TORCHVISION + model for model in plain]
+        library = "torchvision"
+        known = [TORCHVISION + model for model in plain]
     elif "." not in name and is_timms(name):
         return  # faster than listing a thousand names
     else:
-        library, known = "timm", require_timm().list_models()
+        library = "timm"
+        known = require_timm().list_models()
         tagged, _, tag = name.partition(".")
         if tag and tagged in known:
             known = [*known, *require_timm().list_pretrained(f"{tagged}.*")]
@@ -75,13 +79,17 @@ def preparation(name: str) -> dict[str, Any]:
             _torchvision().get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT.transforms()
         )
         size, resize = transform.crop_size[0], transform.resize_size[0]
-        mean, std, way = transform.mean, transform.std, transform.interpolation.value
+        mean = transform.mean
+        std = transform.std
+        way = transform.interpolation.value
     else:
         timm = require_timm()
         config = timm.data.resolve_data_config(
             pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
         )
-        size, mean, std = config["input_size"][-1], config["mean"], config["std"]
+        size = config["input_size"][-1]
+        mean = config["mean"]
+        std = config["std"]
         whole = config["crop_mode"] == "squash"
         resize = None if whole else math.floor(size / config["crop_pct"])
         way = config["interpolation"]

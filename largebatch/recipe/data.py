@@ -115,9 +115,9 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _numbers_fit_each_other(self) -> Self:
-        for place, part in enumerate(self.resolution[:-1]):
+        for number, part in enumerate(self.resolution[:-1]):
             if part.until is None:
-                raise ValueError(f"resolution.{place}.until: null is only for the last one")
+                raise ValueError(f"resolution.{number}.until: null is only for the last one")
         smallest = min([self.image_size, *(part.image_size for part in self.resolution)])
         if self.translate >= smallest:
             raise ValueError(

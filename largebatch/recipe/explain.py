@@ -66,8 +66,8 @@ def meanings(key: str, root: type[Section] = Recipe) -> list[Meaning]:
     above, _, last = key.rpartition(".")
     if last in CHOOSERS:
         words = " | ".join(kind for section, _ in fields for kind in kinds_of(section))
-        own = " ".join(field.description for _, field in fields if field.description)
-        return [Meaning((), last, f"{words}, required", own or f"See: largebatch explain {above}")]
+        text = " ".join(field.description for _, field in fields if field.description)
+        return [Meaning((), last, f"{words}, required", text or f"See: largebatch explain {above}")]
     owners: dict[tuple[str, str], list[str]] = {}
     chooser = chooser_of(fields[0][0]) or "kind"
     for section, field in fields:
@@ -135,7 +135,8 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
     if text:
         return re.split(r"(?<=[^.]\.)\s", text.strip())[0]
     if below:
-        return f"One of the kinds {', '.join(kind for one in below for kind in kinds_of(one))}."
+        kinds = [kind for section in below for kind in kinds_of(section)]
+        return f"One of the kinds {', '.join(kinds)}."
     return _values(section, field, name)
 
 
@@ -143,12 +144,14 @@ def _in_words(schema: dict[str, Any]) -> str:  # noqa: PLR0911 -- one for each f
     if "$ref" in schema or "oneOf" in schema:
         return "section"
     if "anyOf" in schema:
-        return " or ".join(_in_words(part) for part in schema["anyOf"])
+        return " or ".join(_in_words(choice) for choice in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         values = schema.get("enum") or [schema["const"]]
-        return " | ".join(each if isinstance(each, str) else json.dumps(each) for each in values)
+        return " | ".join(
+            value if isinstance(value, str) else json.dumps(value) for value in values
+        )
     if "prefixItems" in schema:
-        return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
+        return f"[{', '.join(_in_words(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
     if schema.get("type") == "object":

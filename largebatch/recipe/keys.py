@@ -79,8 +79,8 @@ class BatchSizes(Section):
     def by_key(self) -> dict[str, int]:
         """Every global batch by its key, in order."""
         later = {
-            f"batch.schedule.{place}.global_batch": change.global_batch
-            for place, change in enumerate(self.schedule)
+            f"batch.schedule.{number}.global_batch": change.global_batch
+            for number, change in enumerate(self.schedule)
         }
         return {"batch.global_batch": self.global_batch, **later}
 

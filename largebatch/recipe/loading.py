@@ -44,7 +44,7 @@ def override_words(changes: Overrides) -> tuple[str, ...]:
         raise TypeError(f"overrides: expected [{changes!r}] or a dict of keys, got a str")
     if isinstance(changes, Mapping):
         pairs = changes.items()
-        return tuple(f"{key}={json.dumps(it, ensure_ascii=False)}" for key, it in pairs)
+        return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in pairs)
     return tuple(changes)
 
 
@@ -220,10 +220,10 @@ def _drop_keys_of_previous_kind(
     """Remove keys that only the section's previous kind has; log a warning."""
     known: list[type[Section]] = [Recipe]
     for key in keys[:-1]:
-        fields = [each.model_fields[key] for each in known if key in each.model_fields]
-        known = [each for field in fields for each in sections_of(field.annotation)]
-    before = [each for each in known if section.get(keys[-1]) in kinds_of(each)]
-    after = [each for each in known if kind in kinds_of(each)]
+        fields = [above.model_fields[key] for above in known if key in above.model_fields]
+        known = [below for field in fields for below in sections_of(field.annotation)]
+    before = [candidate for candidate in known if section.get(keys[-1]) in kinds_of(candidate)]
+    after = [candidate for candidate in known if kind in kinds_of(candidate)]
     if before and after:
         only_before = before[0].model_fields.keys() - after[0].model_fields
         gone = [key for key in section if key in only_before]

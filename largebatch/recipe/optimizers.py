@@ -41,6 +41,12 @@ class Optimizer(Choice):
     takes_late_gradients: ClassVar[bool] = False
     """True if a protocol's servers can apply its updates one gradient at a time."""
 
+    shares_updates: ClassVar[bool] = False
+    """True if the workers share the work of an update."""
+
+    averages_rates: ClassVar[bool] = False
+    """True if its weights are an average over all rates so far, which should be constant."""
+
     has_trust_ratios: ClassVar[bool] = False
     """True if it has a trust ratio for every layer, for monitor: trust_ratios."""
 
@@ -179,6 +185,7 @@ class ScheduleFree(Optimizer):
     """
 
     builder: ClassVar = "largebatch.optim.schedule_free:build_schedule_free"
+    averages_rates: ClassVar = True
 
     kind: Literal["schedule-free"]
 
@@ -205,7 +212,8 @@ class ScheduleFree(Optimizer):
 
     def conflicts(self, recipe: "Keys") -> Iterator[str]:
         """Yield what else the recipe has to average or lower the rate with."""
-        polish, replaces = recipe.polish, "optimizer.kind: schedule-free averages the weights"
+        polish = recipe.polish
+        replaces = "optimizer.kind: schedule-free averages the weights"
         if recipe.schedule.decay.kind not in {"constant", "fix"}:
             yield (
                 f"{replaces} instead of lowering the rate: schedule.decay must be "
@@ -338,6 +346,7 @@ class Muon(Optimizer):
     """
 
     builder: ClassVar = "largebatch.optim.muon:build_muon"
+    shares_updates: ClassVar = True
 
     kind: Literal["muon"]
 

@@ -164,8 +164,8 @@ def _instead(where: str, root: type[Section]) -> str | None:
     return None if meant in {None, where} else f"did you mean {meant!r}?"
 
 
-def _meant(given: object, expected: str) -> str:
-    return nearest(str(given), re.findall("'([^']*)'", expected), otherwise="", most=1)
+def _meant(value: object, expected: str) -> str:
+    return nearest(str(value), re.findall("'([^']*)'", expected), otherwise="", most=1)
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
@@ -173,15 +173,18 @@ def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[
     path: list[str] = []
     sections: list[type[Section]] = [root]
     fields = root.model_fields
-    for part in location:
-        chosen = [section for section in sections if part in kinds_of(section)]
-        if len(sections) > 1 and chosen:
-            sections = chosen
+    is_choice = False
+    for key in location:
+        if is_choice and (chosen := [section for section in sections if key in kinds_of(section)]):
+            sections = chosen  # pydantic puts the kind into the location, which an author does not
             fields = sections[0].model_fields
+            is_choice = False
             continue
-        path.append(str(part))
+        path.append(str(key))
         known = list(fields)
-        if part in fields:
-            sections = sections_of(fields[str(part)].annotation)
+        if key in fields:
+            field = fields[str(key)]
+            sections = sections_of(field.annotation)
+            is_choice = len(sections) > 1 or group_of(field) is not None
             fields = sections[0].model_fields if len(sections) == 1 else {}
     return path, known if path else []

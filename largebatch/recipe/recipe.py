@@ -45,7 +45,10 @@ class Recipe(Tabular, Keys):
 
     def _rows(self) -> list[list[str]]:
         values = self.model_dump(mode="json", exclude_defaults=True)
-        texts = [[key, it if isinstance(it, str) else json.dumps(it)] for key, it in dotted(values)]
+        texts = [
+            [key, value if isinstance(value, str) else json.dumps(value)]
+            for key, value in dotted(values)
+        ]
         return [["key", "value"], *texts]
 
     @property
@@ -77,6 +80,18 @@ class Recipe(Tabular, Keys):
         return self.with_execution(kernels=kernels).model_copy(
             update={"reduction": Reduction(), "protocol": None}
         )
+
+    @property
+    def sums_gradients(self) -> bool:
+        """True if every update sums the gradients of all workers; False with a protocol.
+
+        Each worker then keeps its own gradients, and sends them to the servers.
+        """
+        return self.protocol is None
+
+    def is_server(self, rank: int) -> bool:
+        """Return True if a worker holds weights and trains nothing."""
+        return self.protocol is not None and rank >= self.protocol.learners
 
     def refuse_folder(self, folder: Path | None) -> None:
         """Raise DataError if a folder of images is given that would not be read."""

@@ -29,7 +29,7 @@ def shortened(recipe: Recipe, epochs: float, *, steps: float) -> Recipe:
 
 def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 -- any field
     if isinstance(value, tuple):
-        return tuple(_shortened(each, epochs, steps) for each in value)
+        return tuple(_shortened(item, epochs, steps) for item in value)
     if not isinstance(value, Section):
         return value
     changes = {
@@ -60,7 +60,7 @@ def scaled(recipe: Recipe, factor: float) -> Recipe:
 def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
     """Multiply the rates of a schedule; gives 0.3, not 3 x 0.1 to the last bit."""
     if isinstance(tree, list):
-        return [_scaled(each, factor) for each in tree]
+        return [_scaled(item, factor) for item in tree]
     if not isinstance(tree, dict):
         return tree
     return {
@@ -78,15 +78,15 @@ def at_batch(
     """
     per_epoch = recipe.train_samples / recipe.batch.global_batch
     length = recipe.duration.epochs or (recipe.duration.steps or 0) / per_epoch
-    part = 1.0 if epochs is None else epochs / length
-    longer = shortened(recipe, part, steps=part * recipe.batch.global_batch / batch)
+    factor = 1.0 if epochs is None else epochs / length
+    longer = shortened(recipe, factor, steps=factor * recipe.batch.global_batch / batch)
     tree = scaled(longer, (rate or recipe.schedule.peak_lr) / recipe.schedule.peak_lr)
     set_keys = recipe.model_dump(mode="json", exclude_unset=True)
-    there = _kept(tree.model_dump(mode="json"), set_keys)
-    there["batch"]["global_batch"] = batch
-    if "execution" in there:
-        there["execution"].pop("device_batch", None)
-    return validate_tree(Recipe, there, source=recipe.name)
+    settings = _kept(tree.model_dump(mode="json"), set_keys)
+    settings["batch"]["global_batch"] = batch
+    if "execution" in settings:
+        settings["execution"].pop("device_batch", None)
+    return validate_tree(Recipe, settings, source=recipe.name)
 
 
 def _kept(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
@@ -94,5 +94,5 @@ def _kept(tree: Any, like: Any) -> Any:  # noqa: ANN401 -- any JSON
     if isinstance(tree, dict):
         return {key: _kept(tree[key], like[key]) for key in like}
     if isinstance(tree, list):
-        return [_kept(*both) for both in zip(tree, like, strict=True)]
+        return [_kept(value, model) for value, model in zip(tree, like, strict=True)]
     return tree if tree == like or not isinstance(tree, float) else float(f"{tree:.4g}")

@@ -213,11 +213,11 @@ class Piecewise(Choice):
     def _only_the_last_is_open(self) -> Self:
         if len(self.pieces) < 2:
             raise ValueError(f"give two pieces or more, got {len(self.pieces)}")
-        for place, piece in enumerate(self.pieces):
-            if (piece.length is None) != (place == len(self.pieces) - 1):
+        for number, piece in enumerate(self.pieces):
+            if (piece.length is None) != (number == len(self.pieces) - 1):
                 raise ValueError(
-                    f"pieces.{place}.length: null is for the last piece, which lasts until the run "
-                    "ends, and only for it"
+                    f"pieces.{number}.length: null is for the last piece, which lasts until the "
+                    "run ends, and only for it"
                 )
         return self
 

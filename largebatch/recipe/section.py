@@ -175,7 +175,7 @@ def sections_of(annotation: object) -> list[type[Section]]:
         if not is_base(annotation):
             return [annotation]
         return list(dict.fromkeys(alternatives(annotation).values()))  # some have several kinds
-    return [section for part in get_args(annotation) for section in sections_of(part)]
+    return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
 def group_of(field: FieldInfo) -> registry.Group | None:

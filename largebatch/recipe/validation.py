@@ -17,7 +17,9 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
 
 
 def _samples(recipe: Keys) -> Iterator[str]:
-    data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
+    data = recipe.data
+    polish = recipe.polish
+    trained = recipe.train_samples
     if data.train_split < 1:
         total = data.train_samples
         yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
@@ -35,7 +37,9 @@ def _samples(recipe: Keys) -> Iterator[str]:
 
 
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
-    batch, polish, execution = recipe.batch, recipe.polish, recipe.execution
+    batch = recipe.batch
+    polish = recipe.polish
+    execution = recipe.execution
     monitored = set(recipe.monitor) - {"generalization_gap"}
     synchronous = {
         f"optimizer.kind: {recipe.optimizer.kind}": not recipe.optimizer.takes_late_gradients,
@@ -47,6 +51,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
         f"monitor: {min(monitored, default='')}": bool(monitored),
         f"execution.decoder: {execution.decoder}": execution.decoder not in {None, DEFAULT_DECODER},
+        "execution.graph: true": execution.graph is True,  # learners send each gradient by itself
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,
     }
@@ -74,7 +79,8 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
 
 def _others(recipe: Keys) -> dict[str, bool]:
     """Return the conflicts of a few keys, and True for each that a recipe has."""
-    cache, smoothing = recipe.execution.cache, recipe.loss.label_smoothing
+    cache = recipe.execution.cache
+    smoothing = recipe.loss.label_smoothing
     backbone = recipe.model.backbone
     return {
         "model.backbone.frozen would keep random weights: give model.weights too": (

@@ -33,8 +33,8 @@ def dump_commented(section: Section, comments: Mapping[str, str], *, header: Seq
             blocks[-1].append(_line(key, value, comment))
             continue
         lines = [
-            _line(below, one, comments.get(f"{key}.{below}"), indent="  ")
-            for below, one in value.items()
+            _line(below, setting, comments.get(f"{key}.{below}"), indent="  ")
+            for below, setting in value.items()
         ]
         blocks += [[_commented(f"{key}:", comments.get(key)), *lines], []]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"

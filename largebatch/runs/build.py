@@ -32,7 +32,7 @@ from largebatch.tracking.environment import versions
 from largebatch.tracking.events import TRACE
 from largebatch.training.checkpoint import require_storable
 from largebatch.training.graph import require_graphs
-from largebatch.training.session import Session, Updates, synchronous_updates
+from largebatch.training.session import Session, synchronous_updates
 
 
 @contextmanager
@@ -77,7 +77,6 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         most = 1 if accelerator.kind() or options.resume else None
         splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
     facts = {**facts, **recipe.model_dump(mode="json")}
-    protocol = recipe.protocol
     with join(options, facts, starting=True, splits=splits) as backend:
         # Reading a folder for the first time is a part of the time limit.
         began = time.time()
@@ -88,7 +87,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         wait_for_proof(device)
         model = build_model(recipe, device)
         _require_model(recipe, draft, model)
-        require_graphs(recipe.execution.graph, device, protocol=protocol is not None)
+        require_graphs(recipe.execution.graph, device)
 
         images = read_images(recipe, backend, folder=options.data, dataset=options.dataset)
         # Cached images take memory of a GPU, so the device batch is measured after them.
@@ -101,8 +100,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
 
         # A server without a learner sees the time only when learners rest, and would mistake the
         # time between for the time that a stop needs.
-        serves = protocol is not None and backend.rank >= protocol.learners
-        limit = None if serves else options.time_limit
+        limit = None if recipe.is_server(backend.rank) else options.time_limit
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
         with (
             closing(open_pipeline(recipe, plan, images, decoding, backend)) as pipeline,
@@ -119,19 +117,13 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
             if backend.rank == 0:  # worker 0 sends its weights to the others
                 _init_from_images(model, pipeline)
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            alone = protocol is not None  # each worker's gradients are its own, for the servers
-            with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
-                updates: Updates = synchronous_updates
-                if protocol is not None:
-                    updates = protocol.build(recipe, state, backend)
+            with closing(build_state(recipe, plan, model, backend)) as state:
                 yield build_session(
                     recipe,
                     pipeline,
                     backend,
                     state,
-                    updates,
                     folder=options.out,
-                    alone=alone,
                     wants_stop=wants_stop,
                     began=began,
                     proven=proven,
@@ -165,14 +157,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
         with closing(opened) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(portable, plan, model, backend)) as state:
-                session = build_session(
-                    portable,
-                    pipeline,
-                    backend,
-                    state,
-                    synchronous_updates,  # a measurement makes none
-                    folder=options.out,
-                )
+                session = build_session(portable, pipeline, backend, state, folder=options.out)
                 try:
                     with accelerator.memory_errors():
                         yield session

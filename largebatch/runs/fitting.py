@@ -52,7 +52,7 @@ def resolve(
     `draft` is any plan of the recipe for these workers. The device batch is that of the recipe, or
     of the run in the folder `resumes`, or the largest that fits the memory that is free now.
     """
-    if recipe.protocol is not None or recipe.execution.device_batch is not None:
+    if not recipe.sums_gradients or recipe.execution.device_batch is not None:
         return draft, []
     remarks: list[str] = []
     if resumes is not None:
@@ -190,7 +190,7 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     where = f"device batch {plan.device_batch:,} does not fit the memory of {backend.device}"
     step = session.state.progress.step
     in_passes = reducer.in_passes
-    if smaller >= plan.device_batch or recipe.protocol is not None:
+    if smaller >= plan.device_batch or not recipe.sums_gradients:
         raise DeviceMemoryError(
             f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
         )

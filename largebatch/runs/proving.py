@@ -143,7 +143,7 @@ def _parts_on(
     device: torch.device, recipe: Recipe, *, has_spans: bool, has_one_size: bool
 ) -> list[str]:
     """Return the parts that this type of device has and the recipe may use."""
-    graph = recipe.execution.graph is not False and recipe.protocol is None
+    graph = recipe.execution.graph is not False and recipe.sums_gradients
     is_cached = has_one_size and recipe.execution.cache in {None, "device"}
     found = {
         BATCHNORM: has_spans and device.type in batchnorm_kernels.DEVICES,

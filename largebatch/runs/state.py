@@ -34,7 +34,7 @@ from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, cross_entropy
-from largebatch.training.session import Session, Updates
+from largebatch.training.session import Session, Updates, synchronous_updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
 
@@ -43,15 +43,12 @@ _SENT_AS: Mapping[Precision, torch.dtype | None] = MappingProxyType(
 )
 
 
-def build_state(
-    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, alone: bool = False
-) -> TrainState:
+def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
     """Build the optimizer, the schedule, the reducer, the loss scaler and the averages.
 
-    Every worker keeps its own gradients if it is `alone`: something else sums them. The updater of
-    the stage `polish.affine` is built when it begins, because that freezes weights.
+    The updater of the stage `polish.affine` is built when it begins, because that freezes weights.
     """
-    group = Serial(backend.device) if alone else backend
+    group = _summing_group(recipe, backend)
     polish = recipe.polish or Polish.model_construct()
     lr = recipe.schedule.peak_lr
     scaled = recipe.precision == "fp16"
@@ -107,17 +104,15 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     pipeline: Pipeline,
     backend: Backend,
     state: TrainState,
-    updates: Updates,
     *,
     folder: Path,
-    alone: bool = False,
     wants_stop: Callable[[], StopCause | None] = lambda: None,
     began: float | None = None,
     proven: str | None = None,
     remarks: Sequence[str] = (),
     ignored: Sequence[str] = (),
 ) -> Session:
-    """Build what runs the stages; its records go into the run folder. `alone` as in build_state.
+    """Build what runs the stages; its records go into the run folder.
 
     `began` is the start of this worker in seconds since 1970, `proven`, `remarks` and `ignored` as
     in Session.
@@ -127,7 +122,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
     polish = recipe.polish or Polish.model_construct()
     log = RunLog(folder, state)
     requests = Requests(backend, wants_stop=wants_stop, save_minutes=checkpoints.every_minutes)
-    group = Serial(backend.device) if alone else backend
+    group = _summing_group(recipe, backend)
     saver = Saver(
         recipe=recipe,
         state=state,
@@ -168,7 +163,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         seed=recipe.seed,
         skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
         graph=recipe.execution.graph,
-        updates=updates,
+        updates=build_updates(recipe, state, backend),
         judge=judge,
         polish=polish,
         began=time.time() if began is None else began,
@@ -176,6 +171,19 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         remarks=tuple(remarks),
         ignored=tuple(ignored),
     )
+
+
+def build_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+    """Return what makes the updates of a stage: the training loop, or the recipe's protocol."""
+    if recipe.protocol is None:
+        return synchronous_updates
+    updates: Updates = recipe.protocol.build(recipe, state, backend)
+    return updates
+
+
+def _summing_group(recipe: Recipe, backend: Backend) -> Backend:
+    """Return the workers that gradients and BatchNorm moments are summed over."""
+    return backend if recipe.sums_gradients else Serial(backend.device)
 
 
 def build_step_log(

@@ -161,25 +161,27 @@ def build_cosine_cycles(decay: schedule.CosineCycles, peak: float, segment: Segm
 def build_piecewise(decay: schedule.Piecewise, _: float, segment: Segment) -> Policy:
     """Follow the pieces in turn, each of which has its own peak."""
     pieces = decay.pieces
-    boundaries, epochs, steps = list[int](), 0.0, 0
+    boundaries = list[int]()
+    epochs = 0.0
+    steps = 0
     for piece in pieces[:-1]:  # lengths are added before they are rounded
         assert piece.length is not None
         epochs += piece.length.epochs or 0.0
         steps += piece.length.steps or 0
         rounded = segment.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0
         boundaries.append(steps + rounded)
-    parts = []
-    for place, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
-        key = f"{segment.key}.pieces.{place}"
-        latest = segment.steps - (len(boundaries) - place)
+    policies = []
+    for number, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
+        key = f"{segment.key}.pieces.{number}"
+        latest = segment.steps - (len(boundaries) - number)
         if not start < end <= latest:
             raise RecipeError(
                 f"{key}.length: the piece would go from step {start} to {end} of the "
                 f"{segment.steps} after the warm-up; every piece, the last one too, needs a step"
             )
-        part = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
-        parts.append(pieces[place].decay.build(pieces[place].peak_lr, part))
-    return functions.piecewise(parts, boundaries=boundaries)
+        piece_segment = replace(segment, key=f"{key}.decay", before=0, steps=end - start)
+        policies.append(pieces[number].decay.build(pieces[number].peak_lr, piece_segment))
+    return functions.piecewise(policies, boundaries=boundaries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,8 @@ class Course:
 
     def facts(self) -> dict[str, str]:
         """Return the most important facts about the schedule in words."""
-        plan, steps = self.plan, len(self.rates)
+        plan = self.plan
+        steps = len(self.rates)
         rows = {
             "run": f"{plural(steps, 'step')}, {plural(plan.position(steps), 'sample')}, "
             f"{plan.epoch(steps):.2f} epochs",
@@ -214,7 +217,8 @@ class Course:
             rows["warm-up"] = f"before step {self.begin:,} (epoch {plan.epoch(self.begin):.2f})"
         if plan.batch_changes:
             rows["batches"] = f"{plan.global_batch:,}, " + ", ".join(
-                f"{each.global_batch:,} from step {each.step:,}" for each in plan.batch_changes
+                f"{change.global_batch:,} from step {change.step:,}"
+                for change in plan.batch_changes
             )
         if self.clean < steps:
             rows["clean"] = f"from {self._at(self.clean)}"

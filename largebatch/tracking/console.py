@@ -97,7 +97,8 @@ class Console:
             os.close(nowhere)
 
     def _show_start(self, event: Start) -> None:
-        plan, step = event.plan, event.resume_step
+        plan = event.plan
+        step = event.resume_step
         self._steps = plan.updates
         more = f" and {plan.affine_steps:,} more" if plan.affine_steps else ""
         per_epoch = f"{plan.steps_per_epoch:.2f} steps an epoch"

@@ -83,10 +83,14 @@ class Sampler:
 
     def read(self) -> list[float]:
         """Return the numbers of events.SYSTEM, in their order."""
-        now, total = time.perf_counter(), self._bytes_read()
-        seconds, self._before = now - self._before, now
-        read_bytes, self._bytes_before = total - self._bytes_before, total
-        memory, peak = float(self._process.memory_info().rss), float(peak_resident_bytes())
+        now = time.perf_counter()
+        total = self._bytes_read()
+        seconds = now - self._before
+        self._before = now
+        read_bytes = total - self._bytes_before
+        self._bytes_before = total
+        memory = float(self._process.memory_info().rss)
+        peak = float(peak_resident_bytes())
         used = [self._process.cpu_percent(), memory, *accelerator.usage(self._device)]
         return [*used, seconds, peak, read_bytes]
 

@@ -131,7 +131,9 @@ class System(_StageEvent):
     of the system's cache; NaN if the system does not count them."""
 
 
-SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
+SYSTEM = tuple(
+    field.name for field in fields(System) if field.name not in {"event", "stage", "step"}
+)
 """Names of the fields measured on each worker."""
 
 
@@ -336,15 +338,15 @@ class Summary(Tabular):
         head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
         rows = [
             [
-                *(it.name, f"{it.steps:,}", f"{it.seconds:.1f}"),
-                *(percent(it.top1), percent(it.top5), four_decimals(it.loss)),
-                "yes" if it.kept else "no",
+                *(stage.name, f"{stage.steps:,}", f"{stage.seconds:.1f}"),
+                *(percent(stage.top1), percent(stage.top5), four_decimals(stage.loss)),
+                "yes" if stage.kept else "no",
             ]
-            for it in self.stages
+            for stage in self.stages
         ]
-        if self.stages and all(it.top5 == 1 for it in self.stages):
+        if self.stages and all(stage.top5 == 1 for stage in self.stages):
             # So it is with five classes or fewer, and shows nothing.
-            return [[cell for place, cell in enumerate(row) if place != 4] for row in (head, *rows)]
+            return [[*row[:4], *row[5:]] for row in (head, *rows)]
         return [head, *rows]
 
 

@@ -50,9 +50,11 @@ class JsonLines:
         line = EVENTS.dump_json(event) + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
-            whole, reason = self._file.write(line) == len(line), "no space left on the device"
+            whole = self._file.write(line) == len(line)
+            reason = "no space left on the device"
         except OSError as error:
-            whole, reason = False, str(error.strerror)
+            whole = False
+            reason = str(error.strerror)
         if not whole:
             os.ftruncate(self._file.fileno(), size)
             raise LogError(
@@ -87,7 +89,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
     The run's own log is an exception: without it there is no report. It gets a finish last, after
     such notes.
     """
-    for tracker in sorted(trackers, key=lambda each: _turn(each, event)):
+    for tracker in sorted(trackers, key=lambda tracker: _turn(tracker, event)):
         if tracker not in trackers:  # disabled by an error in an earlier note
             continue
         try:

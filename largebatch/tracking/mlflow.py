@@ -17,7 +17,7 @@ from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
 from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
 from largebatch.tracking.followed import FollowedRun
-from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, read_id, write_id
+from largebatch.tracking.scalars import NewNumbers, Plotted, ScalarTracker, read_id, write_id
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long each request waits for a server, unless the environment sets it; MLflow's own defaults
@@ -25,8 +25,11 @@ are many minutes."""
 
 FLUSH_SECONDS = 2.0  # of updates that are sent in one request; after a kill, when it is resumed
 
-_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 460
-"""Parameters per request, and characters per parameter, that every version of MLflow accepts."""
+_MOST_PARAMETERS = 100
+"""Parameters per request that every version of MLflow accepts."""
+
+_LONGEST_PARAMETER = 460
+"""Characters of a parameter that every version of MLflow accepts."""
 
 _MOST_METRICS = 1000  # metrics per request
 
@@ -39,7 +42,9 @@ class MLflow(ScalarTracker):
 
     def __init__(self, folder: Path, config: Mapping[str, object], tracking: Tracking) -> None:
         self._mlflow = require_mlflow()
-        self._folder, self._config, self._tracking = folder, config, tracking
+        self._folder = folder
+        self._config = config
+        self._tracking = tracking
         self._run = read_id(folder, "mlflow")
         super().__init__(folder / LOG if self._run else None)
         self._there: dict[str, Counter[int]] = {}
@@ -55,15 +60,19 @@ class MLflow(ScalarTracker):
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         for name, value in WAITS.items():
             os.environ.setdefault(name, value)
-        self._client, entities = self._mlflow.MlflowClient(), self._mlflow.entities
+        self._client = self._mlflow.MlflowClient()
+        entities = self._mlflow.entities
         if self._run is None:
-            place = os.environ.get("MLFLOW_EXPERIMENT_ID")
-            if not place:
+            experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+            if not experiment_id:
                 name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "largebatch"
-                found = self._client.get_experiment_by_name(name)
-                place = found.experiment_id if found else self._client.create_experiment(name)
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    experiment_id = self._client.create_experiment(name)
+                else:
+                    experiment_id = experiment.experiment_id
             name = self._tracking.name or self._folder.resolve().name
-            run = self._client.create_run(place, run_name=name, tags=self._tags())
+            run = self._client.create_run(experiment_id, run_name=name, tags=self._tags())
             self._run = str(run.info.run_id)
             parameters = [
                 entities.Param(name, clip(str(value), _LONGEST_PARAMETER))
@@ -78,7 +87,8 @@ class MLflow(ScalarTracker):
     def _tags(self) -> dict[str, str]:
         from mlflow.tracking.context.registry import resolve_tags
 
-        tracking, commit = self._tracking, str(self._config.get("commit") or "")
+        tracking = self._tracking
+        commit = str(self._config.get("commit") or "")
         tags = {
             "mlflow.note.content": tracking.notes,
             "mlflow.source.git.commit": commit.removesuffix("+"),
@@ -86,15 +96,15 @@ class MLflow(ScalarTracker):
             "job_type": tracking.job_type,
             **dict.fromkeys(tracking.tags, "true"),
         }
-        found: dict[str, str] = resolve_tags({key: value for key, value in tags.items() if value})
-        return found
+        resolved: dict[str, str] = resolve_tags({key: tag for key, tag in tags.items() if tag})
+        return resolved
 
-    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
-        *others, last = given.values
+    def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        *others, last = new.values
         if self._take(last, event.step):  # the numbers of an event are sent in this order
             return {}
         lacking = [name for name in others if not self._take(name, event.step)]
-        return {name: given.values[name] for name in (*lacking, last)}
+        return {name: new.values[name] for name in (*lacking, last)}
 
     def _take(self, name: str, step: int) -> bool:
         """Return True if MLflow has one more of these; stages may evaluate after one update."""
@@ -106,14 +116,16 @@ class MLflow(ScalarTracker):
         return has_one
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
-        now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        now = int(time.time() * 1000)
+        metric = self._mlflow.entities.Metric
         self._waiting += [metric(name, value, now, event.step) for name, value in values.items()]
         late = time.monotonic() - self._sent > FLUSH_SECONDS
         if late or not isinstance(event, Step | System):
             self._send()
 
     def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for first in range(0, len(waiting), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=waiting[first : first + _MOST_METRICS])
         self._sent = time.monotonic()

@@ -94,12 +94,13 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
     It holds the ratios r for which mean(tops - r bottoms) does not differ from 0 by Student's t.
     """
     number = len(tops)
-    top, bottom = math.fsum(tops) / number, math.fsum(bottoms) / number
+    top = math.fsum(tops) / number
+    bottom = math.fsum(bottoms) / number
     scale = _student(number - 1) ** 2 / (number * (number - 1))
     across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
-    a = bottom**2 - scale * math.fsum((each - bottom) ** 2 for each in bottoms)
+    a = bottom**2 - scale * math.fsum((value - bottom) ** 2 for value in bottoms)
     b = top * bottom - scale * across
-    c = top**2 - scale * math.fsum((each - top) ** 2 for each in tops)
+    c = top**2 - scale * math.fsum((value - top) ** 2 for value in tops)
     if a <= 0 or bottom <= 0:
         return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))

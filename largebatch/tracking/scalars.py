@@ -41,7 +41,7 @@ _OF_A_STEP = (
 )
 
 
-class Given(NamedTuple):
+class NewNumbers(NamedTuple):
     """Numbers of an event that were not given before."""
 
     values: dict[str, float]
@@ -63,14 +63,14 @@ class Scalars:
         self._step: int | None = None  # of the row
         self._names: set[str] = set()  # in the row
 
-    def look(self, event: Event) -> Given:
+    def look(self, event: Event) -> NewNumbers:
         """Return the numbers of an event without giving them."""
         if not isinstance(event, Plotted) or event.step <= self._last.get(_key(event), -1):
-            return Given({}, self.row)
+            return NewNumbers({}, self.row)
         values = _numbers(event, self._layers)
         if event.step == self._step and not self._names & values.keys():
-            return Given(values, self.row)
-        return Given(values, max(event.step, self.row + 1))
+            return NewNumbers(values, self.row)
+        return NewNumbers(values, max(event.step, self.row + 1))
 
     def take(self, event: Event) -> dict[str, float]:
         """Give the numbers of an event by name; empty if there are none or they were given."""
@@ -83,7 +83,9 @@ class Scalars:
         if isinstance(event, Plotted) and values:
             self._last[_key(event)] = event.step
             if row != self.row:
-                self.row, self._step, self._names = row, event.step, set()
+                self.row = row
+                self._step = event.step
+                self._names = set()
             self._names |= values.keys()
         return values
 
@@ -114,13 +116,13 @@ class ScalarTracker(ABC):
     def _catch_up(self, start: Start) -> None:
         """Write what the log has and the tracker lacks, but what this part makes again."""
         for position, event in enumerate(logged(self._log) if self._log is not None else ()):
-            given = self._scalars.look(event)
+            new = self._scalars.look(event)
             lacking: dict[str, float] = {}
-            if isinstance(event, Plotted) and given.values:
-                lacking = self._lacking(given, event, position)
+            if isinstance(event, Plotted) and new.values:
+                lacking = self._lacking(new, event, position)
                 is_update = isinstance(event, Step | System)  # others follow their last update
                 comes_again = event.step >= start.resume_step + (not is_update)
-                if comes_again and lacking == given.values:  # not if a kill cut it in two
+                if comes_again and lacking == new.values:  # not if a kill cut it in two
                     continue
             self._scalars.take(event)
             if lacking:
@@ -132,7 +134,7 @@ class ScalarTracker(ABC):
         """Start the run, or continue it after a resume."""
 
     @abstractmethod
-    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:
+    def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:
         """Return those of the numbers that earlier parts have not written.
 
         Called in the order of the log for the events in it; `position` is their place there.
@@ -182,7 +184,7 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
             }
         case System():
             columns = {name: _by_worker(getattr(event, name)) for name in SYSTEM}
-            values = {f"system/{n}/{key}": v for n, each in columns.items() for key, v in each}
+            values = {f"system/{n}/{key}": v for n, column in columns.items() for key, v in column}
     return {k: v for k, v in values.items() if math.isfinite(v) or k.endswith("/loss")}
 
 

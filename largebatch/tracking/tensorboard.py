@@ -13,7 +13,7 @@ from largebatch.formatting import dotted
 from largebatch.optional import require_tensorboard
 from largebatch.tracking.events import LOG, Start, Summary
 from largebatch.tracking.followed import FollowedRun
-from largebatch.tracking.scalars import Given, Plotted, ScalarTracker
+from largebatch.tracking.scalars import NewNumbers, Plotted, ScalarTracker
 
 FOLDER = "tensorboard"
 
@@ -26,8 +26,10 @@ class TensorBoard(ScalarTracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._begin, self._hparams = SummaryWriter, cast("Any", hparams)  # torch does not type it
-        self._folder, self._config = folder, dict(config)
+        self._begin = SummaryWriter
+        self._hparams = cast("Any", hparams)  # torch does not type it
+        self._folder = folder
+        self._config = dict(config)
         followed = (folder / FOLDER).exists()
         super().__init__(folder / LOG if followed else None)
         self._writer: Any = None
@@ -53,9 +55,9 @@ class TensorBoard(ScalarTracker):
         _, begin, self._end = self._hparams(settings, {})
         self._writer.file_writer.add_summary(begin)
 
-    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+    def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
         lacking = {}
-        for name, value in given.values.items():
+        for name, value in new.values.items():
             if self._there[name, event.step]:
                 self._there[name, event.step] -= 1  # stages may evaluate after the same update
             else:

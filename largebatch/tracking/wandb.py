@@ -22,7 +22,14 @@ from largebatch.recipe.keys import Tracking
 from largebatch.storage import write_whole
 from largebatch.tracking.events import LOG, METRICS, REPORT, Evaluation, Start, Summary
 from largebatch.tracking.followed import FollowedRun
-from largebatch.tracking.scalars import Given, Plotted, ScalarTracker, logged, read_id, write_id
+from largebatch.tracking.scalars import (
+    NewNumbers,
+    Plotted,
+    ScalarTracker,
+    logged,
+    read_id,
+    write_id,
+)
 
 _CONFIGURED = {"recipe", "commit", "workers", "global_batch", "device_batch", "accumulation"}
 _CONFIGURED |= {"folder"}
@@ -58,14 +65,17 @@ class Wandb(ScalarTracker):
         note: Callable[[str], None],
     ) -> None:
         self._wandb = require_wandb()
-        self._folder, self._config, self._note = folder, dict(config), note
+        self._folder = folder
+        self._config = dict(config)
+        self._note = note
         self._run: Any = None
         followed = read_id(folder, "wandb")
         name = tracking.name or (None if followed else folder.resolve().name)
-        self._given = {"project": "largebatch", **dict(tracking), "name": name}
+        self._arguments = {"project": "largebatch", **dict(tracking), "name": name}
         self._resume = "allow" if followed else None
         super().__init__(folder / LOG if followed else None)
-        self._rows, self._events = 0, 0
+        self._rows = 0
+        self._events = 0
         self._identity = followed or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
 
     @classmethod
@@ -104,9 +114,9 @@ class Wandb(ScalarTracker):
             mode=mode,
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
             **{
-                name: self._given[name]
+                name: self._arguments[name]
                 for name, variable in _VARIABLES.items()
-                if self._given[name] and not os.environ.get(variable)
+                if self._arguments[name] and not os.environ.get(variable)
             },
         )
 
@@ -135,10 +145,10 @@ class Wandb(ScalarTracker):
     def _count_events(self) -> int:
         return sum(1 for _ in logged(self._folder / LOG))
 
-    def _lacking(self, given: Given, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+    def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
         if self._run.offline:
-            return {} if position < self._events else given.values
-        return {} if given.row < self._rows else given.values
+            return {} if position < self._events else new.values
+        return {} if new.row < self._rows else new.values
 
     def _write(self, values: Mapping[str, float], event: Plotted) -> None:
         self._scalars.row = max(self._scalars.row, self._rows)  # W&B drops earlier rows
@@ -146,20 +156,24 @@ class Wandb(ScalarTracker):
 
     def _close(self, summary: Summary) -> None:
         self._run.log({}, commit=True)  # the last row; W&B would set its own summary after ours
-        found = {key: value for key, value in asdict(summary).items() if key not in _CONFIGURED}
-        found["final"] = {name: found.pop(name) for name in METRICS}
-        found["stages"] = {stage.pop("name"): stage for stage in found["stages"]}
-        evaluations = [it for it in logged(self._folder / LOG) if isinstance(it, Evaluation)]
+        values_at_end = {
+            key: value for key, value in asdict(summary).items() if key not in _CONFIGURED
+        }
+        values_at_end["final"] = {name: values_at_end.pop(name) for name in METRICS}
+        values_at_end["stages"] = {stage.pop("name"): stage for stage in values_at_end["stages"]}
+        evaluations = [
+            event for event in logged(self._folder / LOG) if isinstance(event, Evaluation)
+        ]
         for name, best in _BEST.items() if evaluations else ():  # W&B has those of this part
-            values = [getattr(it, name) for it in evaluations]
+            values = [getattr(evaluation, name) for evaluation in evaluations]
             known = best(filter(math.isfinite, values), default=values[-1])
-            found[f"val/{name}"] = {best.__name__: known, "last": values[-1]}
-        self._run.summary.update(found)
+            values_at_end[f"val/{name}"] = {best.__name__: known, "last": values[-1]}
+        self._run.summary.update(values_at_end)
         report = self._folder / REPORT
         if report.exists():
-            kept = self._wandb.Artifact(f"{self._identity}-report", type="report")
-            kept.add_file(str(report))
-            self._run.log_artifact(kept)
+            artifact = self._wandb.Artifact(f"{self._identity}-report", type="report")
+            artifact.add_file(str(report))
+            self._run.log_artifact(artifact)
         level = _ALERTS.get(summary.status)
         if level and not summary.is_requeued:
             done = f"after {plural(summary.steps, 'update')}"

@@ -461,10 +461,8 @@ def step_for(
     return EagerStep
 
 
-def require_graphs(use: UseGraph, device: torch.device, *, protocol: bool = False) -> None:
-    """Raise RecipeError if a graph is required and the device or a protocol has none."""
-    if use is True and protocol:
-        raise refused("learners of a protocol send each gradient by itself")
+def require_graphs(use: UseGraph, device: torch.device) -> None:
+    """Raise RecipeError if a graph is required and the device has none."""
     if use is True and device.type not in accelerator.GRAPHS:
         raise refused(f"there are no graphs on a device of type {device.type}")
 

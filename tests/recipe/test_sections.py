@@ -1,16 +1,21 @@
 """What a recipe may say of its optimizer and of its protocol, and what is refused."""
 
+import inspect
 import re
+from typing import get_args
 
 import pytest
 import torch
 from short_runs import DIGITS
 
-from largebatch import load_recipe
+from largebatch import load_recipe, registry
 from largebatch.errors import PlanError, RecipeError
 from largebatch.optim import LARS
 from largebatch.recipe import optimizers as sections
 from largebatch.recipe.arithmetic.plan import describe_protocol, make_plan
+from largebatch.recipe.protocols import Protocol
+from largebatch.recipe.schedule import Decay
+from largebatch.recipe.section import Choice, alternatives
 
 FREE = (
     *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),
@@ -126,3 +131,18 @@ def test_dedicated_servers_are_workers_too() -> None:
     assert describe_protocol(protocol, global_batch=96) == (
         "softsync: 96 samples an update = 2 gradients x 48; 4 learners, 2 servers: 6 workers"
     )
+
+
+@pytest.mark.parametrize("base", [sections.Optimizer, Decay, Protocol], ids=lambda it: it.group)
+def test_every_section_names_a_builder_that_takes_it(base: type[Choice]) -> None:
+    for kind, section in alternatives(base).items():
+        builder = registry.resolve(section.builder)
+        first = next(iter(inspect.signature(builder).parameters.values()))
+        taken = get_args(first.annotation) or (first.annotation,)
+        assert any(issubclass(section, it) for it in taken), kind
+
+
+def test_every_name_of_ours_is_an_object() -> None:
+    for group, targets in registry.OURS.items():
+        for name, target in targets.items():
+            assert callable(registry.resolve(target)), (group, name)

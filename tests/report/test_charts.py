@@ -15,6 +15,7 @@ from largebatch.report.charts import (
 from largebatch.report.course import POINTS, ceiling, thin
 from largebatch.report.page import wrong_predictions
 from largebatch.report.run import read_run
+from largebatch.report.style import looks_of
 from largebatch.tracking.events import Mistakes
 
 
@@ -105,3 +106,10 @@ def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path)
     assert found.last_stage.name == "train"
     assert found.final_mistakes is not None
     assert found.final_mistakes.stage == "train"
+
+
+def test_stages_of_other_packages_have_looks_of_their_own() -> None:
+    looks = looks_of(["train", "shrink", "grow", "statistics"])
+    assert len({look.colour for look in looks.values()}) == 4
+    assert len({look.marker for look in looks.values()}) == 4
+    assert looks["train"] == looks_of(["train"])["train"]

@@ -53,9 +53,9 @@ GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1":
         pytest.param(GOOD + '"loss": 0}', "samples: ", id="no samples"),
         pytest.param(GOOD + '"loss": "low", "samples": 1}', "loss: ", id="a word"),
         pytest.param(
-            GOOD.replace("train", "rest") + '"loss": 0, "samples": 1}',
+            GOOD.replace('"train"', "3") + '"loss": 0, "samples": 1}',
             "stage: ",
-            id="unknown stage",
+            id="a stage without a name",
         ),
     ],
 )

@@ -24,7 +24,6 @@ from accelerator import COUNTS
 from fake_horovod import FakeHorovod
 from on_forked_workers import on_forked_workers
 from test_accelerator import (
-    CPU,
     DIGITS,
     HALF,
     OVERFLOWS,
@@ -57,7 +56,7 @@ from largebatch.optional import require_torchvision
 from largebatch.polish import polish
 from largebatch.training.averages import EMA
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.training.graph import UseGraph, require_graphs
+from largebatch.training.graph import UseGraph
 from largebatch.training.state import TrainState
 
 TABLED = Case(steps=5)
@@ -851,10 +850,8 @@ def test_a_graph_that_is_required_and_cannot_be_is_refused(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="execution.graph"):
         run(recipe, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    for device in (torch.device("cuda"), CPU):
-        with pytest.raises(RecipeError, match="execution.graph"):
-            require_graphs(True, device, protocol=True)
-        require_graphs("auto", device, protocol=True)
+    with pytest.raises(RecipeError, match="execution.graph: true .* protocol"):
+        load_recipe(DIGITS, ["execution.graph=true", "protocol={kind: hardsync, learners: 2}"])
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -59,10 +59,13 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | str | None = None) -> N
     """Write a cluster file of this machine.
 
     Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml, and for
-    Muon, whose workers share an update.
+    an optimizer whose workers share an update.
     """
-    if recipe.optimizer.kind == "muon":
-        raise LargebatchError("optimizer.kind: muon: --calibrate measures an update of one worker")
+    if recipe.optimizer.shares_updates:
+        kind = recipe.optimizer.kind
+        raise LargebatchError(
+            f"optimizer.kind: {kind}: --calibrate measures an update of one worker"
+        )
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
     with writing(out, error=LargebatchError):  # before minutes of measurement

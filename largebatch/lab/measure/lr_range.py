@@ -278,10 +278,10 @@ def plan_range(
             f"{momentum:g}: at least {least}, so that the loss follows the rate; or give a "
             "narrower range"
         )
-    if recipe.optimizer.kind == "schedule-free":
+    if recipe.optimizer.averages_rates:
         raise LargebatchError(
-            "optimizer.kind: schedule-free takes a constant rate, which it averages over: a range "
-            "test would average over weights of all rates; give optimizer.kind: sgd"
+            f"optimizer.kind: {recipe.optimizer.kind} takes a constant rate, which it averages "
+            "over: a range test would average over weights of all rates; give optimizer.kind: sgd"
         )
     # The schedule begins at its low end, so it rises by 1 / gamma in each of steps - 1 updates.
     gamma = (low / high) ** (1 / (steps - 1))

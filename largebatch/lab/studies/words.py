@@ -36,7 +36,7 @@ from largebatch.runs.build import join
 from largebatch.runs.options import Options
 from largebatch.runs.state import build_session, build_state
 from largebatch.training.loop import Criterion
-from largebatch.training.session import Session, Updates, synchronous_updates
+from largebatch.training.session import Session
 
 NAME = "lstm"
 """Name of the model in a recipe."""
@@ -161,7 +161,6 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
 
     Raises DataError for another number of windows than data.train_samples.
     """
-    protocol = recipe.protocol
     given = arguments_of(recipe)
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
@@ -198,12 +197,6 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
             open_decoder=lambda *_: nullcontext(decode),
         )
         share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-        alone = protocol is not None  # each worker's gradients are its own, for the servers
-        with closing(build_state(recipe, plan, model, backend, alone=alone)) as state:
-            updates: Updates = synchronous_updates
-            if protocol is not None:
-                updates = protocol.build(recipe, state, backend)
-            session = build_session(
-                recipe, pipeline, backend, state, updates, folder=options.out, alone=alone
-            )
+        with closing(build_state(recipe, plan, model, backend)) as state:
+            session = build_session(recipe, pipeline, backend, state, folder=options.out)
             yield replace(session, criterion=mean_over_words(session.criterion))
