@@ -73,7 +73,7 @@ def study(  # noqa: PLR0913 -- its options
         page: Start nothing; draw what is recorded, and simulations.
     """
     from largebatch.lab.studies import runner
-    from largebatch.lab.studies.study import Machine as StudyMachine
+    from largebatch.lab.studies.study import StudyMachine
 
     folders: dict[str, Path] = {}
     for one in data:

@@ -21,7 +21,7 @@ import numpy as np
 
 from largebatch.errors import CheckpointError, LargebatchError, clip, printable, shorten
 from largebatch.formatting import dotted, plural
-from largebatch.report.course import Course, evaluations_of, needs_log_scale, updates_of
+from largebatch.report.course import RunCourse, evaluations_of, needs_log_scale, updates_of
 from largebatch.report.pages import (
     Chart,
     Column,
@@ -97,11 +97,11 @@ class Compared:
         summary = self.run.summary
         if summary is None:
             return None
-        found = {"backend": summary.backend, "commit": short_commit(summary.commit)}
-        return {f"({name})": value for name, value in (found | summary.versions).items()}
+        software = {"backend": summary.backend, "commit": short_commit(summary.commit)}
+        return {f"({name})": value for name, value in (software | summary.versions).items()}
 
     @cached_property
-    def evaluated(self) -> Course:
+    def evaluated(self) -> RunCourse:
         """Accuracy and loss on the validation data."""
         return evaluations_of(self.run)
 
@@ -167,13 +167,13 @@ class SeedGroup:
     @cached_property
     def by_seed(self) -> dict[int, float]:
         """Top-1 in percent of the runs that finished; the mean of runs with the same seed."""
-        found: dict[int, list[float]] = {}
-        for place, one in enumerate(self.runs):
-            if one.run.finished:
+        top1s: dict[int, list[float]] = {}
+        for place, compared in enumerate(self.runs):
+            if compared.run.finished:
                 # Runs without a readable seed are never pairs of each other.
-                seed = -1 - place if one.seed is None else one.seed
-                found.setdefault(seed, []).append(one.top1)
-        return {seed: fmean(values) for seed, values in sorted(found.items())}
+                seed = -1 - place if compared.seed is None else compared.seed
+                top1s.setdefault(seed, []).append(compared.top1)
+        return {seed: fmean(values) for seed, values in sorted(top1s.items())}
 
     @property
     def mean(self) -> Interval | None:
@@ -200,13 +200,13 @@ class Comparison:
 
         Runs that were never evaluated are in none.
         """
-        measured = [one for one in self.runs if one.run.last_stage]
+        measured = [compared for compared in self.runs if compared.run.last_stage]
         # Names of classes tell data sets apart that have equal sizes, where all logs have them.
-        named = all(one.last.mistakes for one in measured)
+        named = all(compared.last.mistakes for compared in measured)
         by_data: dict[tuple[str, ...], list[Compared]] = {}
-        for one in measured:
-            classes = one.last.mistakes.classes if named and one.last.mistakes else ()
-            by_data.setdefault((one.data(), *classes), []).append(one)
+        for compared in measured:
+            classes = compared.last.mistakes.classes if named and compared.last.mistakes else ()
+            by_data.setdefault((compared.data(), *classes), []).append(compared)
         return tuple(
             tuple(sorted(runs, key=attrgetter("top1"), reverse=True)) for runs in by_data.values()
         )
@@ -217,8 +217,8 @@ class Comparison:
         Empty if no two runs differ in their seed alone: then runs are compared one by one.
         """
         alike: dict[str, list[Compared]] = {}
-        for one in group:
-            alike.setdefault(one.setting, []).append(one)
+        for compared in group:
+            alike.setdefault(compared.setting, []).append(compared)
         settings = [
             SeedGroup(self._label(runs, others=len(alike) > 1), tuple(runs))
             for runs in alike.values()
@@ -227,7 +227,9 @@ class Comparison:
             return ()
         means = {setting.label: setting.mean for setting in settings}
         best_first = sorted(
-            settings, key=lambda it: -math.inf if it.mean is None else it.mean.mean, reverse=True
+            settings,
+            key=lambda seed_group: -math.inf if seed_group.mean is None else seed_group.mean.mean,
+            reverse=True,
         )
         return tuple(best_first) if len(means) == len(settings) else ()
 
@@ -238,7 +240,7 @@ class Comparison:
         text = ", ".join(f"{key}={values[key]}" for key in keys)
         if others and keys and len(text) <= _LONGEST:
             return text
-        labels = [one.label for one in runs]
+        labels = [compared.label for compared in runs]
         if len(runs) == 1:
             return labels[0]
         alike = takewhile(lambda letters: len({*letters}) == 1, zip(*labels, strict=False))
@@ -248,12 +250,14 @@ class Comparison:
     @cached_property
     def targets(self) -> tuple[float, ...]:
         """Round accuracies in percent that all runs, half of them, and the best one reached."""
-        best = sorted(one.best for one in self.runs if not math.isnan(one.best))
+        best = sorted(compared.best for compared in self.runs if not math.isnan(compared.best))
         if not best:
             return ()
         reached = (best[0], best[len(best) // 2], best[-1])
-        below = [[target for target in _TARGETS if target <= one + 1e-9] for one in reached]
-        return tuple(sorted({max(found) for found in below if found}))
+        below = [
+            [target for target in _TARGETS if target <= accuracy + 1e-9] for accuracy in reached
+        ]
+        return tuple(sorted({max(targets) for targets in below if targets}))
 
     @cached_property
     def differences(self) -> dict[str, tuple[str | None, ...]]:
@@ -262,21 +266,23 @@ class Comparison:
         None where a run has no such key. A recipe or summary that cannot be read has None for all
         of them, and makes none differ.
         """
-        plans = [{"(device batch)": f"{one.run.plan.device_batch:,}"} for one in self.runs]
+        plans = [
+            {"(device batch)": f"{compared.run.plan.device_batch:,}"} for compared in self.runs
+        ]
         return {
-            **_differing([one.settings for one in self.runs]),
-            **_differing([{"(workers)": one.run.workers} for one in self.runs]),
+            **_differing([compared.settings for compared in self.runs]),
+            **_differing([{"(workers)": compared.run.workers} for compared in self.runs]),
             **_differing(plans),
-            **_differing([one.software for one in self.runs]),
+            **_differing([compared.software for compared in self.runs]),
         }
 
 
 def _differing(facts: Sequence[dict[str, str] | None]) -> dict[str, tuple[str | None, ...]]:
-    known = [each for each in facts if each is not None]
+    known = [known_facts for known_facts in facts if known_facts is not None]
     return {
-        key: tuple(each.get(key) if each else None for each in facts)
-        for key in dict.fromkeys(key for each in known for key in each)
-        if len({each.get(key) for each in known}) > 1
+        key: tuple(known_facts.get(key) if known_facts else None for known_facts in facts)
+        for key in dict.fromkeys(key for known_facts in known for key in known_facts)
+        if len({known_facts.get(key) for known_facts in known}) > 1
     }
 
 
@@ -328,7 +334,7 @@ def describe(comparison: Comparison) -> Iterator[str]:
 
 def _describe_settings(settings: Sequence[SeedGroup]) -> Iterator[str]:
     for setting in settings:
-        unfinished = sum(not one.run.finished for one in setting.runs)
+        unfinished = sum(not compared.run.finished for compared in setting.runs)
         left_out = f"; {plural(unfinished, 'run')} did not finish" if unfinished else ""
         mean = setting.mean
         if mean is None:
@@ -383,12 +389,16 @@ def _settings_table(settings: Sequence[SeedGroup]) -> Table:
     return Table(
         name="settings",
         columns=[
-            column("Setting", lambda it: it.label, None),
-            column("Seeds", lambda it: len(it.by_seed), ",d"),
-            column("Mean top-1, %", lambda it: it.mean.mean if it.mean else None, ".2f"),
-            column("95 % interval", lambda it: ends(it.mean), None),
-            column("Lowest, %", lambda it: min(it.by_seed.values(), default=None), ".2f"),
-            column("Highest, %", lambda it: max(it.by_seed.values(), default=None), ".2f"),
+            column("Setting", lambda setting: setting.label, None),
+            column("Seeds", lambda setting: len(setting.by_seed), ",d"),
+            column(
+                "Mean top-1, %", lambda setting: setting.mean.mean if setting.mean else None, ".2f"
+            ),
+            column("95 % interval", lambda setting: ends(setting.mean), None),
+            column("Lowest, %", lambda setting: min(setting.by_seed.values(), default=None), ".2f"),
+            column(
+                "Highest, %", lambda setting: max(setting.by_seed.values(), default=None), ".2f"
+            ),
             Column("To the best", [gap and gap.mean for gap in differences], ".2f"),
             Column("95 % of the difference", [ends(gap) for gap in differences]),
         ],
@@ -402,7 +412,7 @@ def _best(best: Compared, *others: Compared) -> str:
     second = others[0]
     if best.top1 == second.top1:
         return f"{best.label} and {second.label} end with the same top-1, {top1}."
-    close = [one for one in others if not change_from(best.last, one.last).beyond_noise]
+    close = [other for other in others if not change_from(best.last, other.last).beyond_noise]
     gap = f"{best.top1 - second.top1:.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1}, {gap}"
     noise = f"the noise of {best.last.after.samples:,} validation images"
@@ -412,16 +422,18 @@ def _best(best: Compared, *others: Compared) -> str:
 
 
 def _names(runs: Sequence[Compared]) -> str:
-    return shorten([one.label for one in runs], most=4)
+    return shorten([compared.label for compared in runs], most=4)
 
 
 def make_comparison_page(comparison: Comparison) -> Page:
     """Return the page of a comparison."""
     looks = {
-        one.label: series(place, one.label, title=printable(str(one.run.path.resolve())))
-        for place, one in enumerate(comparison.runs)
+        compared.label: series(
+            place, compared.label, title=printable(str(compared.run.path.resolve()))
+        )
+        for place, compared in enumerate(comparison.runs)
     }
-    ends = Counter(one.status for one in comparison.runs)
+    ends = Counter(compared.status for compared in comparison.runs)
     words = [", ".join(f"{count} {status}" for status, count in ends.items())]
     words += [runs[0].data() for runs in comparison.groups[:1] if len(comparison.groups) == 1]
     rows = comparison.differences
@@ -430,8 +442,8 @@ def make_comparison_page(comparison: Comparison) -> Page:
     differing = [
         Column("Setting", list(rows)),
         *(
-            Column(one.label, [values[place] for values in rows.values()])
-            for place, one in enumerate(comparison.runs)
+            Column(compared.label, [values[place] for values in rows.values()])
+            for place, compared in enumerate(comparison.runs)
         ),
     ]
     return Page(
@@ -445,7 +457,7 @@ def make_comparison_page(comparison: Comparison) -> Page:
             Section(title="Left out", notes=comparison.left_out),
             Section(title="Means over seeds", parts=[*map(_settings_table, by_seeds)]),
             Section(title="Runs", parts=[_table(comparison, looks)], notes=[_RUNS]),
-            *(Section(title=one.title, parts=[one]) for one in _charts(comparison, looks)),
+            *(Section(title=chart.title, parts=[chart]) for chart in _charts(comparison, looks)),
             Section(
                 title="What differs",
                 parts=[Table(name="differences", columns=differing)] if rows else [],
@@ -457,57 +469,75 @@ def make_comparison_page(comparison: Comparison) -> Page:
 
 
 def _table(comparison: Comparison, looks: dict[str, Series]) -> Table:
-    best = {one.label: runs[0] for runs in comparison.groups for one in runs}
-    ranked = [one for runs in comparison.groups for one in runs]
-    ranked += [one for one in comparison.runs if one.label not in best]
+    best = {compared.label: runs[0] for runs in comparison.groups for compared in runs}
+    ranked = [compared for runs in comparison.groups for compared in runs]
+    ranked += [compared for compared in comparison.runs if compared.label not in best]
     column = columns_over(ranked)
     # The best of several seeds is best by luck: a difference to it would say nothing.
     has_seeds = any(map(comparison.settings_of, comparison.groups))
 
-    def beyond(one: Compared) -> str | None:
-        if best.get(one.label, one) is one:
+    def beyond(compared: Compared) -> str | None:
+        if best.get(compared.label, compared) is compared:
             return None
-        return "yes" if change_from(best[one.label].last, one.last).beyond_noise else "no"
+        return "yes" if change_from(best[compared.label].last, compared.last).beyond_noise else "no"
 
-    def after(one: Compared, name: str) -> float | None:
+    def after(compared: Compared, name: str) -> float | None:
         """Return top-1 after a stage, kept or discarded."""
-        return next((100 * stage.after.top1 for stage in one.ended if stage.name == name), None)
+        return next(
+            (100 * stage.after.top1 for stage in compared.ended if stage.name == name), None
+        )
 
     to_the_best = [
         Column(
             "To the best",
-            [one.top1 - best[one.label].top1 if one.label in best else None for one in ranked],
+            [
+                compared.top1 - best[compared.label].top1 if compared.label in best else None
+                for compared in ranked
+            ],
             ".2f",
         ),
         column("Beyond noise", beyond, None),
     ]
-    names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
+    names = dict.fromkeys(stage.name for compared in ranked for stage in compared.ended)
     columns = [
-        column("Run", lambda one: one.label, None),
-        column("Top-1, %", lambda one: one.top1 if one.label in best else None, ".2f"),
+        column("Run", lambda compared: compared.label, None),
+        column(
+            "Top-1, %", lambda compared: compared.top1 if compared.label in best else None, ".2f"
+        ),
         *([] if has_seeds else to_the_best),
         *(column(f"After {name}, %", partial(after, name=name), ".2f") for name in names),
         *(
-            Column(f"{target:g} % in, min", [one.seconds_to(target) / 60 for one in ranked], ",.2f")
+            Column(
+                f"{target:g} % in, min",
+                [compared.seconds_to(target) / 60 for compared in ranked],
+                ",.2f",
+            )
             for target in comparison.targets
         ),
-        *([column("Seed", lambda one: one.seed, "d")] if has_seeds else []),
-        column("Steps", lambda one: one.run.num_steps, ",d"),
-        column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
-        column("Images/s", lambda one: images_per_second(one.run), ",.0f"),
+        *([column("Seed", lambda compared: compared.seed, "d")] if has_seeds else []),
+        column("Steps", lambda compared: compared.run.num_steps, ",d"),
+        column("Epochs", lambda compared: compared.run.plan.epoch(compared.run.num_steps), ",.1f"),
+        column("Images/s", lambda compared: images_per_second(compared.run), ",.0f"),
         column(
-            "Run time, min", lambda one: one.run.summary and one.run.summary.seconds / 60, ",.2f"
+            "Run time, min",
+            lambda compared: compared.run.summary and compared.run.summary.seconds / 60,
+            ",.2f",
         ),
-        column("Batch", lambda one: one.run.plan.global_batch, ",d"),
-        column("Workers", lambda one: one.run.workers.rpartition(" ")[0], None),
-        column("Status", lambda one: one.status, None),
-        column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
+        column("Batch", lambda compared: compared.run.plan.global_batch, ",d"),
+        column("Workers", lambda compared: compared.run.workers.rpartition(" ")[0], None),
+        column("Status", lambda compared: compared.status, None),
+        column("Started", lambda compared: f"{compared.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
-    return Table(name="runs", columns=columns, series=[looks[one.label] for one in ranked])
+    return Table(
+        name="runs", columns=columns, series=[looks[compared.label] for compared in ranked]
+    )
 
 
 def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]:
-    shown = [(looks[one.label], one.evaluated, updates_of(one.run)) for one in comparison.runs]
+    shown = [
+        (looks[compared.label], compared.evaluated, updates_of(compared.run))
+        for compared in comparison.runs
+    ]
 
     every = np.concatenate([at.loss for _, *both in shown for at in both])
     log: Literal["", "y"] = "y" if needs_log_scale(every) else ""

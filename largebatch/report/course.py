@@ -15,7 +15,7 @@ from largebatch.report.run import FloatArray, Run, median, values_of
 POINTS = 500  # more updates cannot be told apart in a chart
 
 
-class Course(NamedTuple):
+class RunCourse(NamedTuple):
     """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
 
     epoch: FloatArray
@@ -44,7 +44,10 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     for gap in run.gaps:
         if gap.stage in whole:
             whole[gap.stage] -= float(_finite(gap.seconds))
-    pauses = [whole.pop(one.stage, float(_finite(one.seconds))) for one in run.evaluations]
+    pauses = [
+        whole.pop(evaluation.stage, float(_finite(evaluation.seconds)))
+        for evaluation in run.evaluations
+    ]
     places = np.searchsorted(step, values_of(run.evaluations, "step"))
     # The pauses before each update, so that its end has all earlier evaluations in it.
     before = np.bincount(places, pauses, minlength=len(ends)).cumsum()
@@ -55,27 +58,27 @@ def _finite(seconds: float | FloatArray) -> FloatArray:
     return np.nan_to_num(seconds, posinf=0.0)
 
 
-def evaluations_of(run: Run) -> Course:
+def evaluations_of(run: Run) -> RunCourse:
     """Return every evaluation of what was kept; times are NaN where a checkpoint was polished."""
-    kept = run.kept_evaluations
+    evaluations = run.kept_evaluations
     seconds = _clock(run)[1]
     if not run.steps:
         seconds[:] = math.nan
     stages = [stage.name for stage in run.stages if stage.kept]
-    return Course(
-        epoch=values_of(kept, "epoch"),
-        seconds=seconds[np.isin([one.stage for one in run.evaluations], stages)],
-        loss=values_of(kept, "loss"),
-        top1=100 * values_of(kept, "top1"),
+    return RunCourse(
+        epoch=values_of(evaluations, "epoch"),
+        seconds=seconds[np.isin([evaluation.stage for evaluation in run.evaluations], stages)],
+        loss=values_of(evaluations, "loss"),
+        top1=100 * values_of(evaluations, "top1"),
     )
 
 
-def updates_of(run: Run) -> Course:
+def updates_of(run: Run) -> RunCourse:
     """Return as many updates as a chart shows, with the running median over all of them."""
     step = values_of(run.steps, "step")
     loss = thin(step, values_of(run.steps, "loss"))
-    return Course(
-        epoch=np.array([run.plan.epoch(int(each) + 1) for each in loss.step]),
+    return RunCourse(
+        epoch=np.array([run.plan.epoch(int(number) + 1) for number in loss.step]),
         seconds=_clock(run)[0][np.searchsorted(step, loss.step)],
         loss=loss.trend,
         top1=np.empty(0),

@@ -15,7 +15,7 @@ BOUNDED = 4 * LEAST  # updates that are advised: the interval of one part often 
 MORE_STEPS = 0.2  # that the critical batch needs beyond linear scaling (arXiv:2410.21676)
 
 
-class Part(NamedTuple):
+class NoiseSegment(NamedTuple):
     """Some updates of a run that follow each other, and the noise scale over them."""
 
     first: int
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     found: NoiseScale
 
 
-def course(run: Run) -> list[Part]:
+def course(run: Run) -> list[NoiseSegment]:
     """Return the noise scale part by part; none where it was not measured, or in too few updates.
 
     The affine stage is left out, in which few weights have gradients.
@@ -39,7 +39,7 @@ def has_course(run: Run) -> bool:
     return len(measured(run)) >= LEAST
 
 
-def latest(run: Run) -> Part:
+def latest(run: Run) -> NoiseSegment:
     """Return the noise scale over the end of a run: its last part, or more until it has a bound."""
     steps = measured(run)
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
@@ -51,8 +51,8 @@ def latest(run: Run) -> Part:
     return part
 
 
-def _part(run: Run, steps: list[Step]) -> Part:
-    return Part(steps[0].step, steps[-1].step, over(run, steps))
+def _part(run: Run, steps: list[Step]) -> NoiseSegment:
+    return NoiseSegment(steps[0].step, steps[-1].step, over(run, steps))
 
 
 def over(run: Run, steps: list[Step]) -> NoiseScale:
@@ -77,16 +77,16 @@ def measured(run: Run) -> list[Step]:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
-    found = part.found
+    scale = part.found
     batch = run.plan.batch_at(part.last)
-    begin = f"Over the last {plural(found.updates, 'update')} the gradient noise scale is "
-    if not math.isfinite(found.high):
-        return f"{begin}at least {three_digits(found.low)} and has no upper bound: too few updates."
-    if not found.value > 0:
-        return f"{begin}too small to be measured: at most {three_digits(found.high)}."
+    begin = f"Over the last {plural(scale.updates, 'update')} the gradient noise scale is "
+    if not math.isfinite(scale.high):
+        return f"{begin}at least {three_digits(scale.low)} and has no upper bound: too few updates."
+    if not scale.value > 0:
+        return f"{begin}too small to be measured: at most {three_digits(scale.high)}."
     return (
-        f"{begin}{three_digits(found.value)} (95 %: {three_digits(found.low)} to "
-        f"{three_digits(found.high)}). By arXiv:1812.06162 a batch of {batch:,} then needs "
-        f"{batch / found.value:.0%} more steps than linear scaling from small batches; one of "
-        f"{three_digits(MORE_STEPS * found.value)} would need {MORE_STEPS:.0%} more."
+        f"{begin}{three_digits(scale.value)} (95 %: {three_digits(scale.low)} to "
+        f"{three_digits(scale.high)}). By arXiv:1812.06162 a batch of {batch:,} then needs "
+        f"{batch / scale.value:.0%} more steps than linear scaling from small batches; one of "
+        f"{three_digits(MORE_STEPS * scale.value)} would need {MORE_STEPS:.0%} more."
     )

@@ -54,15 +54,15 @@ def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     >>> interval([0.90, 0.92, 0.91]).with_ends(".3f")
     '0.910 (0.885 to 0.935)'
     """
-    found = list(values)
-    if not found:
+    sample = list(values)
+    if not sample:
         raise ValueError("expected one value or more")
-    mean = statistics.fmean(found)
-    if len(found) == 1:
+    mean = statistics.fmean(sample)
+    if len(sample) == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    reach = student(len(found) - 1, together=together)
-    reach *= statistics.stdev(found) / math.sqrt(len(found))
-    return Interval(mean, mean - reach, mean + reach, len(found))
+    reach = student(len(sample) - 1, together=together)
+    reach *= statistics.stdev(sample) / math.sqrt(len(sample))
+    return Interval(mean, mean - reach, mean + reach, len(sample))
 
 
 def difference(
@@ -96,12 +96,12 @@ def ratio(
     seeds = one.keys() & other.keys()
     if any(min(one[seed], other[seed]) <= 0 for seed in seeds):
         return None
-    logs = [{seed: math.log(found[seed]) for seed in seeds} for found in (one, other)]
-    found = difference(*logs, together=together)
-    if found is None:
+    logs = [{seed: math.log(costs[seed]) for seed in seeds} for costs in (one, other)]
+    gap = difference(*logs, together=together)
+    if gap is None:
         return None
-    end = math.exp(found.high) if found.high < math.log(sys.float_info.max) else math.inf
-    return Interval(math.exp(found.mean), math.exp(found.low), end, found.number)
+    end = math.exp(gap.high) if gap.high < math.log(sys.float_info.max) else math.inf
+    return Interval(math.exp(gap.mean), math.exp(gap.low), end, gap.number)
 
 
 def unpaired_difference(
@@ -158,7 +158,7 @@ def leads(
     spread of each variant; else they have no gap.
     """
     together = len(others)
-    found = []
+    results = []
     for name, other in others.items():
         gap: Interval | None
         if of_costs:
@@ -167,8 +167,8 @@ def leads(
             gap = unpaired_difference(best, other, together=together)
         else:
             gap = difference(best, other, together=together)
-        found.append(Lead(name, gap, 1.0 if of_costs else 0.0))
-    return found
+        results.append(Lead(name, gap, 1.0 if of_costs else 0.0))
+    return results
 
 
 def student(freedom: int, *, together: int = 1) -> float:

@@ -70,8 +70,8 @@ def fitted_plan(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
 
     `plan` is any plan of the recipe for these workers. The model does not change.
     """
-    *own, reason = measure(recipe, plan, model, backend)
-    of_workers = backend.all_gather(torch.tensor(own).to(backend.device)).view(-1, 2)
+    *fits, reason = measure(recipe, plan, model, backend)
+    of_workers = backend.all_gather(torch.tensor(fits).to(backend.device)).view(-1, 2)
     images, evaluated = of_workers.amin(dim=0).tolist()  # sync: once, before training
     fitted = make_plan(recipe, workers=plan.workers, backend=backend.name, fits=images)
     fitted = _with_evaluations(fitted, evaluated)
@@ -124,15 +124,15 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
         many = whole_spans(max(few, min(most, int(_PART * free * few / low))), span)
         high = peak(many)
         evaluation = peak(many, evaluates=True)
-    each = max(1.0, (high - low) / (many - few) if many > few else high / many)
+    sample_bytes = max(1.0, (high - low) / (many - few) if many > few else high / many)
     weights = sum(weight.nbytes for weight in model.parameters())
     # Libraries' workspaces, whatever the samples; and what an update needs besides a pass.
-    fixed = max(0.0, high - many * each) + _COPIES * weights
-    fits = max(1, min(most, int((SHARE * free - fixed) / each)))
+    fixed = max(0.0, high - many * sample_bytes) + _COPIES * weights
+    fits = max(1, min(most, int((SHARE * free - fixed) / sample_bytes)))
     evaluated = max(1, int(BESIDE * free * many / evaluation))
     reason = (
-        f"in {SHARE:.0%} of {free / 1e9:.3g} GB: {each / 1e6:.3g} MB a sample of {side} x {side} "
-        f"pixels, measured, and {fixed / 1e9:.3g} GB besides"
+        f"in {SHARE:.0%} of {free / 1e9:.3g} GB: {sample_bytes / 1e6:.3g} MB a sample of {side} x "
+        f"{side} pixels, measured, and {fixed / 1e9:.3g} GB besides"
     )
     return fits, evaluated, reason
 
@@ -140,9 +140,9 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
 def keep(folder: Path, backend: Backend, plan: Plan, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
     place = backend.world_size, backend.device.type
-    kept = plan.device_batch, *place, reason, plan.evaluation_batch
+    content = plan.device_batch, *place, reason, plan.evaluation_batch
     with writing(folder):
-        write_whole(folder / KEPT, _KEPT.dump_json(kept))
+        write_whole(folder / KEPT, _KEPT.dump_json(content))
 
 
 def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, list[str]]:
@@ -163,8 +163,8 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     remark = f"{why}; {remark}" if why else remark
     with suppress(PlanError):
         if place == [backend.world_size, backend.device.type]:
-            given = recipe.with_execution(device_batch=device_batch)
-            plan = make_plan(given, workers=backend.world_size, backend=backend.name)
+            resumed = recipe.with_execution(device_batch=device_batch)
+            plan = make_plan(resumed, workers=backend.world_size, backend=backend.name)
             return _with_evaluations(plan, evaluated), [remark]
     return None, [f"{remark}, was for {place[0]} x {place[1]}, and is chosen again"]
 

@@ -12,8 +12,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.connection import connect
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.server import MiniBatches, Rule
+from largebatch.lab.protocols.exchange import Exchange, ExchangeRecord
+from largebatch.lab.protocols.server import MiniBatches, UpdateRule
 from largebatch.lab.protocols.stage import Gradients, average_statistics
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loop import cross_entropy
@@ -31,7 +31,7 @@ ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
 """A net and an optimizer each."""
 
 
-SOFTSYNC = Rule(learners=4, gradients=1, waits=False, by_staleness=True)
+SOFTSYNC = UpdateRule(learners=4, gradients=1, waits=False, by_staleness=True)
 """On 4 learners; the rate of every gradient is divided by its staleness."""
 
 
@@ -42,9 +42,9 @@ class Problem:
     exchange: Exchange
     net: str
     optimizer: str
-    rule: Rule
+    rule: UpdateRule
 
-    def solve(self) -> tuple[State, Record]:
+    def solve(self) -> tuple[State, ExchangeRecord]:
         """Train by the rule; return the state of the model and the record."""
         exchange, rule = self.exchange, self.rule
         images, labels = crown.data()
@@ -85,16 +85,16 @@ class Problem:
         return dict(model.state_dict()), record
 
 
-def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
+def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, ExchangeRecord]]:
     """Solve every case by hardsync in every layout, and others in one; on each of 4 workers."""
     backend = connect("torch", timeout=60)
     exchanges = {
         name: Exchange(backend, learners=learners, servers=servers)
         for name, (learners, servers) in LAYOUTS.items()
     }
-    found: dict[str, tuple[State, Record]] = {}
+    found: dict[str, tuple[State, ExchangeRecord]] = {}
     for name, exchange in exchanges.items():
-        rule = Rule.hardsync(exchange.learners)
+        rule = UpdateRule.hardsync(exchange.learners)
         for net, optimizer in cases:
             problem = Problem(exchange, net, optimizer, rule)
             found[f"{name}, {net}, {optimizer}"] = problem.solve()

@@ -12,8 +12,14 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
-from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.server import Arrival, MiniBatches, ParameterServer, Rule, replay
+from largebatch.lab.protocols.exchange import Exchange, ExchangeRecord
+from largebatch.lab.protocols.server import (
+    Arrival,
+    MiniBatches,
+    ParameterServer,
+    UpdateRule,
+    replay,
+)
 from largebatch.optim.lars import LARS
 
 SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}
@@ -40,7 +46,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 def replayed(
-    rule: Rule, record: Sequence[Arrival], *, optimizer: str = "sgd"
+    rule: UpdateRule, record: Sequence[Arrival], *, optimizer: str = "sgd"
 ) -> tuple[list[list[Tensor]], int]:
     """Return the weights after each update, and the number of gradients computed."""
     model, calls = build(), 0
@@ -62,8 +68,8 @@ def replayed(
 
 
 def run_for_real(
-    cases: Sequence[tuple[Sequence[int], Rule, str]],
-) -> list[tuple[list[Tensor], Record]]:
+    cases: Sequence[tuple[Sequence[int], UpdateRule, str]],
+) -> list[tuple[list[Tensor], ExchangeRecord]]:
     """Solve each case by learners that take random times; on every worker."""
     backend = connect("torch", timeout=60)
     found = [_solve(backend, *case) for case in cases]
@@ -72,8 +78,8 @@ def run_for_real(
 
 
 def _solve(
-    backend: Backend, servers: Sequence[int], rule: Rule, optimizer: str
-) -> tuple[list[Tensor], Record]:
+    backend: Backend, servers: Sequence[int], rule: UpdateRule, optimizer: str
+) -> tuple[list[Tensor], ExchangeRecord]:
     model, draws = build(), random.Random(backend.rank)
     weights = list(model.parameters())
 

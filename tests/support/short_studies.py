@@ -11,7 +11,7 @@ import pytest
 from largebatch.lab.studies.namespaces import lacking
 from largebatch.lab.studies.runner import Runs, kind_of
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import RATE, Cell, Machine, load_study
+from largebatch.lab.studies.study import RATE, Cell, StudyMachine, load_study
 from largebatch.lab.studies.trained import CellResults, TrainedCell, results_of
 
 Json = dict[str, Any]
@@ -147,7 +147,7 @@ def cells_in(folder: Path, study: Json = POLICIES, **changes: Any) -> list[Cell]
 def opened(folder: Path, study: Json = POLICIES, **changes: Any) -> Runs:  # noqa: ANN401 -- any part of a study
     """Return the runs of a study with other parts, in the folder `out`."""
     cells = cells_in(folder, study, **changes)
-    return Runs(cells=cells, store=Store(folder / "out"), machine=Machine())
+    return Runs(cells=cells, store=Store(folder / "out"), machine=StudyMachine())
 
 
 def undisturbed(seed: int, *, cell: str = "digits/one", place: int | None = None) -> Json:

@@ -22,7 +22,7 @@ from benchmarks.studies.images import write_part
 from largebatch.lab.studies.runner import Runs
 from largebatch.lab.studies.runner import carry_out as make
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Machine, Study
+from largebatch.lab.studies.study import Study, StudyMachine
 from largebatch.lab.studies.trained import cells_of
 from largebatch.recipe.loading import parse_yaml, validate_tree
 
@@ -85,7 +85,7 @@ def carry_out(study: dict[str, Any], out: Path, data: Path, jobs: int) -> None:
     Its own page is not drawn, which needs SciPy.
     """
     cells = cells_of(validate_tree(Study, study, source="study.yaml"), FOLDER)
-    runs = Runs(cells=cells, store=Store(out), machine=Machine(data={"": data}))
+    runs = Runs(cells=cells, store=Store(out), machine=StudyMachine(data={"": data}))
     print(f"{out}: {len(runs.left)} of {runs.number} runs are left", flush=True)
     if not make(runs, jobs=jobs, report=partial(print, flush=True)):
         sys.exit(INTERRUPTED)

@@ -106,13 +106,15 @@ class Question:
     def this_machine(self, step_seconds: float) -> Cluster:
         """Measure this machine; raise LargebatchError where its share of the time is too short."""
         recipe = self.recipe
-        own = self.options
+        options = self.options
         # An update of this worker alone, as long as one micro-batch: the planner scales it.
         update = step_seconds * self.here / make_plan(recipe, workers=1).accumulation
         passes = 1.75 * (ROUNDS + 1)  # of a quarter, a half and all of a device batch
         self.require("times", passes * update, "the time of a step by device batch")
-        found = measure(recipe, data=own.data, dataset=own.dataset, workers=own.workers)
-        return cluster_of(found, name="this machine")
+        measured = measure(
+            recipe, data=options.data, dataset=options.dataset, workers=options.workers
+        )
+        return cluster_of(measured, name="this machine")
 
     def noise(self) -> NoiseScale:
         """Train at a constant rate and measure the noise scale."""
@@ -125,7 +127,7 @@ class Question:
         # follow is computed from that, because the estimate had none of these.
         number = min(most, int(self.share("noise") / self.seconds))
         short = at_constant_rate(self.recipe, updates=number)
-        made = max(LEAST, int(FIRST * number))
+        first = max(LEAST, int(FIRST * number))
 
         def train(steps: int, *, before: int) -> None:
             """Train until a number of updates in all, and time those not made before."""
@@ -133,10 +135,10 @@ class Question:
             train_in(folder, short, self.options, workers=self.here, max_steps=steps)
             self.seconds = (monotonic() - began) / (steps - before)
 
-        train(made, before=0)
-        others = min(most - made, int((end - monotonic()) / self.seconds))
+        train(first, before=0)
+        others = min(most - first, int((end - monotonic()) / self.seconds))
         if others > 0:
-            train(made + others, before=made)
+            train(first + others, before=first)
         record = read_run(folder)
         return self.judge(over(record, measured(record)), planned=planned)
 
@@ -144,13 +146,13 @@ class Question:
         """Return a noise scale, with a remark where it is wide; LargebatchError without a value."""
         more = f"--minutes {math.ceil(4 * self.minutes)}"
         if not noise.value > 0:
-            found = "the gradient does not exceed its noise, so no batch can be chosen"
+            reason = "the gradient does not exceed its noise, so no batch can be chosen"
             if noise.value == 0 and math.isfinite(noise.high):
-                found = (
+                reason = (
                     f"the noise of the gradient is too small to be seen: the noise scale is at "
                     f"most {three_digits(noise.high)}; give a smaller batch.global_batch"
                 )
-            raise LargebatchError(f"over {plural(noise.updates, 'update')} {found}; give {more}")
+            raise LargebatchError(f"over {plural(noise.updates, 'update')} {reason}; give {more}")
         # An interval narrower than the doubt about the theory needs no more updates.
         is_wide = not noise.low or noise.high > THEORY * noise.low
         if noise.updates < planned and (is_wide or noise.updates < BOUNDED):
@@ -171,7 +173,7 @@ class Question:
         # A test makes as many updates at each batch; their time is assumed to grow with the batch.
         needed = steps * sum(batches) / self.recipe.batch.global_batch * self.seconds
         seeds = 0
-        found: Edges = ()
+        edges: Edges = ()
         while seeds < SEEDS and needed <= self.share("edges"):
             begin = monotonic()
             seeds += 1
@@ -184,14 +186,14 @@ class Question:
                 assert test is not None
                 upper = test.bounds["upper"]
                 tests.append((size, upper.value if upper else None))
-            found = tuple(tests)
+            edges = tuple(tests)
             needed = monotonic() - begin
         if seeds < SEEDS:
             self.remarks.append(
                 f"{plural(seeds, 'seed')} of each range test, at batches of {batches[0]:,} and "
                 f"{batches[1]:,}: more --minutes have {SEEDS}, and a surer rate"
             )
-        return found
+        return edges
 
 
 def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
@@ -259,9 +261,9 @@ class Advice:
     @property
     def rate(self) -> float:
         """Peak learning rate of the chosen batch."""
-        own = self.recipe.schedule.peak_lr
+        peak = self.recipe.schedule.peak_lr
         ratio = self.chosen.batch / self.recipe.batch.global_batch
-        return own if self.keeps else float(f"{own * ratio ** exponent(self.edges):.3g}")
+        return peak if self.keeps else float(f"{peak * ratio ** exponent(self.edges):.3g}")
 
     @property
     def advised(self) -> Recipe:
@@ -367,10 +369,12 @@ def compare(question: Question, cluster: Cluster, noise: NoiseScale) -> tuple[Ro
         low, high = sorted(by(max(1e-9, scale), size) for scale in _ends(noise))
         try:
             there = at_batch(recipe, size, epochs=by(noise.value, size))
-            found = predict(workload(there, workers=question.options.workers), cluster)
+            prediction = predict(workload(there, workers=question.options.workers), cluster)
         except (RecipeError, PlanError):
             continue
-        rows.append(Row(size, by(noise.value, size), low, high, found.seconds, found.cost))
+        rows.append(
+            Row(size, by(noise.value, size), low, high, prediction.seconds, prediction.cost)
+        )
     return tuple(rows)
 
 
@@ -387,8 +391,8 @@ def recommend(rows: Sequence[Row], *, most: float, own: int) -> Row:
     # Rows are in the order of their batches, so the first that is close is the smallest.
     within = [row for row in rows if row.batch <= most] or [rows[0]]
     longest = CLOSE * min(row.seconds for row in within)
-    kept = [row for row in rows if row.batch == own and row.seconds <= longest]
-    return next(row for row in [*kept, *within] if row.seconds <= longest)
+    own_rows = [row for row in rows if row.batch == own and row.seconds <= longest]
+    return next(row for row in [*own_rows, *within] if row.seconds <= longest)
 
 
 def describe(advice: Advice) -> Iterator[str]:

@@ -166,7 +166,7 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
     >>> tuple(round(each, 9) for each in fit_line({10: 0.12, 20: 0.22, 40: 0.42}))
     (0.01, 0.02)
     """
-    sizes, seconds = (np.array(list(each), dtype=float) for each in (times, times.values()))
+    sizes, seconds = (np.array(list(values), dtype=float) for values in (times, times.values()))
     table = np.stack([sizes / seconds, 1 / seconds], axis=1)
     ones = np.ones(len(sizes))
     slope, start = np.linalg.lstsq(table, ones)[0]
@@ -229,8 +229,8 @@ def _exchanging() -> dict[int, float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "exchange.json")
         start_workers(["-m", "largebatch.lab.measure.calibrate", str(file)], workers=2)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return {int(size): float(seconds) for size, seconds in found.items()}
+        seconds_by_size: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return {int(size): float(seconds) for size, seconds in seconds_by_size.items()}
 
 
 def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -> dict[int, float]:
@@ -238,7 +238,7 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -
 
     The result is the same on every worker.
     """
-    found = {}
+    seconds_by_size = {}
     for size in sizes:
         tensor = torch.ones(size // 4, device=backend.device)
         durations = []
@@ -253,9 +253,9 @@ def measure_network(backend: Backend, *, sizes: Sequence[int] = NETWORK_SIZES) -
             # Else the numbers would grow with each sum.
             tensor.fill_(1)
         # Of the slowest worker, since an update waits for it.
-        own = torch.tensor(median(durations), dtype=torch.float64).to(backend.device)
-        found[size] = float(backend.all_gather(own).max())
-    return found
+        seconds = torch.tensor(median(durations), dtype=torch.float64).to(backend.device)
+        seconds_by_size[size] = float(backend.all_gather(seconds).max())
+    return seconds_by_size
 
 
 def bandwidth(size: int, *, workers: int, seconds: float) -> float:
@@ -268,9 +268,9 @@ def exchange(file: Path) -> None:
     backend = connect("torch")
     if backend.device.type == "cpu":
         torch.set_num_threads(1)
-    found = measure_network(backend, sizes=SIZES)
+    seconds_by_size = measure_network(backend, sizes=SIZES)
     if backend.rank == 0:
-        file.write_text(json.dumps(found), encoding="utf-8")
+        file.write_text(json.dumps(seconds_by_size), encoding="utf-8")
     backend.close()
 
 

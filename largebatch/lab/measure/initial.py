@@ -91,8 +91,8 @@ def survey(
     Colours that the weights of the model were trained with are not measured.
     """
     size, resize = image_sizes(train)
-    own = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
-    start = start or StartingModel(model=Model(name=own))
+    network = "cifar_resnet20" if (image_size or size) <= SMALL else "resnet18"
+    start = start or StartingModel(model=Model(name=network))
     prepared = start.data
     if image_size is not None:
         size = image_size
@@ -206,62 +206,63 @@ def remarks(train: Index, val: Index, *, pretrained: bool) -> Iterator[str]:
         )
 
 
-def fitted(found: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, str]:
+def fitted(chosen: Survey, *, minutes: float, fixed: bool) -> tuple[Survey, int, str]:
     """Choose image size and epochs so that a run takes about these minutes on this machine.
 
     Updates are timed at each size of LADDER, the largest first, until enough epochs fit; only at
     the size of the survey if it is `fixed`. Returns a survey at the size, the epochs, and a
     description. Raises LargebatchError if not even one epoch fits.
     """
-    least, most = _epochs(found)
-    smaller = [size for size in LADDER if size < found.image_size and not fixed]
-    for size in (found.image_size, *smaller):
+    least, most = _epochs(chosen)
+    smaller = [size for size in LADDER if size < chosen.image_size and not fixed]
+    for size in (chosen.image_size, *smaller):
         if size in smaller:
-            if not _accepts(found.start, size, found.train):
+            if not _accepts(chosen.start, size, chosen.train):
                 continue
-            found = survey(found.train, found.val, found.start, image_size=size)
-        recipe = _recipe(found, "timed", most)
+            chosen = survey(chosen.train, chosen.val, chosen.start, image_size=size)
+        recipe = _recipe(chosen, "timed", most)
         plan = make_plan(recipe)
         updates = min(estimate(recipe, plan).run_seconds for _ in range(2))  # others may slow one
         images = plan.updates * plan.global_batch
         # Images that only pass forward, in evaluations and in the statistics pass.
-        passes = len(found.val) * EVALUATIONS + min(len(found.train), STATISTICS)
+        passes = len(chosen.val) * EVALUATIONS + min(len(chosen.train), STATISTICS)
         seconds = updates + updates * passes / images / 3  # without a backward pass
         # Added and not hidden: on a CPU decoding takes its time from training.
-        seconds += (images + passes) * found.seconds
+        seconds += (images + passes) * chosen.seconds
         epochs = int(USED * 60 * minutes * most / seconds)
         if epochs >= least:
             break
     if epochs < 1:
         raise LargebatchError(
-            f"--minutes {minutes:g}: an epoch at {found.image_size} pixels takes "
+            f"--minutes {minutes:g}: an epoch at {chosen.image_size} pixels takes "
             f"{seconds / most / 60:.1f} minutes here; give more, or a smaller --image-size or model"
         )
     epochs = min(epochs, most)
     text = (
         f"about {seconds / most * epochs / 60:.1f} minutes here, measured: "
-        f"{plural(epochs, 'epoch')} of {seconds / most:.1f} s at {found.image_size} pixels"
+        f"{plural(epochs, 'epoch')} of {seconds / most:.1f} s at {chosen.image_size} pixels"
     )
-    return found, epochs, text + f"; {least} would be better" * (epochs < least)
+    return chosen, epochs, text + f"; {least} would be better" * (epochs < least)
 
 
-def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
+def draft(images: Survey, *, name: str, epochs: int | None = None) -> str:
     """Return the text of a complete recipe, with the rule next to each choice."""
-    classes = len(found.train.classes)
-    number = len(found.train)
+    classes = len(images.train.classes)
+    number = len(images.train)
+    validating = len(images.val)
     header = (
-        f"{name}: {classes} classes, {number:,} training and {len(found.val):,} validation images.",
+        f"{name}: {classes} classes, {number:,} training and {validating:,} validation images.",
         "Written by `largebatch init`: where to begin, not a result. The rules next to the numbers",
         "are what it followed. Measured: not yet.",
     )
-    least, most = _epochs(found)
+    least, most = _epochs(images)
     rule = (
         f"{SEEN:,} images, {least} to {plural(most, 'epoch')}"
         if epochs is None
         else "as --minutes allows"
     )
     seen = min(most, max(least, round(SEEN / number)))
-    recipe = _recipe(found, name, epochs or seen)
+    recipe = _recipe(images, name, epochs or seen)
     require_accepted(
         recipe.model, classes=recipe.data.classes, image_sizes=[recipe.data.image_size]
     )
@@ -279,7 +280,7 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
         "execution.cache": "decoded once; device: of one size; null: where it takes over 2 GiB",
         "duration": rule,
     }
-    if found.image_size != image_sizes(found.train)[0]:
+    if images.image_size != image_sizes(images.train)[0]:
         del comments["data.image_size"]  # it was chosen otherwise
     if recipe.model.weights is not None:
         comments["model"] = "if its weights saw such images, try backbone: {lr_factor: 0.1}"
@@ -287,36 +288,36 @@ def draft(found: Survey, *, name: str, epochs: int | None = None) -> str:
     return dump_commented(recipe, comments, header=header)
 
 
-def _epochs(found: Survey) -> tuple[int, int]:
+def _epochs(images: Survey) -> tuple[int, int]:
     """Return the fewest and the most epochs; training from weights needs fewer."""
-    return (5, 20) if found.start.model.weights is not None else (FEWEST_EPOCHS, MOST_EPOCHS)
+    return (5, 20) if images.start.model.weights is not None else (FEWEST_EPOCHS, MOST_EPOCHS)
 
 
-def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
-    number = len(found.train)
-    model = found.start.model
-    total = num_bytes(found.train) + num_bytes(found.val)
-    kept = "device" if one_size(found.train) and one_size(found.val) else "memory"
+def _recipe(images: Survey, name: str, epochs: int) -> Recipe:
+    number = len(images.train)
+    model = images.start.model
+    total = num_bytes(images.train) + num_bytes(images.val)
+    cache = "device" if one_size(images.train) and one_size(images.val) else "memory"
     batch = min(SMALLEST_BATCH, 1 << (number.bit_length() - 1))
     # Powers of two: BatchNorm spans and numbers of workers mostly are, and divide them.
     while batch < LARGEST_BATCH and 2 * batch * UPDATES_PER_EPOCH <= number:
         batch *= 2  # as long as enough updates are left
-    normalized = found.start.has_batchnorm
+    normalized = images.start.has_batchnorm
     tree: dict[str, Any] = {
         "name": name,
         "seed": 1,
         "duration": {"epochs": epochs},
         "data": {
             "source": "folder",
-            "classes": len(found.train.classes),
+            "classes": len(images.train.classes),
             "train_samples": number,
-            "val_samples": len(found.val),
-            "image_size": found.image_size,
-            "mean": list(found.mean),
-            "std": list(found.std),
+            "val_samples": len(images.val),
+            "image_size": images.image_size,
+            "mean": list(images.mean),
+            "std": list(images.std),
             "crop_area": [0.35, 1.0],
             "flip": True,
-            "eval_resize": found.eval_resize,
+            "eval_resize": images.eval_resize,
         },
         "model": model.model_dump(exclude_unset=True),
         "batch": {"global_batch": batch, "bn_span": min(batch, LARGEST_SPAN) * normalized or None},
@@ -332,10 +333,10 @@ def _recipe(found: Survey, name: str, epochs: int) -> Recipe:
             "statistics": {"samples": min(number, STATISTICS)},
         },
         "evaluation": {"every_epochs": max(1, epochs // EVALUATIONS)},
-        "execution": {"cache": kept if total <= LARGEST_CACHE else None},
+        "execution": {"cache": cache if total <= LARGEST_CACHE else None},
     }
-    if "interpolation" in found.start.data:
-        tree["data"] |= {"interpolation": found.start.data["interpolation"]}
+    if "interpolation" in images.start.data:
+        tree["data"] |= {"interpolation": images.start.data["interpolation"]}
     # Without BatchNorm there are no statistics to polish.
     if not normalized:
         del tree["polish"]

@@ -118,10 +118,10 @@ def curve_of(seed: int, rates: FloatArray, losses: FloatArray) -> Curve:
     # sum(w^2), and a residual has it times 1 - 2 w_0 + sum(w^2), since each loss is part of its own
     # line.
     squares = float((weights**2).sum())
-    own = float(weights.max())
+    central = float(weights.max())
     falling = slice(0, max(place, 2 * edge))
     spread = float(np.sqrt(np.mean((cut - smooth)[falling] ** 2)))
-    error = spread * math.sqrt(squares / (1 - 2 * own + squares))
+    error = spread * math.sqrt(squares / (1 - 2 * central + squares))
     clear = max(CLEAR * fall, NOISE * error)
     # The last step that is not clearly below the start: dips before it were noise.
     above = np.flatnonzero(smooth[: place + 1] > start - clear)
@@ -228,7 +228,7 @@ class RangeTest:
         turns; `upper`: the geometric mean of `turn` and `turn / overshoot`.
         """
         lower, turn = (
-            bound([getattr(one, name) for one in self.curves]) for name in ("lower", "turn")
+            bound([getattr(curve, name) for curve in self.curves]) for name in ("lower", "turn")
         )
         factor = math.sqrt(self.overshoot)
         upper = turn and Bound(turn.value / factor, turn.low / factor, turn.high / factor)
@@ -331,8 +331,8 @@ def train_range(rates: Range, options: Options, *, workers: int = 1) -> RangeTes
         expected = run.mathematics.model_dump()
         # A run that diverged has fewer updates than planned, and is not made again.
         begun = worker_rank() is None and (folder / LOG).exists()  # with a launcher all begin
-        found = _read(folder, expected) if begun else None
-        if found is None or not (found.diverged or len(found.steps) == len(rates.rates)):
+        earlier = _read(folder, expected) if begun else None
+        if earlier is None or not (earlier.diverged or len(earlier.steps) == len(rates.rates)):
             with suppress(DivergedError):  # which the record has
                 train_in(folder, run, options, workers=workers)
         if own_rank() == 0:
@@ -370,8 +370,9 @@ def train_in(
 ) -> None:
     """Start a run in a folder, or resume the one there; InterruptedStudyError if told to stop."""
     resume: Resume = "auto" if (folder / LOG).exists() else False
-    own = replace(options.without_changes(), workers=workers, out=folder, resume=resume)
-    if start(recipe, replace(own, max_steps=max_steps, report=False)).status == "interrupted":
+    run_options = replace(options.without_changes(), workers=workers, out=folder, resume=resume)
+    summary = start(recipe, replace(run_options, max_steps=max_steps, report=False))
+    if summary.status == "interrupted":
         raise InterruptedStudyError(f"saved in {options.out}")
 
 

@@ -69,8 +69,8 @@ class Rehearsed(Serial):
 
     def split(self, parts: Sequence[Sequence[int]]) -> Self:
         """Return this worker's subgroup, which records its messages here."""
-        own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        group = type(self)(rank=own.index(self.rank), workers=len(own))
+        ranks = own_part(parts, rank=self.rank, world_size=self.world_size)
+        group = type(self)(rank=ranks.index(self.rank), workers=len(ranks))
         group.messages = self.messages
         return group
 
@@ -113,8 +113,8 @@ def rehearse(
     if cluster is not None:
         require_workers(cluster, workers)
     plan = workload(recipe, workers=workers).plan
-    each = 1 if cluster is None else min(cluster.gpus_per_node, workers)
-    backend = Rehearsed(rank=rank, workers=workers, local_size=each)
+    local_size = 1 if cluster is None else min(cluster.gpus_per_node, workers)
+    backend = Rehearsed(rank=rank, workers=workers, local_size=local_size)
     sizes = {piece.image_size for piece in plan.sizes}
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
     side = largest_side(plan, usual=recipe.data.image_size)
@@ -135,8 +135,8 @@ def rehearse(
         backend.messages.clear()
         # The messages of an update do not depend on its images: one span is enough, and faster.
         samples = min(plan.device_batch, plan.bn_span or 1)
-        made, repeated = _make_update(short, state, backend, passes, samples=samples)
-        backend.all_reduce(log.values_to_sum(made))
+        update, repeated = _make_update(short, state, backend, passes, samples=samples)
+        backend.all_reduce(log.values_to_sum(update))
         backend.messages += repeated * (plan.accumulation - computed)
         weights = list(model.parameters())
         parameters = sum(weight.nbytes for weight in weights)
@@ -215,5 +215,5 @@ def _make_update(
         accumulation=plan.accumulation,
         seed=step_seeds(0, backend.rank),
     )
-    made = next(updates)
-    return made, backend.messages[: firsts[1]] if len(firsts) > 1 else []
+    update = next(updates)
+    return update, backend.messages[: firsts[1]] if len(firsts) > 1 else []

@@ -158,18 +158,18 @@ def machine(
 ) -> Machine:
     """Describe a cluster by its data sheet and the constants, or by its measurement."""
     if cluster.measured is not None:
-        found = cluster.measured
+        measured = cluster.measured
         return Machine(
-            seconds_per_image=found.seconds_per_image,
-            launch=found.seconds_per_pass,
-            update=found.seconds_per_update,
-            link=(found.exchange_gigabytes_per_second or math.inf) * 1e9,
+            seconds_per_image=measured.seconds_per_image,
+            launch=measured.seconds_per_pass,
+            update=measured.seconds_per_update,
+            link=(measured.exchange_gigabytes_per_second or math.inf) * 1e9,
             network=(cluster.network_gigabytes_per_second or math.inf) * 1e9,
             workers_per_node=cluster.gpus_per_node,
-            latency=found.exchange_seconds * found.messages,
-            statistics=2 * found.norm_layers * found.exchange_seconds,
-            read=found.images_per_second_read,
-            cores=found.device == "cpu",
+            latency=measured.exchange_seconds * measured.messages,
+            statistics=2 * measured.norm_layers * measured.exchange_seconds,
+            read=measured.images_per_second_read,
+            cores=measured.device == "cpu",
         )
     assert cluster.gpu is not None
     return Machine(
@@ -551,18 +551,19 @@ def _beyond(work: Workload, cluster: Cluster) -> Iterator[str]:
 
 def _require_known(work: Workload, cluster: Cluster) -> None:
     """Raise ClusterError where the times of the model on this cluster are unknown."""
-    found = cluster.measured
-    own = work.settings
-    if found is not None:
-        for key, value in own.items():
-            if value != found.settings.get(key):
+    measured = cluster.measured
+    settings = work.settings
+    if measured is not None:
+        for key, value in settings.items():
+            other = measured.settings.get(key)
+            if value != other:
                 raise ClusterError(
-                    f"{key}: {value}: {cluster.name} was measured with {found.settings.get(key)}; "
-                    "measure this recipe with `largebatch plan --calibrate`"
+                    f"{key}: {value}: {cluster.name} was measured with {other}; measure "
+                    "this recipe with `largebatch plan --calibrate`"
                 )
         return
-    name = own["model.name"]
-    arguments = own["model.arguments"]
+    name = settings["model.name"]
+    arguments = settings["model.arguments"]
     assert isinstance(arguments, dict)
     changed = sorted(arguments.keys() - COSTLESS_ARGUMENTS)
     if name not in RESNET50 or changed:
@@ -571,10 +572,10 @@ def _require_known(work: Workload, cluster: Cluster) -> None:
             f"{key}: {cluster.name} is calibrated with published runs of {RESNET50[0]} as it is; "
             "measure others with `largebatch plan --calibrate`"
         )
-    if own["precision"] not in {"fp16", "bf16"}:
+    if settings["precision"] not in {"fp16", "bf16"}:
         raise ClusterError(
-            f"precision: {own['precision']}: the published runs compute in fp16; plan this with "
-            "--set precision=fp16"
+            f"precision: {settings['precision']}: the published runs compute in fp16; plan this "
+            "with --set precision=fp16"
         )
 
 

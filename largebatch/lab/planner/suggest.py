@@ -178,12 +178,14 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     if is_alone:
         momentum = lower.recipe.optimizer.momentum
         rate = lower.recipe.schedule.peak_lr
-    kept: Recipe = base or lower.recipe
-    name = f"{(kept.model.name if base is None else kept.name)[:60]}-{batch}-suggested"
+    base_recipe: Recipe = base or lower.recipe
+    name = (
+        f"{(base_recipe.model.name if base is None else base_recipe.name)[:60]}-{batch}-suggested"
+    )
     warmup = _digits(values["warm-up, share of the run"] * epochs, 3)
-    has_spans = kept.batch.bn_span is not None
-    own = kept.model_dump(mode="json", exclude_unset=True)
-    sections = {key: own[key] for key in KEPT if key in own}
+    has_spans = base_recipe.batch.bn_span is not None
+    tree_of_base = base_recipe.model_dump(mode="json", exclude_unset=True)
+    sections = {key: tree_of_base[key] for key in KEPT if key in tree_of_base}
     # It was for another batch, which it need not divide.
     sections.get("execution", {}).pop("device_batch", None)
     tree: dict[str, Any] = {
@@ -212,7 +214,7 @@ def suggest(batch: int, *, base: Recipe | None = None, epochs: float | None = No
     }
     comments = {
         "duration": f"{law_epochs:.1f} to 75.9 % on ImageNet, by the law",
-        "data": f"as in {kept.name}, with network, loss and execution",
+        "data": f"as in {base_recipe.name}, with network, loss and execution",
         "optimizer.momentum": "for LARS",
         "optimizer.weight_decay": "for LARS",
         "optimizer.eta": "MLPerf's, as eps, power and end_lr",

@@ -37,7 +37,7 @@ from largebatch.lab.protocols.server import (
     Arrival,
     MiniBatches,
     ParameterServer,
-    Rule,
+    UpdateRule,
     divide,
 )
 from largebatch.schedules.functions import Schedule
@@ -305,17 +305,17 @@ def learn(
             shard.ask(_PULL)
         for shard in others:
             shard.finish_pull()
-        found, loss = gradient(number)
+        tensors, loss = gradient(number)
         stop = asks()
         for shard in shards:
-            shard.push(found, mini_batch=number, loss=loss, stop=stop)
+            shard.push(tensors, mini_batch=number, loss=loss, stop=stop)
         for shard in shards:
             shard.answer()
     for shard in shards:
         shard.ask(_LEAVE)
 
 
-class Record(NamedTuple):
+class ExchangeRecord(NamedTuple):
     """The record of some updates, the same on every worker."""
 
     updates: list[tuple[int, float, float]]
@@ -336,7 +336,12 @@ class Exchange:
         self.backend = backend
         self.learners = learners
         self._servers = servers
-        pairs = [(one, server) for one in range(learners) for server in servers if one != server]
+        pairs = [
+            (learner, server)
+            for learner in range(learners)
+            for server in servers
+            if learner != server
+        ]
         self._links = open_links(backend, pairs)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
@@ -344,13 +349,13 @@ class Exchange:
         weights: Sequence[Tensor],
         optimizer: Optimizer,
         schedule: Schedule,
-        rule: Rule,
+        rule: UpdateRule,
         mini_batches: MiniBatches,
         *,
         clock: int,
         gradient: Gradient,
         asks: Callable[[], bool] = lambda: False,
-    ) -> Record:
+    ) -> ExchangeRecord:
         """Train on the mini-batches; change `weights` and the momentum of `optimizer` in place.
 
         `optimizer` holds these weights and perhaps others. `clock` is the number of the first
@@ -363,7 +368,7 @@ class Exchange:
         rank = self.backend.rank
         # Computed alike on every worker, so it need not be sent.
         parts = divide([weight.nbytes for weight in weights], len(self._servers))
-        own = None
+        service = None
         numbers = list[int]()
         if rank in self._servers:
             place = self._servers.index(rank)
@@ -374,21 +379,21 @@ class Exchange:
             copied.zero_grad()
             held = [memo[id(weights[number])] for number in numbers]
             server = ParameterServer(held, copied, schedule, rule, clock=clock)
-            own = Service(server, mini_batches if place == 0 else None)
+            service = Service(server, mini_batches if place == 0 else None)
         learner, near = QueueLink.ends(rank)
         # A worker that is both has no group with itself: its two threads talk over queues.
         served = {pair[0]: link for pair, link in self._links.items() if pair[1] == rank}
         if rank < self.learners:
             served[rank] = near
-        with own.serving(served) if own else nullcontext():
+        with service.serving(served) if service else nullcontext():
             if rank < self.learners:
                 shards = [
                     Shard(self._links.get((rank, server), learner), weights, part)
                     for server, part in zip(self._servers, parts, strict=True)
                 ]
                 learn(shards, gradient, asks=asks)
-        self._share(weights, optimizer, numbers, own)
-        return self._collect(own)
+        self._share(weights, optimizer, numbers, service)
+        return self._collect(service)
 
     @torch.no_grad()
     def _share(
@@ -396,7 +401,7 @@ class Exchange:
         weights: Sequence[Tensor],
         optimizer: Optimizer,
         numbers: Sequence[int],
-        own: Service | None,
+        service: Service | None,
     ) -> None:
         """Copy the weights and momentum of all servers to every worker.
 
@@ -407,29 +412,30 @@ class Exchange:
         # Momentum is absent before the first update. Zeros would not be the same for an optimizer
         # that sets it to the first gradient.
         flags = weights[0].new_zeros(len(weights))
-        if own is not None:
-            for number, values in zip(numbers, own.server.weights, strict=True):
+        if service is not None:
+            for number, values in zip(numbers, service.server.weights, strict=True):
                 held[number].copy_(values)
-                kept = own.server.optimizer.state.get(values, {}).get(MOMENTUM)
-                if kept is not None:
-                    momentum[number].copy_(kept)
+                buffer = service.server.optimizer.state.get(values, {}).get(MOMENTUM)
+                if buffer is not None:
+                    momentum[number].copy_(buffer)
                     flags[number] = 1
-        flat = torch.cat([*(each.flatten() for each in (*held, *momentum)), flags])
+        flat = torch.cat([*(tensor.flatten() for tensor in (*held, *momentum)), flags])
         self.backend.all_reduce(flat).wait()
         sizes = [weight.numel() for weight in weights]
-        *values, found = flat.split([*sizes, *sizes, len(weights)])
-        for number, has in enumerate(found.tolist()):  # sync: between updates, when all have ended
+        *values, has_momentum = flat.split([*sizes, *sizes, len(weights)])
+        flags_of_weights = has_momentum.tolist()  # sync: between updates, when all have ended
+        for number, has in enumerate(flags_of_weights):
             weight = weights[number]
             weight.copy_(values[number].view_as(weight))
             if has:
-                kept = values[len(weights) + number].view_as(weight)
-                optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
+                buffer = values[len(weights) + number].view_as(weight)
+                optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(buffer)
 
-    def _collect(self, own: Service | None) -> Record:
+    def _collect(self, service: Service | None) -> ExchangeRecord:
         values = None
-        if own is not None:
-            values = {"arrivals": own.server.arrivals, "updates": own.updates}
+        if service is not None:
+            values = {"arrivals": service.server.arrivals, "updates": service.updates}
         gathered = gather_values(values, self.backend, self.backend.device)
-        found = [each for each in gathered if each is not None]
-        arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
-        return Record([tuple(one) for one in found[0]["updates"]], arrivals)
+        records = [record for record in gathered if record is not None]
+        arrivals = [[Arrival(*fields) for fields in record["arrivals"]] for record in records]
+        return ExchangeRecord([tuple(fields) for fields in records[0]["updates"]], arrivals)

@@ -23,7 +23,7 @@ from largebatch.schedules.functions import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """The gradients and the learning rate of an update, and whether learners wait for it.
 
     >>> rule = Rule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
@@ -86,7 +86,7 @@ class MiniBatches:
     [9, 8, 10, 11, None]
     """
 
-    def __init__(self, rule: Rule, updates: range) -> None:
+    def __init__(self, rule: UpdateRule, updates: range) -> None:
         self._rule = rule
         self._stop = updates.stop
         self._next = updates.start * rule.gradients
@@ -149,7 +149,7 @@ class ParameterServer:
         weights: Sequence[Tensor],
         optimizer: Optimizer,
         schedule: Schedule,
-        rule: Rule,
+        rule: UpdateRule,
         *,
         clock: int = 0,
     ) -> None:
@@ -202,7 +202,7 @@ class ParameterServer:
         taken = self._gradients
         self._gradients = []
         if self.rule.waits:  # then the sum does not depend on who was first
-            taken.sort(key=lambda one: one[0].learner)
+            taken.sort(key=lambda pair: pair[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]
         share = sum(factors) / len(factors)
         # LARS divides by the length of the gradient, so the common factor goes into the rate; else
@@ -290,7 +290,7 @@ def replay(
         if number % server.rule.gradients == 0 and left[clock]:  # this completes an update
             versions[clock] = [weight.clone() for weight in held]
         # The server keeps it until its update is complete, and the next gradient overwrites it.
-        own = [tensor.detach().clone() for tensor in tensors]
-        made = server.push(learner, clock_read, own, mini_batch=mini_batch, loss=loss)
-        if made is not None:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        lr = server.push(learner, clock_read, copies, mini_batch=mini_batch, loss=loss)
+        if lr is not None:
             yield server.arrivals[-server.rule.gradients :]

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
 from largebatch.formatting import plural
-from largebatch.lab.protocols.server import Arrival, MiniBatches, Rule
+from largebatch.lab.protocols.server import Arrival, MiniBatches, UpdateRule
 from largebatch.optional import require_scipy, require_simpy
 from largebatch.recipe.section import NonNegative, Positive, Section
 
@@ -41,7 +41,7 @@ FloatArray = npt.NDArray[np.float64]
 _BLOCKS = 16  # number of blocks drawn at a time, which is 64 mini-batches
 
 
-class Constant(Section):
+class ConstantTime(Section):
     """The same time for every mini-batch."""
 
     kind: Literal["constant"]
@@ -68,18 +68,20 @@ class Stragglers(Section):
     """Times in which any mini-batch of any learner may take several times as long."""
 
     kind: Literal["stragglers"]
-    usual: Annotated[Constant | Lognormal | Recorded, Field(discriminator="kind")]
+    usual: Annotated[ConstantTime | Lognormal | Recorded, Field(discriminator="kind")]
     probability: Annotated[float, Field(gt=0, lt=1)]
     factor: Annotated[float, Field(gt=1, le=1e6)]
 
 
-ComputeTime = Annotated[Constant | Lognormal | Recorded | Stragglers, Field(discriminator="kind")]
+ComputeTime = Annotated[
+    ConstantTime | Lognormal | Recorded | Stragglers, Field(discriminator="kind")
+]
 
 
 def quantiles(times: ComputeTime, uniform: FloatArray) -> FloatArray:
     """Return the seconds for numbers drawn uniformly between 0 and 1."""
     match times:
-        case Constant(seconds=seconds):
+        case ConstantTime(seconds=seconds):
             return np.full_like(uniform, seconds)
         case Lognormal(median=median, sigma=sigma):
             normal: FloatArray = require_scipy("scipy.special").ndtri(uniform)
@@ -101,7 +103,7 @@ def quantiles(times: ComputeTime, uniform: FloatArray) -> FloatArray:
 def expectation(times: ComputeTime) -> float:
     """Return the mean in seconds."""
     match times:
-        case Constant(seconds=seconds):
+        case ConstantTime(seconds=seconds):
             return seconds
         case Lognormal(median=median, sigma=sigma):
             return median * math.exp(sigma**2 / 2)
@@ -151,7 +153,7 @@ class Serving(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class SimulatedCluster:
     """Learners, the servers that hold the weights, and the times of computation and links."""
 
     learners: int
@@ -192,8 +194,8 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-    rule: Rule,
-    cluster: Cluster,
+    rule: UpdateRule,
+    cluster: SimulatedCluster,
     *,
     servers: int | None,
     updates: int,
@@ -296,7 +298,13 @@ class _Connection:
 
 class _Engine:
     def __init__(
-        self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, updates: range
+        self,
+        rule: UpdateRule,
+        cluster: SimulatedCluster,
+        *,
+        servers: int | None,
+        seed: int,
+        updates: range,
     ) -> None:
         self.env = require_simpy().Environment()
         self._rule = rule
@@ -305,10 +313,11 @@ class _Engine:
         link = cluster.server_link or cluster.link
         # A server beside a learner has its host, and so its link; its own learner reaches it
         # without.
-        own = hosts if servers is None else [_Host(link) for _ in range(servers)]
-        shares = cluster.shares or [cluster.model_bytes / len(own)] * len(own)
+        server_hosts = hosts if servers is None else [_Host(link) for _ in range(servers)]
+        shares = cluster.shares or [cluster.model_bytes / len(server_hosts)] * len(server_hosts)
         self.servers = [
-            _Server(host, share, updates.start) for host, share in zip(own, shares, strict=True)
+            _Server(host, share, updates.start)
+            for host, share in zip(server_hosts, shares, strict=True)
         ]
         self._fair = FairLinks(self.env) if cluster.sharing == "fair" else None
         serving = cluster.serving or Serving()
@@ -404,9 +413,9 @@ class _Engine:
             server.pushed = []
             server.ends.append(self.env.now)
             server.clock += 1
-        for each in free:
-            if not each.learner.waits_after(self.env.now + each.latency):
-                self._ask(each.learner.connections[:1], each.learner.ready_at)
+        for freed in free:
+            if not freed.learner.waits_after(self.env.now + freed.latency):
+                self._ask(freed.learner.connections[:1], freed.learner.ready_at)
 
     def _send(
         self, connection: _Connection, source: _Host, target: _Host, arrive: "Arrive"
@@ -419,7 +428,7 @@ class _Engine:
             arrive(now)
             return
         if self._fair is not None:
-            ends = [each for each in (source.outward, target.inward) if each.bandwidth]
+            ends = [end for end in (source.outward, target.inward) if end.bandwidth]
             self._fair.send(ends, share, lambda at: arrive(at + latency))
             return
         begin = source.outward.free_at

@@ -21,8 +21,8 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.errors import DivergedError, RecipeError
-from largebatch.lab.protocols.exchange import Exchange, Record
-from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, Rule
+from largebatch.lab.protocols.exchange import Exchange, ExchangeRecord
+from largebatch.lab.protocols.server import ARRIVALS, MiniBatches, UpdateRule
 from largebatch.models import affine_parameters
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.protocols import Protocol
@@ -46,7 +46,7 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
     exchange = Exchange(backend, learners=section.learners, servers=servers)
 
     def updates(training: Training, part: StageSteps) -> Generator[None, None, None]:
-        segment = _Segment(training, part, recipe, exchange)
+        segment = _ProtocolSegment(training, part, recipe, exchange)
         if training.backend.rank == 0:
             segment.forget(part.steps.start)
         while training.state.progress.step < part.end and not training.requests.stopped:
@@ -56,7 +56,7 @@ def open_updates(section: Protocol, recipe: Recipe, state: TrainState, backend: 
     return updates
 
 
-class _Segment:
+class _ProtocolSegment:
     def __init__(
         self, training: Training, part: StageSteps, recipe: Recipe, exchange: Exchange
     ) -> None:
@@ -68,7 +68,7 @@ class _Segment:
         self._every = recipe.execution.checkpoints.every_steps
         self._path = training.log.folder / ARRIVALS
         self._size = section.mini_batch(recipe.batch.global_batch)
-        self._rule = Rule.of(section, mini_batch=self._size)
+        self._rule = UpdateRule.of(section, mini_batch=self._size)
         self._optimizer = training.state.updater.optimizer
         groups = self._optimizer.param_groups
         self._gradients = Gradients(
@@ -135,7 +135,7 @@ class _Segment:
             self._optimizer.load_state_dict(optimizer)
             raise
 
-    def _add(self, record: Record) -> DivergedError | None:
+    def _add(self, record: ExchangeRecord) -> DivergedError | None:
         """Add each update to the log and the state, as the core does."""
         state = self._training.state
         plan = self._training.plan
@@ -171,11 +171,11 @@ class _Segment:
         lines = self._path.read_text().splitlines(keepends=True)
         first = begun * self._rule.gradients
         whole = [line for line in lines if line.endswith("\n")]  # a killed process left the last
-        kept = [line for line in whole if json.loads(line)["mini_batch"] < first]
-        if len(kept) < len(lines):
-            write_whole(self._path, "".join(kept).encode())
+        left = [line for line in whole if json.loads(line)["mini_batch"] < first]
+        if len(left) < len(lines):
+            write_whole(self._path, "".join(left).encode())
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: ExchangeRecord) -> None:
         """Add the gradients to the run folder, by server, in the order in which they arrived.
 
         Raises CheckpointError if the file cannot be written.
@@ -233,11 +233,11 @@ class Gradients:
         loss.backward()
         self.reducer.wait()
         self.spans.update()
-        found = []
+        gradients = []
         for weight in self.weights:
             assert weight.grad is not None  # else the reducer has raised
-            found.append(weight.grad)
-        return found, loss.item()  # sync: the gradient is about to leave the device
+            gradients.append(weight.grad)
+        return gradients, loss.item()  # sync: the gradient is about to leave the device
 
 
 def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:

@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 
 from largebatch.formatting import MISSING
 from largebatch.lab.studies import correlations
-from largebatch.lab.studies.doubts import Finding, doubts_about, in_no_order
+from largebatch.lab.studies.doubts import StudyFinding, doubts_about, in_no_order
 from largebatch.lab.studies.metrics import Measurement, cost, interval_line, trade_off
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import RATE, Slot, Study
-from largebatch.lab.studies.trained import CellResults, Result, cells_of, results_of
+from largebatch.lab.studies.trained import CellResults, TrainedRecord, cells_of, results_of
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report.pages import (
     Chart,
@@ -103,36 +103,36 @@ class Ranking:
         """What speaks against the best policy, or is missing."""
         first, *others = self.ranked
         cell = first.results
-        runs = [one.results.runs for one in others]
-        found = doubts_about([cell.runs], others=runs, study=(), of_time=False)
+        runs = [ranked.results.runs for ranked in others]
+        doubts = doubts_about([cell.runs], others=runs, study=(), of_time=False)
         scored = "has a seed" if self.target is None else f"reached {self.target:.2%}"
         if self.robust:
             scored = "has a seed with every multiple of the rate"
         if not first.scores:
-            return [*found, f"no policy {scored}"]
+            return [*doubts, f"no policy {scored}"]
         if not others:
-            found.append("only one policy was measured")
+            doubts.append("only one policy was measured")
         if len(first.scores) < min(ENOUGH_SEEDS, len(cell.seeds)):
-            found.append(
+            doubts.append(
                 f"too few seeds to judge: {first.policy} {scored} {len(first.scores)} times"
             )
         if cell.edge:
-            found.append(
+            doubts.append(
                 f"{first.policy}: peak_lr {cell.rate:g} is the {cell.edge} tried: a better one may "
                 "be beyond"
             )
-        level = [one.policy for one in others if one.is_level]
-        return [*found, *in_no_order(first.policy, level)]
+        level = [ranked.policy for ranked in others if ranked.is_level]
+        return [*doubts, *in_no_order(first.policy, level)]
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> StudyFinding:
         """The best policy with its rate."""
         first = self.ranked[0]
         by = "accuracy" if self.target is None else f"cost to {self.target:.2%}"
         if self.robust:
             by = "robustness to the rate"
         rate = "" if first.results.rate is None else f", peak_lr {first.results.rate:g}"
-        return Finding(
+        return StudyFinding(
             about=f"{first.results.cell.configuration}, by {by}",
             text=f"{first.policy} is recommended{rate}",
             doubts=self.doubts,
@@ -152,7 +152,7 @@ def rank(
     equality. These intervals hold jointly (Bonferroni).
     """
 
-    def score(run: Result) -> float | None:
+    def score(run: TrainedRecord) -> float | None:
         if target is None:
             return run.top1
         reached = reached_at(run, target)
@@ -160,11 +160,11 @@ def rank(
 
     # A policy that reached the target with one lucky seed must not be first, so the share of seeds
     # counts before the mean.
-    def order(one: Ranked) -> tuple[bool, bool, float, float]:
-        known = one.scores.values()
+    def order(ranked: Ranked) -> tuple[bool, bool, float, float]:
+        known = ranked.scores.values()
         mean = fmean(known) if known else 0.0
-        share = len(known) / len(one.results.seeds) if known else 0.0
-        return not known, one.results.diverged > 0, -share, -mean if target is None else mean
+        share = len(known) / len(ranked.results.seeds) if known else 0.0
+        return not known, ranked.results.diverged > 0, -share, -mean if target is None else mean
 
     scored = []
     for cell in cells:
@@ -175,17 +175,17 @@ def rank(
             known = {seed: value for seed, value in scores.items() if value is not None}
         scored.append(Ranked(results=cell, scores=known))
     first, *others = sorted(scored, key=order)
-    by_policy = {one.policy: one.scores for one in others}
+    by_policy = {ranked.policy: ranked.scores for ranked in others}
     over_others = leads(first.scores, by_policy, of_costs=target is not None)
     compared = []
-    for one, lead in zip(others, over_others, strict=True):
-        only_it_diverged = one.results.diverged > 0 and not first.results.diverged
-        is_level = bool(one.scores) and not only_it_diverged and not lead.is_sure
-        compared.append(replace(one, against=lead.gap, is_level=is_level))
+    for ranked, lead in zip(others, over_others, strict=True):
+        only_it_diverged = ranked.results.diverged > 0 and not first.results.diverged
+        is_level = bool(ranked.scores) and not only_it_diverged and not lead.is_sure
+        compared.append(replace(ranked, against=lead.gap, is_level=is_level))
     return Ranking(target=target, robust=robust, ranked=(first, *compared))
 
 
-def reached_at(run: Result, target: float) -> Measurement | None:
+def reached_at(run: TrainedRecord, target: float) -> Measurement | None:
     """Return the cost of a run up to a top-1 accuracy (a fraction).
 
     None if the run did not reach it, or diverged and so did not keep it.
@@ -195,8 +195,8 @@ def reached_at(run: Result, target: float) -> Measurement | None:
 
 def costs(cell: CellResults, target: float) -> list[Measurement]:
     """Return the costs of the seeds that reached a target."""
-    found = (reached_at(run, target) for run in cell.seeds)
-    return [one for one in found if one is not None]
+    measurements = (reached_at(run, target) for run in cell.seeds)
+    return [measurement for measurement in measurements if measurement is not None]
 
 
 def schedule(best: CellResults) -> Code:
@@ -216,7 +216,7 @@ class Measure(NamedTuple):
     best: str
     """What the best setting is called: `the highest top-1`."""
 
-    of: Callable[[Result], float]
+    of: Callable[[TrainedRecord], float]
     """Its value of a run, in the unit; NaN where it was not measured."""
 
     higher: bool = False
@@ -226,7 +226,7 @@ class Measure(NamedTuple):
     """True if it needs a quiet machine, as times do, and resident memory, which others push out."""
 
 
-def used(name: str, factor: float = 1.0) -> Callable[[Result], float]:
+def used(name: str, factor: float = 1.0) -> Callable[[TrainedRecord], float]:
     """Return the function of a run that is its usage of this name, times a factor.
 
     It is NaN where that was not measured, or the run diverged.
@@ -259,7 +259,7 @@ TIMED = {TRAINING.title, CPU.title, MEMORY.title, "Images/s", "Cores used"}
 """Results that need a quiet machine."""
 
 
-class Transfer(NamedTuple):
+class SettingTransfer(NamedTuple):
     """A recipe with the best setting of a recipe, which may be itself."""
 
     best_of: str
@@ -288,11 +288,11 @@ class Transfer(NamedTuple):
 
 def best_setting(settings: Mapping[str, Mapping[int, float]], *, higher: bool) -> str | None:
     """Return the setting with the best mean, of those with a value for every seed; None without."""
-    seeds = {seed for found in settings.values() for seed in found}
+    seeds = {seed for values in settings.values() for seed in values}
     means = {
-        name: interval(found.values()).mean
-        for name, found in settings.items()
-        if found and found.keys() == seeds
+        name: interval(values.values()).mean
+        for name, values in settings.items()
+        if values and values.keys() == seeds
     }
     return (max if higher else min)(means, key=lambda name: means[name], default=None)
 
@@ -330,7 +330,7 @@ def level_with(
 
 def transfer_matrix(
     values: Mapping[str, Mapping[str, Mapping[int, float]]], *, higher: bool
-) -> list[list[Transfer]]:
+) -> list[list[SettingTransfer]]:
     """Return a row for each recipe whose best setting is used, a column for each it is used on.
 
     `values` are by recipe, setting and seed. `higher`: the best value is the highest, as of an
@@ -338,29 +338,29 @@ def transfer_matrix(
     """
     best = {recipe: best_setting(settings, higher=higher) for recipe, settings in values.items()}
 
-    def transfer(best_of: str, used_on: str) -> Transfer:
+    def transfer(best_of: str, used_on: str) -> SettingTransfer:
         settings = values[used_on]
-        value, own = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
-        return Transfer(
+        value, best_values = (settings.get(best[name] or "", {}) for name in (best_of, used_on))
+        return SettingTransfer(
             best_of=best_of,
             used_on=used_on,
             setting=best[best_of],
             value=interval(value.values()) if value else None,
-            gap=gap_between(value, own, higher=higher, together=max(1, len(settings) - 1)),
+            gap=gap_between(value, best_values, higher=higher, together=max(1, len(settings) - 1)),
         )
 
     return [[transfer(best_of, used_on) for used_on in values] for best_of in values]
 
 
-def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:
+def lost(matrix: Sequence[Sequence[SettingTransfer]], *, higher: bool) -> list[SettingTransfer]:
     """Return where the best setting of another recipe is worse than the own one, beyond noise."""
     return [
-        one
+        transfer
         for row in matrix
-        for one in row
-        if one.gap is not None
-        and one.best_of != one.used_on
-        and (one.gap.high < 0 if higher else one.gap.low > 1)
+        for transfer in row
+        if transfer.gap is not None
+        and transfer.best_of != transfer.used_on
+        and (transfer.gap.high < 0 if higher else transfer.gap.low > 1)
     ]
 
 
@@ -375,8 +375,10 @@ def compared_values(
     values: dict[str, dict[str, dict[int, float]]] = {}
     for cell in cells:
         # Seeds that all settings have: the mean over more seeds has other luck.
-        own = [one for one in cells if one.cell.configuration == cell.cell.configuration]
-        common = set.intersection(*({run.seed for run in one.seeds} for one in own))
+        cells_of_recipe = [
+            other for other in cells if other.cell.configuration == cell.cell.configuration
+        ]
+        common = set.intersection(*({run.seed for run in other.seeds} for other in cells_of_recipe))
         measured = {run.seed: measure.of(run) for run in cell.seeds if run.seed in common}
         values.setdefault(cell.cell.configuration, {})[cell.cell.variant] = {
             seed: value for seed, value in measured.items() if math.isfinite(value)
@@ -384,26 +386,28 @@ def compared_values(
     return values
 
 
-def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
+def findings(cells: Sequence[CellResults]) -> Iterator[StudyFinding]:
     """Yield the best setting of each recipe by each measure, and what is lost by transfer."""
-    every = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
+    runs_of_study = [run for cell in cells for run in (*cell.seeds, *cell.trials)]
     for measure in MEASURES:
         values = compared_values(cells, measure)
         noise = dict[str, str]()
         for recipe, settings in values.items():
             best = best_setting(settings, higher=measure.higher)
-            own = {
+            runs_of_recipe = {
                 cell.cell.variant: cell.runs for cell in cells if cell.cell.configuration == recipe
             }
             if best is None:
                 if any(settings.values()):
-                    yield Finding(
+                    yield StudyFinding(
                         about=f"{recipe}, {measure.best}", text="",
                         doubts=["no setting was measured with every seed"],
                     )  # fmt: skip
                 continue
-            others = [runs for name, runs in own.items() if name != best]
-            doubts = doubts_about([own[best]], others=others, study=every, of_time=measure.of_time)
+            others = [runs for name, runs in runs_of_recipe.items() if name != best]
+            doubts = doubts_about(
+                [runs_of_recipe[best]], others=others, study=runs_of_study, of_time=measure.of_time
+            )
             if not others:
                 doubts.append("only one setting was measured")
             level = level_with(best, settings, higher=measure.higher)
@@ -411,21 +415,24 @@ def findings(cells: Sequence[CellResults]) -> Iterator[Finding]:
                 noise[recipe] = doubt
                 doubts.append(doubt)
             value = interval(settings[best].values())
-            yield Finding(
+            yield StudyFinding(
                 about=f"{recipe}, {measure.best}",
                 text=f"{best}, {value.with_ends(measure.form, f' {measure.unit}')}",
                 doubts=doubts,
             )
-        for one in lost(transfer_matrix(values, higher=measure.higher), higher=measure.higher):
+        for transfer in lost(transfer_matrix(values, higher=measure.higher), higher=measure.higher):
             compared = [
-                cell.runs for cell in cells if cell.cell.configuration in {one.used_on, one.best_of}
+                cell.runs
+                for cell in cells
+                if cell.cell.configuration in {transfer.used_on, transfer.best_of}
             ]
-            doubts = doubts_about(compared, study=every, of_time=measure.of_time)
-            if one.best_of in noise:
-                doubts.append(f"{one.best_of}: {noise[one.best_of]}")
-            yield Finding(
-                about=f"{one.used_on} with the setting that has {measure.best} on {one.best_of}",
-                text=f"{one.setting} is {one.describe(measure)} from its own best",
+            doubts = doubts_about(compared, study=runs_of_study, of_time=measure.of_time)
+            if transfer.best_of in noise:
+                doubts.append(f"{transfer.best_of}: {noise[transfer.best_of]}")
+            yield StudyFinding(
+                about=f"{transfer.used_on} with the setting that has {measure.best} on "
+                f"{transfer.best_of}",
+                text=f"{transfer.setting} is {transfer.describe(measure)} from its own best",
                 doubts=doubts,
             )
 
@@ -438,9 +445,9 @@ def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
     columns += [
         Column(
             f"used on {column[0].used_on}, {measure.unit}",
-            [one.value and one.value.mean for one in column],
+            [transfer.value and transfer.value.mean for transfer in column],
             measure.form,
-            details=[one.describe(measure) for one in column],
+            details=[transfer.describe(measure) for transfer in column],
         )
         for column in zip(*rows, strict=True)
     ]
@@ -452,8 +459,8 @@ def matrix(cells: Sequence[CellResults], measure: Measure) -> Table:
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
     """Return the page of a study whose file is in `folder`, from its records."""
-    found = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
-    return draw(study.name, [one for one in found if one.trials or one.seeds], study.targets)
+    results = [results_of(cell, records.get(cell.name, {})) for cell in cells_of(study, folder)]
+    return draw(study.name, [one for one in results if one.trials or one.seeds], study.targets)
 
 
 def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ()) -> Page:
@@ -465,7 +472,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         recipes.setdefault(cell.cell.configuration, []).append(cell)
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked = list[Ranked]()
-    found = list[Finding]()
+    conclusions = list[StudyFinding]()
     sections = list[Section]()
     for recipe, some in recipes.items():
         title = "Training time, s"
@@ -479,9 +486,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
                 rankings.append(rank(some, robust=True))
                 parts.append(_robustness(f"scales-{recipe}", some, looks))
             ranked += rankings[0].ranked
-            found += [each.finding for each in rankings]
+            conclusions += [ranking.finding for ranking in rankings]
             # The curve to the highest target is the one that matters in practice.
-            highest = max(rankings, key=lambda each: each.target or 0.0)
+            highest = max(rankings, key=lambda ranking: ranking.target or 0.0)
             title = f"Updates to {100 * (highest.target or 0.0):g} %"
             value = partial(_costs, target=highest.target or math.inf, name="step")
             parts.append(schedule(highest.ranked[0].results))
@@ -497,8 +504,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     if is_of_settings:
         title = "Settings"
         note = _SETTINGS
-        found = list(findings(cells))
-        found += correlations.findings(recipes, CORRELATED, timed=TIMED)
+        conclusions = list(findings(cells))
+        conclusions += correlations.findings(recipes, CORRELATED, timed=TIMED)
         sections.append(correlations.section_of(recipes, CORRELATED))
         table = _table_of_settings([cell for some in recipes.values() for cell in some], looks)
         if len(recipes) > 1 and len(variants) > 1:
@@ -513,8 +520,8 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=list(map(str, found)),
-        is_sound=not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=(title, list(looks.values())),
         sections=[Section(title=title, parts=[table], notes=[note]), *sections],
@@ -535,7 +542,7 @@ def _robustness(name: str, cells: Sequence[CellResults], looks: Mapping[str, Ser
 
 
 def _mean(
-    value: Callable[[Result], float | None], part: Literal["mean", "reach"] = "mean"
+    value: Callable[[TrainedRecord], float | None], part: Literal["mean", "reach"] = "mean"
 ) -> Callable[[CellResults], float | None]:
     """Return a function of a cell: the mean over its seeds, or half the width of its interval."""
     return lambda cell: getattr(cell.mean(value), part, None)
@@ -543,7 +550,7 @@ def _mean(
 
 def _costs(cell: CellResults, *, target: float, name: str) -> Interval | None:
     """Return the steps or seconds of the seeds that reached a target; None without one."""
-    known = [getattr(one, name) for one in costs(cell, target)]
+    known = [getattr(measurement, name) for measurement in costs(cell, target)]
     return interval(known) if known else None
 
 
@@ -586,15 +593,15 @@ def _table_of_policies(
 
 def _at_scale(scale: float) -> Callable[[CellResults], float | None]:
     def value(cell: CellResults) -> float | None:
-        found = cell.robustness
-        return None if found is None else 100 * found.by_scale[scale].mean
+        robustness = cell.robustness
+        return None if robustness is None else 100 * robustness.by_scale[scale].mean
 
     return value
 
 
 def _over_scales(cell: CellResults) -> float | None:
-    found = cell.robustness
-    return None if found is None else 100 * fmean(found.areas.values())
+    robustness = cell.robustness
+    return None if robustness is None else 100 * fmean(robustness.areas.values())
 
 
 def _table_of_settings(cells: Sequence[CellResults], looks: Mapping[str, Series]) -> Table:
@@ -643,7 +650,7 @@ def _table(
         name="variants",
         columns=[*printed, top5, *details, loss],
         series=[looks[cell.cell.variant] for cell in cells],
-        printed={one.title for one in printed},
+        printed={shown.title for shown in printed},
     )
 
 

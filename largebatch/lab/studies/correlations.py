@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from largebatch.lab.studies.doubts import Finding, doubts_about
-from largebatch.lab.studies.trained import CellResults, Result, value_at
+from largebatch.lab.studies.doubts import StudyFinding, doubts_about
+from largebatch.lab.studies.trained import CellResults, TrainedRecord, value_at
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
@@ -26,7 +26,7 @@ _NOTE = (
 ENOUGH_SETTINGS = 5
 """With fewer no correlation is shown: its interval would hold nearly everything."""
 
-Results = Mapping[str, Callable[[Result], float]]
+Results = Mapping[str, Callable[[TrainedRecord], float]]
 """Values of a run by their titles; NaN where one was not measured."""
 
 
@@ -126,45 +126,45 @@ def correlations(
     pairs = [(setting, result) for setting in settings for result in titles]
     pairs += [(one, other) for place, one in enumerate(titles) for other in titles[place + 1 :]]
     values = {**settings, **measured}
-    found = {}
+    by_pair = {}
     for pair in pairs:
         one, other = (values[title] for title in pair)
         each = correlation(one, other, together=len(pairs))
         if each is not None:
-            found[pair] = each
-    return found
+            by_pair[pair] = each
+    return by_pair
 
 
 def findings(
     recipes: Mapping[str, Sequence[CellResults]], results: Results, *, timed: Collection[str]
-) -> Iterator[Finding]:
+) -> Iterator[StudyFinding]:
     """Yield the correlations of each recipe whose intervals exclude 0.
 
     Those of results in `timed` are times, which need a quiet machine.
     """
-    every = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
+    runs_of_study = [run for cells in recipes.values() for cell in cells for run in cell.seeds]
     for recipe, cells in recipes.items():
-        found = correlations(cells, results)
-        number = max((each.number for each in found.values()), default=0)
+        by_pair = correlations(cells, results)
+        number = max((result.number for result in by_pair.values()), default=0)
         for of_time, kind in ((False, "without times"), (True, "with times")):
             chosen = {
-                pair: each
-                for pair, each in found.items()
+                pair: result
+                for pair, result in by_pair.items()
                 if of_time == any(title in timed for title in pair)
             }
             if not chosen:
                 continue
             sure = [
-                f"{one} with {other} {each.rho:+.2f} ({each.low:+.2f} to {each.high:+.2f})"
-                for (one, other), each in chosen.items()
-                if each.is_sure
+                f"{one} with {other} {result.rho:+.2f} ({result.low:+.2f} to {result.high:+.2f})"
+                for (one, other), result in chosen.items()
+                if result.is_sure
             ]
-            yield Finding(
+            yield StudyFinding(
                 about=f"{recipe}, rank correlations over {number} settings, {kind}",
                 text="; ".join(sure) or "no interval excludes 0",
                 doubts=doubts_about(
                     [cell.runs for cell in cells if not cell.diverged],
-                    study=every,
+                    study=runs_of_study,
                     of_time=of_time,
                 ),
             )
@@ -174,16 +174,18 @@ def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -
     """Return a table of correlations for each recipe, with their intervals; empty without any."""
     tables = []
     for recipe, cells in recipes.items():
-        found = correlations(cells, results)
-        if not found:
+        by_pair = correlations(cells, results)
+        if not by_pair:
             continue
-        rows = list(dict.fromkeys(one for one, _ in found))
+        rows = list(dict.fromkeys(one for one, _ in by_pair))
         columns = [Column(recipe, rows)]
-        for other in dict.fromkeys(other for _, other in found):
-            column = [found.get((one, other)) for one in rows]
-            ends = [f"{each.low:+.2f} to {each.high:+.2f}" if each else "" for each in column]
+        for other in dict.fromkeys(other for _, other in by_pair):
+            column = [by_pair.get((one, other)) for one in rows]
+            ends = [
+                f"{result.low:+.2f} to {result.high:+.2f}" if result else "" for result in column
+            ]
             columns.append(
-                Column(other, [each and each.rho for each in column], "+.2f", details=ends)
+                Column(other, [result and result.rho for result in column], "+.2f", details=ends)
             )
         tables.append(Table(name=f"correlations-{recipe}", columns=columns))
     notes = [_NOTE] if tables else []

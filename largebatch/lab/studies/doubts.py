@@ -25,7 +25,7 @@ what a desktop and its daemons use when nobody works on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StudyFinding:
     """A conclusion of a study, and what speaks against it."""
 
     about: str

@@ -31,7 +31,7 @@ from largebatch.errors import LargebatchError, RequestedStopError, StudyError
 from largebatch.formatting import plural
 from largebatch.lab.protocols.server import divide
 from largebatch.lab.studies import words
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about
+from largebatch.lab.studies.doubts import CellRuns, StudyFinding, doubts_about
 from largebatch.lab.studies.metrics import interval_line
 from largebatch.lab.studies.namespaces import (
     CARD,
@@ -143,7 +143,7 @@ class StartRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartResult:
     """Result of one start of the workers of a cell, or of a simulated one."""
 
     seconds: Sequence[float]
@@ -211,9 +211,9 @@ class HostsCell(Cell):
         backend: BackendName = self.backend if self.workers > 1 else "auto"
         with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
             folder = Path(name)
-            own = replace(options, out=folder / "run", backend=backend)
-            own.out.mkdir()
-            (folder / JOB).write_bytes(_JOB.dump_json((seeded, own)))
+            run_options = replace(options, out=folder / "run", backend=backend)
+            run_options.out.mkdir()
+            (folder / JOB).write_bytes(_JOB.dump_json((seeded, run_options)))
             command = [sys.executable, "-m", "largebatch.lab.studies.hosts", name]
             commands = [
                 HostCommand(host, command, environment(rank, self.hosts))
@@ -449,7 +449,7 @@ class HostsRow:
     """A cell with its starts by seed; work is counted in samples."""
 
     cell: HostsCell
-    starts: Mapping[int, Start]
+    starts: Mapping[int, StartResult]
     alone: "HostsRow | None" = None
     """One worker alone; None: it is this."""
 
@@ -465,7 +465,7 @@ class HostsRow:
     def throughputs(self) -> dict[int, float]:
         """Samples per second of all workers, by seed."""
         samples = self.cell.workers * self.cell.samples
-        return {seed: samples / fmean(one.seconds) for seed, one in self.starts.items()}
+        return {seed: samples / fmean(start.seconds) for seed, start in self.starts.items()}
 
     @property
     def speed_up(self) -> Interval | None:
@@ -475,11 +475,11 @@ class HostsRow:
     @property
     def efficiency(self) -> Interval | None:
         """Speed-up over the number of workers, in percent; 100 is ideal."""
-        found = self.speed_up
-        return found and found.scaled(100 / self.cell.workers)
+        speed_up = self.speed_up
+        return speed_up and speed_up.scaled(100 / self.cell.workers)
 
 
-def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
+def starts_of(cell: HostsCell, records: Records) -> dict[int, StartResult]:
     """Return the starts of a cell by seed; raise StudyError for a damaged record."""
     starts = {}
     hosts = len(cell.workers_per_host)
@@ -498,7 +498,7 @@ def starts_of(cell: HostsCell, records: Records) -> dict[int, Start]:
                     f"{source}: {key}: has {plural(len(values), 'value')}, expected {expected}; "
                     "remove the file"
                 )
-        starts[record.seed] = Start(
+        starts[record.seed] = StartResult(
             seconds=record.seconds, late=record.late, shares=record.shares, record=record
         )
     return starts
@@ -513,10 +513,12 @@ def doubts_about_rows(
     """
     compared = {}
     for row in rows:
-        for one in (row, row.alone or row):
-            if records_of(one):
-                compared[one.cell.name] = CellRuns(
-                    name=one.cell.name, runs=records_of(one), seeds=one.cell.seeds
+        for compared_row in (row, row.alone or row):
+            if records_of(compared_row):
+                compared[compared_row.cell.name] = CellRuns(
+                    name=compared_row.cell.name,
+                    runs=records_of(compared_row),
+                    seeds=compared_row.cell.seeds,
                 )
     if not compared:
         return []
@@ -529,7 +531,7 @@ def records_of(row: HostsRow) -> dict[int, Record]:
     return {seed: start.record for seed, start in row.starts.items() if start.record}
 
 
-def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
+def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[StudyFinding]:
     """Yield which layouts and places are slower than one worker alone, beyond the noise of starts.
 
     Without this a page could praise the better of two that both lose time.
@@ -550,7 +552,7 @@ def slower_than_alone(rows: Sequence[HostsRow], how: str) -> Iterator[Finding]:
             for row in surely
             if row.speed_up is not None
         )
-        yield Finding(
+        yield StudyFinding(
             about=", ".join(filter(None, (recipe, how, scaling, f"{look} against one worker"))),
             text=f"SLOWER THAN ONE WORKER: {described}",
             doubts=doubts,
@@ -567,7 +569,7 @@ def table_of(
     column = columns_over(rows)
 
     def late(row: HostsRow) -> float:
-        return 100 * fmean(one.late for one in row.starts.values())
+        return 100 * fmean(start.late for start in row.starts.values())
 
     columns = [
         column("Cell", lambda row: row.cell.name, None),

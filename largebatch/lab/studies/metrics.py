@@ -50,12 +50,14 @@ def measurements(run: Run) -> list[Measurement]:
     Measurement(step=285, seconds=21.4, top1=0.9722)
     """
     return [
-        Measurement(step=one.step, seconds=float(seconds), top1=one.top1)
-        for one, seconds in zip(run.kept_evaluations, evaluations_of(run).seconds, strict=True)
+        Measurement(step=evaluation.step, seconds=float(seconds), top1=evaluation.top1)
+        for evaluation, seconds in zip(
+            run.kept_evaluations, evaluations_of(run).seconds, strict=True
+        )
     ]
 
 
-def cost(found: Sequence[Measurement], target: float) -> Measurement | None:
+def cost(evaluations: Sequence[Measurement], target: float) -> Measurement | None:
     """Return the first evaluation at or above a top-1 accuracy, a fraction; None without one.
 
     Its `step` and `seconds` are what the run had cost by then.
@@ -64,7 +66,7 @@ def cost(found: Sequence[Measurement], target: float) -> Measurement | None:
     >>> cost([Measurement(step=it, seconds=it / 10, top1=it / 1000) for it in steps], 0.5)
     Measurement(step=600, seconds=60.0, top1=0.6)
     """
-    return next((one for one in found if one.top1 >= target), None)
+    return next((evaluation for evaluation in evaluations if evaluation.top1 >= target), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Robustness:
     @property
     def worst_drop(self) -> float:
         """The mean at the rate itself minus the lowest one: 0 where that is the lowest."""
-        return self.by_scale[1.0].mean - min(found.mean for found in self.by_scale.values())
+        return self.by_scale[1.0].mean - min(top1.mean for top1 in self.by_scale.values())
 
 
 def robustness(top1: Iterable[tuple[int, float, float]]) -> Robustness | None:

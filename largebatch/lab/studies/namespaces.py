@@ -62,14 +62,14 @@ def lacking() -> str:
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"the programs {', '.join(absent)} (packages iproute2, util-linux and mount)"
-    made = subprocess.run(  # noqa: S603 -- the words are ours
+    tried = subprocess.run(  # noqa: S603 -- the words are ours
         [*OWN_NAMESPACES, "ip", "link", "add", "name", "bridge", "type", "bridge"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode:
-        reason = made.stderr.strip().splitlines()[-1:] or ["no reason given"]
+    if tried.returncode:
+        reason = tried.stderr.strip().splitlines()[-1:] or ["no reason given"]
         return f"the right to make network namespaces, which root has ({reason[0]})"
     return ""
 

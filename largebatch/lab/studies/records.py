@@ -79,10 +79,10 @@ def read_as(kind: type[R], record: Mapping[str, Any], *, source: str) -> R:
     try:
         if kind not in _ADAPTERS:
             _ADAPTERS[kind] = TypeAdapter(kind)
-        found: R = _ADAPTERS[kind].validate_json(json.dumps(record), strict=True)
+        result: R = _ADAPTERS[kind].validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise StudyError(f"{source}: {first_problem(error)}; remove the file") from None
-    return found
+    return result
 
 
 def watched(make: Callable[[], Json]) -> Json:

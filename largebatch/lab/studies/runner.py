@@ -42,7 +42,7 @@ from largebatch.errors import (
 from largebatch.lab.studies.namespaces import require_hosts
 from largebatch.lab.studies.records import Json, watched
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Cell, Machine, Slot, Study, Values, load_study
+from largebatch.lab.studies.study import Cell, Slot, Study, StudyMachine, Values, load_study
 from largebatch.optional import require_optuna, require_psutil, require_scipy
 from largebatch.report.pages import Page
 from largebatch.runs.interrupts import STOPS, InterruptedStudyError, StopRequests, answering
@@ -84,19 +84,19 @@ class Runs:
 
     cells: Sequence[Cell]
     store: Store
-    machine: Machine
+    machine: StudyMachine
 
     def records(self, cell: Cell) -> dict[str, Json]:
         """Return the records of a cell by the names of runs."""
-        found = {slot.name: self.store.read(cell, slot) for slot in cell.slots}
-        return {name: record for name, record in found.items() if record is not None}
+        records = {slot.name: self.store.read(cell, slot) for slot in cell.slots}
+        return {name: record for name, record in records.items() if record is not None}
 
     @property
     def left(self) -> list[tuple[Cell, Slot]]:
         """Runs without a record, seed by seed, those of searches first."""
-        every = [(cell, slot) for cell in self.cells for slot in cell.slots]
-        every = [(cell, slot) for cell, slot in every if not self.store.path(cell, slot).exists()]
-        return sorted(every, key=lambda run: (not run[1].trial, run[1].trial or run[1].seed))
+        runs = [(cell, slot) for cell in self.cells for slot in cell.slots]
+        runs = [(cell, slot) for cell, slot in runs if not self.store.path(cell, slot).exists()]
+        return sorted(runs, key=lambda run: (not run[1].trial, run[1].trial or run[1].seed))
 
     @property
     def number(self) -> int:
@@ -112,8 +112,8 @@ class Runs:
         searching = {cell.name for cell, slot in left if slot.trial}
         for cell, slot in left:
             if (slot.trial or cell.name not in searching) and self.store.claim(cell, slot):
-                found = [self.store.read(cell, each) for each in cell.slots if each.trial]
-                trials = [record for record in found if record is not None]
+                records = [self.store.read(cell, other) for other in cell.slots if other.trial]
+                trials = [record for record in records if record is not None]
                 values = self.store.values(cell, slot, partial(cell.values, trials, slot))
                 folder = self.store.path(cell, slot).with_suffix("")
                 return Task(cell, slot, values, self.machine.of(cell, folder))
@@ -309,23 +309,23 @@ def device_shares(jobs: int) -> list[dict[str, str]]:
 
     threads = str(max(1, available_cores() // jobs))
     shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} for _ in range(jobs)]
-    own = ",".join(map(str, range(accelerator.count())))
+    all_devices = ",".join(map(str, range(accelerator.count())))
     variable = accelerator.visible_devices_variable()
-    devices = list(filter(None, os.environ.get(variable, own).split(",")))
+    devices = list(filter(None, os.environ.get(variable, all_devices).split(",")))
     for place, share in enumerate(shares if devices else ()):  # several devices, or one shared
         share[variable] = ",".join(devices[place::jobs]) or devices[place % len(devices)]
     return shares
 
 
-def _require_what_runs_need(given: Study, runs: Runs, *, jobs: int) -> None:
+def _require_what_runs_need(loaded: Study, runs: Runs, *, jobs: int) -> None:
     """Raise LargebatchError if the runs that are left, or the page, cannot be made here."""
     require_psutil()
     require_scipy("scipy.stats")
-    if given.search is not None:
+    if loaded.search is not None:
         require_optuna()
     runs.store.require_writable()
     runs.machine.require_data(runs.cells, left=[cell for cell, _ in runs.left])
-    if given.kind in {"servers", "scaling"}:
+    if loaded.kind in {"servers", "scaling"}:
         require_hosts()
         if jobs > 1:
             raise BackendError("--jobs: starts on hosts are measured one after the other")
@@ -367,7 +367,7 @@ def time_left(runs: Runs, *, jobs: int) -> TimeLeft:
     begun = time.monotonic()
     for cell in _by_turns([cell for cell in cells if cell.name not in known]):
         # At least one cell of each recipe is measured, however long it takes.
-        is_first = not any(one.name in known for one in cells if _are_alike(one, cell))
+        is_first = not any(other.name in known for other in cells if _are_alike(other, cell))
         probe = cell.probe
         # Policies of a recipe begin alike, so one probe serves all of them.
         key = json.dumps(to_jsonable_python([probe.configuration, probe.definition]))
@@ -378,7 +378,9 @@ def time_left(runs: Runs, *, jobs: int) -> TimeLeft:
         known[cell.name] = cell.seconds_of(probed[key])
     seconds = 0.0
     for cell in cells:
-        alike = [known[one.name] for one in cells if one.name in known and _are_alike(one, cell)]
+        alike = [
+            known[other.name] for other in cells if other.name in known and _are_alike(other, cell)
+        ]
         seconds += numbers[cell.name] * known.get(cell.name, fmean(alike))
     return TimeLeft(seconds / jobs, len(known), len(cells))
 
@@ -403,7 +405,7 @@ def _by_turns(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for _, cell in sorted(zip(turns, shuffled, strict=True), key=itemgetter(0))]
 
 
-def _measured(cell: Cell, machine: Machine) -> Json:
+def _measured(cell: Cell, machine: StudyMachine) -> Json:
     """Return the record of a run of a cell, made in a folder that is removed."""
     pool = _Pool(1, in_processes=cell.own_process)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as name, pool.stopping():
@@ -426,7 +428,7 @@ def study(  # noqa: PLR0913 -- the options of the command
     jobs: int = 1,
     dry_run: bool = False,
     page: bool = False,
-    machine: Machine,
+    machine: StudyMachine,
     report: Callable[[str], None],
 ) -> bool:
     """Carry out a study, or resume it, then report its table and draw its page.
@@ -440,15 +442,15 @@ def study(  # noqa: PLR0913 -- the options of the command
             "a study starts the workers of its runs itself; start it by itself on every machine, "
             "with --jobs, and not by torchrun, horovodrun or srun with several tasks"
         )
-    given = load_study(file)
+    loaded = load_study(file)
     folder = Path(file).parent
-    kind = kind_of(given)
-    store = Store(out or Path("runs") / given.name)
-    runs = Runs(cells=kind.cells_of(given, folder), store=store, machine=machine)
+    kind = kind_of(loaded)
+    store = Store(out or Path("runs") / loaded.name)
+    runs = Runs(cells=kind.cells_of(loaded, folder), store=store, machine=machine)
     store.require_same(runs.cells)  # records of other settings are refused
     left = runs.left
     if left and not page:
-        _require_what_runs_need(given, runs, jobs=jobs)
+        _require_what_runs_need(loaded, runs, jobs=jobs)
     if dry_run:
         for cell, slot in left:
             report(f"{cell.name} {slot.name}")
@@ -467,10 +469,10 @@ def study(  # noqa: PLR0913 -- the options of the command
             return False
     elif store.folder.exists():
         store.define(runs.cells)
-    records = {cell.name: found for cell in runs.cells if (found := runs.records(cell))}
-    if not records and not given.simulates:
+    records = {cell.name: of_cell for cell in runs.cells if (of_cell := runs.records(cell))}
+    if not records and not loaded.simulates:
         raise StudyError(f"{store.folder}: no run of the study has finished")
-    drawn: Page = kind.make_page(given, folder, records)
+    drawn: Page = kind.make_page(loaded, folder, records)
     unfinished = list(dict.fromkeys(cell.name for cell, _ in runs.left))
     if unfinished:
         note = f"Not finished: {shorten(unfinished)}."

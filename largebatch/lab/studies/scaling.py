@@ -17,7 +17,7 @@ from pathlib import Path
 from largebatch.lab.planner.prediction import Load, step_seconds
 from largebatch.lab.planner.prediction import Machine as Planned
 from largebatch.lab.protocols.simulator import expectation
-from largebatch.lab.studies.doubts import Finding
+from largebatch.lab.studies.doubts import StudyFinding
 from largebatch.lab.studies.hosts import (
     IDEAL,
     HostsCell,
@@ -146,7 +146,7 @@ def _shown_rate(bits: str) -> str:
     return f"{float.fromhex(bits)!r} ({bits})"
 
 
-def rate_finding(rows: Sequence[HostsRow]) -> Finding | None:
+def rate_finding(rows: Sequence[HostsRow]) -> StudyFinding | None:
     """Return where learning rates differ between workers, or in how many updates they are equal.
 
     None without a start of several workers. A difference is a fault however often it occurs, and so
@@ -168,10 +168,10 @@ def rate_finding(rows: Sequence[HostsRow]) -> Finding | None:
         if found:
             differences.append(f"{name}: {found}")
     if differences:
-        return Finding(about=about, text=f"THEY DIFFER: {'; '.join(differences)}")
+        return StudyFinding(about=about, text=f"THEY DIFFER: {'; '.join(differences)}")
     updates = sum(len(record.rates[0]) for record in records.values())
     changes = sum(len(set(record.rates[0])) > 1 for record in records.values())
-    return Finding(
+    return StudyFinding(
         about=about,
         text=f"equal, bit for bit, in each of {updates:,} updates of {len(records)} starts of "
         f"several workers; they change in {changes} of these starts",
@@ -184,7 +184,7 @@ def start_records(row: HostsRow) -> list[StartRecord]:
     return [start.record for start in row.starts.values() if start.record is not None]
 
 
-def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator[Finding]:
+def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator[StudyFinding]:
     """Yield how hosts compare with one host, the workers' rates, and how far the planner is off."""
     places = {
         (row.scaling, row.cell.configuration, row.cell.workers, row.cell.look): row for row in rows
@@ -202,7 +202,7 @@ def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator
                 f"{in_one_host.efficiency.with_ends('.0f', '%')} of the ideal in one host, "
                 f"{row.efficiency.with_ends('.0f', '%')} on hosts"
             )
-        yield Finding(about=f"{recipe}, {kind}, {workers} workers", text=text, doubts=doubts)
+        yield StudyFinding(about=f"{recipe}, {kind}, {workers} workers", text=text, doubts=doubts)
     yield from slower_than_alone(rows, "measured")
     rates = rate_finding(rows)
     if rates is not None:
@@ -213,7 +213,7 @@ def findings(rows: Sequence[HostsRow], inside: Inside | None = None) -> Iterator
         if (seconds := planned_seconds(row, inside)) is not None
     }
     if planned:
-        yield Finding(
+        yield StudyFinding(
             about="The planner's time of an update",
             text=f"{min(planned.values()):.2f} to {max(planned.values()):.2f} times the measured "
             f"one over {len(planned)} cells of several workers",
@@ -244,13 +244,13 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         column("Learning rates", rates, None),
     ]
     table = table_of("cells", rows, looks, columns)
-    found = list(findings(rows, inside))
+    conclusions = list(findings(rows, inside))
     equal = not any(unequal_rates(record) for row in rows for record in start_records(row))
     return Page(
         title=study.name,
         subtitle=", ".join(study.recipes),
-        findings=list(map(str, found)),
-        is_sound=equal and not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=equal and not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Places", list(looks.values())),
         sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],

@@ -30,13 +30,19 @@ from typing import Literal, get_args
 import numpy as np
 
 from largebatch.distributed.environment import BackendName
-from largebatch.lab.protocols.server import Rule
-from largebatch.lab.protocols.simulator import Cluster, Link, compute_times, expectation, simulate
-from largebatch.lab.studies.doubts import Finding
+from largebatch.lab.protocols.server import UpdateRule
+from largebatch.lab.protocols.simulator import (
+    Link,
+    SimulatedCluster,
+    compute_times,
+    expectation,
+    simulate,
+)
+from largebatch.lab.studies.doubts import StudyFinding
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
-    Start,
+    StartResult,
     chart_of,
     doubts_about_rows,
     hosts_cell,
@@ -147,7 +153,7 @@ def servers_of(cell: HostsCell) -> int | None:
 
 
 def rows_of(
-    cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, Start]]
+    cells: Sequence[HostsCell], starts: Mapping[str, Mapping[int, StartResult]]
 ) -> list[HostsRow]:
     """Return the cells that have starts, given by the names of cells and by seed."""
     rows = [HostsRow(cell=cell, starts=starts[cell.name]) for cell in cells]
@@ -203,13 +209,13 @@ class Links:
 
         None without links.
         """
-        found = []
+        deviations = []
         for direction in (self.received, self.sent):
             for counted, expected in zip(direction, self.formula, strict=bool(direction)):
                 if expected:
                     off = abs(counted - expected)
-                    found.append((off / expected, off))
-        return max(found, default=None)
+                    deviations.append((off / expected, off))
+        return max(deviations, default=None)
 
 
 def simulations(
@@ -222,10 +228,10 @@ def simulations(
     has it without doubts.
     """
     assert study.servers is not None
-    found: dict[Sweep, list[HostsRow]] = {sweep: [] for sweep in get_args(Sweep)}
+    rows: dict[Sweep, list[HostsRow]] = {sweep: [] for sweep in get_args(Sweep)}
     section = study.servers.simulated
     if section is None:
-        return found
+        return rows
     for name, entry in study.recipes.items():
         assert entry.on_hosts is not None
         numbers = [workers for workers in section.workers if workers > 1]
@@ -250,8 +256,8 @@ def simulations(
                 cell.name: _simulate(cell, server_bytes(sizes, cell.recipe.protocol), overhead)
                 for cell in rings
             }
-            found[sweep] += rows_of(rings, starts)
-    return found
+            rows[sweep] += rows_of(rings, starts)
+    return rows
 
 
 def _overhead(measured: Sequence[HostsRow], recipe: str) -> float:
@@ -268,13 +274,13 @@ def _overhead(measured: Sequence[HostsRow], recipe: str) -> float:
     return 0.0
 
 
-def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, Start]:
+def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[int, StartResult]:
     """Return the simulations of a cell by their seeds; `shares` are bytes on each server."""
     compute = cell.on_hosts.compute
     assert compute is not None
     bandwidth = payload_bandwidth(cell.megabits)
     gradient = compute.overhead + compute.sample * cell.samples + overhead
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         learners=cell.workers,
         compute=compute.factor,
         slow=dict.fromkeys(range(cell.workers), gradient),
@@ -282,7 +288,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
         shares=tuple(map(float, shares)),
         sharing="fair",
     )
-    found = {}
+    starts = {}
     for seed in range(1, REPEATS + 1):
         servers = servers_of(cell)
         if servers is None:
@@ -292,14 +298,14 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
             ]
             # Every update of a ring waits for the slowest gradient, and then sends.
             sent = link_bytes(cell, shares)[0] / bandwidth
-            every = islice(zip(*draws, strict=True), UPDATES)
-            seconds = [max(each) + sent for each in every]
+            draws_of_updates = islice(zip(*draws, strict=True), UPDATES)
+            seconds = [max(draws_of_update) + sent for draws_of_update in draws_of_updates]
         else:
-            rule = Rule.hardsync(cell.workers)
+            rule = UpdateRule.hardsync(cell.workers)
             ends = simulate(rule, cluster, servers=servers or None, updates=UPDATES, seed=seed).ends
             seconds = np.diff(ends, prepend=0.0).tolist()
-        found[seed] = Start(seconds=seconds, shares=shares)
-    return found
+        starts[seed] = StartResult(seconds=seconds, shares=shares)
+    return starts
 
 
 def verdict(paper: Paper | None, low: float, high: float) -> str:
@@ -316,11 +322,11 @@ def verdict(paper: Paper | None, low: float, high: float) -> str:
     if paper is None:
         return "the paper does not have this model"
     if paper == "faster":
-        found = "confirms" if low > 1 else "refutes" if high < 1 else "does not decide"
-        return f"this {found} the paper's `faster`"
+        judged = "confirms" if low > 1 else "refutes" if high < 1 else "does not decide"
+        return f"this {judged} the paper's `faster`"
     equal = low >= 1 / LEVEL and high <= LEVEL
-    found = "confirms" if equal else "refutes" if low > 1 or high < 1 else "does not decide"
-    return f"this {found} the paper's `no difference` (equal: up to {LEVEL:g} times)"
+    judged = "confirms" if equal else "refutes" if low > 1 or high < 1 else "does not decide"
+    return f"this {judged} the paper's `no difference` (equal: up to {LEVEL:g} times)"
 
 
 def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
@@ -336,7 +342,7 @@ def pairs_of(rows: Sequence[HostsRow]) -> Iterator[tuple[HostsRow, HostsRow]]:
             yield other, row
 
 
-def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
+def findings(rows: Sequence[HostsRow]) -> Iterator[StudyFinding]:
     """Yield how measured layouts compare, what is slower than one worker, and the counters.
 
     The largest number of workers of a recipe judges the paper; smaller ones are only compared.
@@ -353,20 +359,20 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
             text = f"{cell.look} is {shown} as fast as {central.cell.look}"
             if cell.workers == max(cell.on_hosts.workers):
                 text += f"; {verdict(cell.on_hosts.paper, times.low, times.high)}"
-        yield Finding(
+        yield StudyFinding(
             about=f"{cell.configuration} on {cell.workers} workers, measured, {cell.look} against "
             f"{central.cell.look}",
             text=text,
             doubts=doubts,
         )
     yield from slower_than_alone(rows, "measured")
-    deviations = {row.cell.name: found for row in rows if (found := Links(row).deviation)}
+    deviations = {row.cell.name: deviation for row in rows if (deviation := Links(row).deviation)}
     if deviations:
         worst = max(deviations, key=lambda name: deviations[name])
         share, off = deviations[worst]
         words = "within" if share <= NEAR else "NOT within"
         counted = [row for row in rows if row.cell.name in deviations]
-        yield Finding(
+        yield StudyFinding(
             about="The counters of all links",
             text=f"{words} {NEAR:.0%} of the formulas: at most {share:.1%} off, which is "
             f"{off:,.0f} bytes, on {worst}; the formulas have no requests and answers",
@@ -376,7 +382,7 @@ def findings(rows: Sequence[HostsRow]) -> Iterator[Finding]:
 
 def simulated_findings(
     simulated: Mapping[Sweep, Sequence[HostsRow]], measured: Sequence[HostsRow]
-) -> Iterator[Finding]:
+) -> Iterator[StudyFinding]:
     """Yield how simulated layouts compare over each sweep, and how far simulations are off."""
     recipes = dict.fromkeys(row.cell.configuration for rows in simulated.values() for row in rows)
     for recipe in recipes:
@@ -384,9 +390,9 @@ def simulated_findings(
             rows = [row for row in simulated[sweep] if row.cell.configuration == recipe]
             times = {}
             for central, beside in pairs_of(rows):
-                found = ratio(beside.throughputs, central.throughputs)
-                assert found is not None  # both have the same seeds
-                times[getattr(beside.cell, sweep)] = found.mean
+                faster = ratio(beside.throughputs, central.throughputs)
+                assert faster is not None  # both have the same seeds
+                times[getattr(beside.cell, sweep)] = faster.mean
             if not times:
                 continue
             low, high = min(times.values()), max(times.values())
@@ -398,29 +404,29 @@ def simulated_findings(
             if equal:
                 text += f", equally fast at {', '.join(equal)}"
             text += f"; {verdict(rows[0].cell.on_hosts.paper, low, high)}"
-            yield Finding(about=f"{recipe}, simulated", text=text)
+            yield StudyFinding(about=f"{recipe}, simulated", text=text)
         rows = [row for row in simulated["megabits"] if row.cell.configuration == recipe]
         pays = pays_from(rows)
         if pays:
             listed = ", ".join(f"{layout} {megabits:,g}" for layout, megabits in pays.items())
             text = f"faster than one worker from these Mbit/s on: {listed}"
-            yield Finding(about=f"{recipe}, simulated", text=text)
+            yield StudyFinding(about=f"{recipe}, simulated", text=text)
     yield from slower_than_alone(simulated["workers"], "simulated")
     seconds = {row.cell.name: row.seconds.mean for row in simulated["workers"]}
-    both = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
-    if both:
-        ratios = [seconds[row.cell.name] / row.seconds.mean for row in both]
-        yield Finding(
+    started = [row for row in measured if row.cell.workers > 1 and row.cell.name in seconds]
+    if started:
+        ratios = [seconds[row.cell.name] / row.seconds.mean for row in started]
+        yield StudyFinding(
             about="The simulated time of an update",
-            text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over {len(both)} "
-            "cells of several workers",
-            doubts=doubts_about_rows(both, measured),
+            text=f"{min(ratios):.2f} to {max(ratios):.2f} times the measured one over "
+            f"{len(started)} cells of several workers",
+            doubts=doubts_about_rows(started, measured),
         )
 
 
 def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
     """Return by layout the lowest rate of links from which on it is faster than one worker."""
-    found: dict[str, float] = {}
+    lowest: dict[str, float] = {}
     ended = set()
     # From fast links to slow ones, as long as the layout is faster.
     for row in sorted(rows, key=lambda row: row.cell.megabits, reverse=True):
@@ -428,10 +434,10 @@ def pays_from(rows: Sequence[HostsRow]) -> dict[str, float]:
         if row.cell.workers == 1 or layout in ended or row.speed_up is None:
             continue
         if row.speed_up.low > 1:
-            found[layout] = row.cell.megabits
+            lowest[layout] = row.cell.megabits
         else:  # slower here, so a lower rate does not count even if it were faster
             ended.add(layout)
-    return found
+    return lowest
 
 
 def make_page(study: Study, folder: Path, records: Records) -> Page:
@@ -445,10 +451,10 @@ def draw(
     name: str, rows: Sequence[HostsRow], simulated: Mapping[Sweep, Sequence[HostsRow]]
 ) -> Page:
     """Return the page of measured rows, and of simulated ones by what is swept."""
-    every = [*rows, *(row for swept in simulated.values() for row in swept)]
-    layouts = dict.fromkeys(row.cell.look for row in every)
+    all_rows = [*rows, *(row for swept in simulated.values() for row in swept)]
+    layouts = dict.fromkeys(row.cell.look for row in all_rows)
     looks = {layout: series(place, layout) for place, layout in enumerate(layouts)}
-    recipes = list(dict.fromkeys(row.cell.configuration for row in every))
+    recipes = list(dict.fromkeys(row.cell.configuration for row in all_rows))
     sections = []
     if rows:
         column = columns_over([Links(row) for row in rows])
@@ -467,24 +473,26 @@ def draw(
     for recipe in recipes:
         charts = []
         for sweep, (axis, _) in SWEEPS.items():
-            own = rows if sweep == "workers" else []
-            own = [row for row in own if row.cell.configuration == recipe]
+            measured = rows if sweep == "workers" else []
+            measured = [row for row in measured if row.cell.configuration == recipe]
             swept = [row for row in simulated[sweep] if row.cell.configuration == recipe]
-            if own or swept:
-                charts.append(chart_of(recipe, own, looks, simulated=swept, by=sweep, axis=axis))
+            if measured or swept:
+                charts.append(
+                    chart_of(recipe, measured, looks, simulated=swept, by=sweep, axis=axis)
+                )
         sections.append(Section(title=f"Speed-up: {recipe}", parts=charts))
     points = [row for swept in simulated.values() for row in swept]
     if points:
         table = table_of("simulated", points, looks)
         sections.append(Section(title="Simulated", parts=[table], notes=[_SIMULATED]))
-    found = [*findings(rows), *simulated_findings(simulated, rows)]
+    conclusions = [*findings(rows), *simulated_findings(simulated, rows)]
     deviations = [Links(row).deviation for row in rows]
     is_near = all(deviation is None or deviation[0] <= NEAR for deviation in deviations)
     return Page(
         title=name,
         subtitle=", ".join(recipes),
-        findings=list(map(str, found)),
-        is_sound=is_near and not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=is_near and not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Layouts", list(looks.values())),
         sections=sections,

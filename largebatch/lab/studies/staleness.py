@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
-from largebatch.lab.protocols.server import ParameterServer, Rule, replay
-from largebatch.lab.protocols.simulator import Cluster, Simulation, simulate
+from largebatch.lab.protocols.server import ParameterServer, UpdateRule, replay
+from largebatch.lab.protocols.simulator import SimulatedCluster, Simulation, simulate
 from largebatch.lab.protocols.stage import Gradients
-from largebatch.lab.studies.doubts import CellRuns, Finding, doubts_about, in_no_order
+from largebatch.lab.studies.doubts import CellRuns, StudyFinding, doubts_about, in_no_order
 from largebatch.lab.studies.metrics import interval_line, point_with_intervals
 from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
 from largebatch.lab.studies.runner import Records
@@ -104,7 +104,7 @@ class StalenessCell(Cell):
     times: str
     """As the study names them."""
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     sigma: int
     mu: int
 
@@ -119,11 +119,11 @@ class StalenessCell(Cell):
         return f"{kind}, modulation {protocol.modulation}"
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """The rule of its server."""
         protocol = self.recipe.protocol
         assert protocol is not None
-        return Rule.of(protocol, mini_batch=self.mu)
+        return UpdateRule.of(protocol, mini_batch=self.mu)
 
     @property
     def definition(self) -> Json:
@@ -187,7 +187,7 @@ def _cells(study: Study, folder: Path, grids: Sequence[Grid]) -> list[StalenessC
                 recipe = validate_tree(Recipe, tree, source=base.name)
                 alone = make_plan(recipe.model_copy(update={"protocol": None}), workers=1)
                 build_schedule(recipe.schedule, alone)
-                cluster = Cluster(
+                cluster = SimulatedCluster(
                     learners=learners,
                     compute=study.staleness.times[times],
                     slow=dict.fromkeys(range(learners), machines.overhead + machines.sample * mu),
@@ -215,8 +215,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
     diverged = None
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
         # Its checkpoints are of no use: a run that is stopped leaves nothing.
-        own = replace(options, out=Path(folder))
-        with open_session(recipe, own, {}) as opened:
+        run_options = replace(options, out=Path(folder))
+        with open_session(recipe, run_options, {}) as opened:
             learners = _Learners(cell, seed, opened, must_stop)
             session = replace(opened, updates=learners.updates)
             evaluations = EvaluationTimes()
@@ -229,7 +229,7 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
                 session.saver.finish()
             stages = session.state.stages
     simulations = learners.simulations
-    tau = [arrival.staleness for found in simulations for arrival in found.arrivals[0]]
+    tau = [arrival.staleness for simulation in simulations for arrival in simulation.arrivals[0]]
     for stage in stages:
         if diverged is None and not math.isfinite(stage.loss):
             diverged = f"after {stage.name} the validation loss is not finite"
@@ -242,8 +242,8 @@ def train(cell: StalenessCell, *, seed: int, options: Options) -> Json:
         "stages": [
             {"name": stage.name, "top1": stage.top1, "loss": stage.loss} for stage in stages
         ],
-        "updates": sum(len(found.ends) for found in simulations),
-        "simulated_seconds": float(sum(found.ends[-1] for found in simulations)),
+        "updates": sum(len(simulation.ends) for simulation in simulations),
+        "simulated_seconds": float(sum(simulation.ends[-1] for simulation in simulations)),
         "tau": np.bincount(tau).tolist(),
         "train_seconds": learners.seconds,
         "evaluation_seconds": math.fsum(evaluations),
@@ -359,8 +359,8 @@ class _Learners:
         idle = learners - len(self.buffers)  # these have the statistics that the stage began with
         for place, buffer in enumerate(model.buffers()):
             total = buffer.double() * idle
-            for own in self.buffers.values():
-                total += own[place]
+            for buffers in self.buffers.values():
+                total += buffers[place]
             mean = total / learners
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self.buffers.clear()
@@ -373,7 +373,7 @@ def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Record):
+class StalenessRecord(Record):
     """Record of one run."""
 
     top1: Share
@@ -388,12 +388,12 @@ class StalenessRow:
     """A cell with the records of its seeds."""
 
     cell: StalenessCell
-    records: tuple[Result, ...]
+    records: tuple[StalenessRecord, ...]
 
     @property
     def by_seed(self) -> dict[int, float]:
         """Top-1 accuracy in percent, by seed."""
-        return {one.seed: 100 * one.top1 for one in self.records}
+        return {record.seed: 100 * record.top1 for record in self.records}
 
     @property
     def top1(self) -> Interval:
@@ -403,7 +403,7 @@ class StalenessRow:
     @property
     def spent(self) -> Interval:
         """Simulated seconds of a run, over the seeds."""
-        return interval(one.simulated_seconds for one in self.records)
+        return interval(record.simulated_seconds for record in self.records)
 
     @property
     def seconds(self) -> float:
@@ -413,7 +413,7 @@ class StalenessRow:
     @property
     def counts(self) -> list[int]:
         """Number of gradients that were 0, 1, 2 ... updates late, over the seeds."""
-        late = zip_longest(*(one.tau for one in self.records), fillvalue=0)
+        late = zip_longest(*(record.tau for record in self.records), fillvalue=0)
         return [sum(numbers) for numbers in late]
 
     @property
@@ -442,7 +442,7 @@ class StalenessRow:
     @property
     def diverged(self) -> int:
         """Number of runs that diverged."""
-        return sum(one.diverged is not None for one in self.records)
+        return sum(record.diverged is not None for record in self.records)
 
     @property
     def words(self) -> str:
@@ -460,7 +460,9 @@ def doubts_about_rows(
     above, below = (
         [
             CellRuns(
-                name=row.words, runs={one.seed: one for one in row.records}, seeds=row.cell.seeds
+                name=row.words,
+                runs={record.seed: record for record in row.records},
+                seeds=row.cell.seeds,
             )
             for row in some
         ]
@@ -469,7 +471,7 @@ def doubts_about_rows(
     return doubts_about(above, others=below, study=(), of_time=False)
 
 
-def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
+def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[StudyFinding]:
     """Yield which cells of one recipe with the same times are the best and the fastest.
 
     The fastest is compared with hardsync of the same mu and lambda, if the study has it.
@@ -482,7 +484,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
     if not others:
         doubts.append("only one cell was measured")
     doubts += in_no_order(best.words, level, between="; ")
-    yield Finding(
+    yield StudyFinding(
         about=f"{name}, the highest top-1",
         text=f"{best.top1.with_ends('.2f', '%')}, of {best.words}, in {best.seconds:,.4g} s of the "
         "simulated cluster",
@@ -496,7 +498,7 @@ def findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
             points = difference(fastest.by_seed, row.by_seed)
             shown = points.with_ends("+.2f", " points") if points else "unknown"
             times = fastest.seconds / row.seconds
-            yield Finding(
+            yield StudyFinding(
                 about=f"{name}, the fastest against hardsync",
                 text=f"{fastest.words} takes {times:.2f} times as long. Its "
                 f"top-1 is {fastest.top1.with_ends('.2f', '%')}; minus hardsync's, {shown}",
@@ -510,18 +512,18 @@ def diagonals(rows: Sequence[StalenessRow]) -> dict[tuple[str, int], list[Stalen
     One learner alone is asynchronous and every softsync at the same time, so it is in all of them.
     """
     protocols = dict.fromkeys(row.cell.protocol for row in rows if row.cell.sigma)
-    found: dict[tuple[str, int], list[StalenessRow]] = {}
+    joined: dict[tuple[str, int], list[StalenessRow]] = {}
     for row in rows:
-        own = [row.cell.protocol]
+        on_lines = [row.cell.protocol]
         if row.cell.sigma and row.cell.cluster.learners == 1:
-            own = list(protocols)
-        for protocol in own:
+            on_lines = list(protocols)
+        for protocol in on_lines:
             samples = row.cell.mu * row.cell.cluster.learners
-            found.setdefault((protocol, samples), []).append(row)
-    return {key: inside for key, inside in found.items() if len(inside) > 1}
+            joined.setdefault((protocol, samples), []).append(row)
+    return {key: inside for key, inside in joined.items() if len(inside) > 1}
 
 
-def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]:
+def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[StudyFinding]:
     """Yield what the cells of one recipe with the same times show of Rudra's two rules.
 
     They are that few gradients are more than 2 sigma updates late, and that accuracy follows
@@ -545,7 +547,7 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
                 f"{LATE_SHARE:g}"
             )
         judged = "confirms" if fewer else "refutes"
-        yield Finding(
+        yield StudyFinding(
             about=f"{name}, gradients more than 2 sigma updates late",
             text=f"{late:,} of {gradients:,} without hardsync, a share of {share:.2g}, which "
             f"{judged} Rudra's bound of {LATE_SHARE:g}; the largest tau is {latest.largest_tau:,} "
@@ -568,7 +570,7 @@ def rudra_findings(name: str, rows: Sequence[StalenessRow]) -> Iterator[Finding]
         doubts = doubts_about_rows(joined[widest])
         if gap.low <= 0:
             doubts.append("within the noise of seeds")
-        yield Finding(
+        yield StudyFinding(
             about=f"{name}, equal protocol and mu x lambda",
             text=f"cells differ by up to {gap.with_ends('.2f', ' points')} of top-1, at "
             f"{samples:,} of {protocol}; by Rudra's rule they are equal",
@@ -596,9 +598,9 @@ class SpeedUpRow:
     @property
     def speed_up(self) -> Interval:
         """Samples per second over those of one learner alone, by pairs of a seed."""
-        found = ratio(self.alone, self.seconds)
-        assert found is not None  # both have the same seeds
-        return found
+        faster = ratio(self.alone, self.seconds)
+        assert faster is not None  # both have the same seeds
+        return faster
 
 
 def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
@@ -611,7 +613,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
     if section is None:
         return []
     names = {0: "hardsync", "lambda": "asynchronous"}
-    found = []
+    rows = []
     for sigma in section.sigma:
         grid = Grid(
             recipes=(section.recipe,),
@@ -632,7 +634,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
             for cell in cells
         }
         alone = {(one.times, one.mu): seconds[one.name] for one in cells if is_alone(one)}
-        found += [
+        rows += [
             SpeedUpRow(
                 protocol=names.get(sigma, f"{sigma}-softsync"),
                 cell=cell,
@@ -641,7 +643,7 @@ def speed_ups(study: Study, folder: Path) -> list[SpeedUpRow]:
             )
             for cell in cells
         ]
-    return found
+    return rows
 
 
 def is_alone(cell: StalenessCell) -> bool:
@@ -654,11 +656,11 @@ def _seconds_of_sample(
 ) -> float:
     cluster = replace(cell.cluster, model_bytes=model_bytes)
     updates = max(1, gradients // cell.rule.gradients)
-    found = simulate(cell.rule, cluster, servers=1, updates=updates, seed=seed)
-    return float(found.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
+    simulation = simulate(cell.rule, cluster, servers=1, updates=updates, seed=seed)
+    return float(simulation.ends[-1]) / (updates * cell.rule.gradients * cell.mu)
 
 
-def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
+def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[StudyFinding]:
     """Yield the speed-up of each protocol at the most learners, by times and mini-batch."""
     for panel in dict.fromkeys(row.panel for row in rows):
         inside = [row for row in rows if row.panel == panel]
@@ -669,7 +671,7 @@ def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[Finding]:
             if row.cell.cluster.learners == most
         )
         paper = "; Rudra has 22 to 28 times" if most == PAPER_LEARNERS else ""
-        yield Finding(
+        yield StudyFinding(
             about=f"Simulated speed-up of {most} learners over one, {panel}",
             text=f"{listed}{paper}",
         )
@@ -692,9 +694,9 @@ def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) ->
     for place, panel in enumerate(dict.fromkeys(row.panel for row in rows)):
         lines = []
         for protocol in dict.fromkeys(row.protocol for row in rows):
-            own = [row for row in rows if (row.panel, row.protocol) == (panel, protocol)]
-            learners = [row.cell.cluster.learners for row in own]
-            means = [row.speed_up for row in own]
+            line = [row for row in rows if (row.panel, row.protocol) == (panel, protocol)]
+            learners = [row.cell.cluster.learners for row in line]
+            means = [row.speed_up for row in line]
             lines.append(interval_line(looks[protocol], learners, means))
         axes = Panel(lines=lines, x="Learners (lambda)", y="Speed-up", from_zero=True)
         charts.append(
@@ -735,7 +737,7 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     for cell in cells_of(study, folder):
         if cell.name in records:
             results = (
-                read_as(Result, content, source=f"{cell.name}/{run}.json")
+                read_as(StalenessRecord, content, source=f"{cell.name}/{run}.json")
                 for run, content in records[cell.name].items()
             )
             rows.append(StalenessRow(cell, tuple(results)))
@@ -781,14 +783,14 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         sections.append(Section(title="Staleness", parts=histograms, notes=[_TAU]))
     if faster:
         sections.append(speed_up_section(faster, looks))
-    found = [one for name, inside in panels.items() for one in findings(name, inside)]
-    found += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
-    found += speed_up_findings(faster)
+    conclusions = [one for name, inside in panels.items() for one in findings(name, inside)]
+    conclusions += [one for name, inside in panels.items() for one in rudra_findings(name, inside)]
+    conclusions += speed_up_findings(faster)
     return Page(
         title=study.name,
         subtitle="; ".join(panels),
-        findings=list(map(str, found)),
-        is_sound=not any(finding.doubts for finding in found),
+        findings=list(map(str, conclusions)),
+        is_sound=not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Protocols", list(looks.values())),
         sections=sections,

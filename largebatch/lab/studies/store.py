@@ -63,7 +63,7 @@ class Store:
     def require_writable(self) -> None:
         """Raise StudyError unless this user can write in the folder, or make it."""
         there = next(
-            each for each in (self.folder, *self.folder.absolute().parents) if each.exists()
+            path for path in (self.folder, *self.folder.absolute().parents) if path.exists()
         )
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise StudyError(
@@ -109,11 +109,11 @@ class Store:
             assert record is not None
             if key not in record:
                 raise StudyError(f"{path}: has no {key}, which every record has; remove it")
-            found = record[key]
-            if type(found) is not type(expected) or found != expected:
+            value = record[key]
+            if type(value) is not type(expected) or value != expected:
                 raise StudyError(
                     f"{path}: is the record of another run: its {key} is "
-                    f"{clip(json.dumps(found), LONGEST_NAME)}, expected {json.dumps(expected)}; "
+                    f"{clip(json.dumps(value), LONGEST_NAME)}, expected {json.dumps(expected)}; "
                     "remove it"
                 )
         return record

@@ -16,7 +16,13 @@ from pydantic import Field, model_validator
 
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError, nearest
-from largebatch.lab.protocols.simulator import ComputeTime, Constant, Link, Serving, compute_times
+from largebatch.lab.protocols.simulator import (
+    ComputeTime,
+    ConstantTime,
+    Link,
+    Serving,
+    compute_times,
+)
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.protocols import MAX_LEARNERS, Centralised
 from largebatch.recipe.recipe import Recipe
@@ -114,7 +120,7 @@ class Compute(Section):
     """Number of samples whose gradients are really computed, so that workers that share a core do
     not slow each other."""
 
-    factor: ComputeTime = Constant(kind="constant", seconds=1.0)
+    factor: ComputeTime = ConstantTime(kind="constant", seconds=1.0)
     """Distribution around 1; recorded: times of single gradients over their mean."""
 
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
@@ -409,7 +415,7 @@ class Study(Section):
     @property
     def kind(self) -> Kind:
         """The section that varies."""
-        (kind,) = (each for each in get_args(Kind) if getattr(self, each) is not None)
+        (kind,) = (name for name in get_args(Kind) if getattr(self, name) is not None)
         return kind  # type: ignore[no-any-return]
 
     @property
@@ -487,7 +493,7 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class StudyMachine:
     """Machine options of the runs of a study, as `run` takes them."""
 
     data: Mapping[str, Path] = field(default_factory=dict)
@@ -499,9 +505,9 @@ class Machine:
     def of(self, cell: "Cell", folder: Path) -> Options:
         """Return the options of a run in a folder; only recipes of image folders get data."""
         reads = cell.recipe.data.source == "folder"
-        given = self.data.get(cell.configuration, self.data.get("")) if reads else None
+        data = self.data.get(cell.configuration, self.data.get("")) if reads else None
         dataset = self.options.dataset if reads else None
-        return replace(self.options, out=folder, data=given, dataset=dataset, report=False)
+        return replace(self.options, out=folder, data=data, dataset=dataset, report=False)
 
     def require_data(self, cells: "Sequence[Cell]", *, left: "Sequence[Cell]") -> None:
         """Raise DataError if data is given that no cell reads, or one of `left` lacks its own."""
@@ -600,10 +606,10 @@ def load_study(name: str | Path) -> Study:
     name = str(name)
     if not path.exists():
         presets = (files("largebatch") / "lab" / "studies" / "presets").iterdir()
-        known = {Path(each.name).stem: each for each in presets}
+        known = {Path(preset.name).stem: preset for preset in presets}
         if name not in known:
-            found = ", ".join(sorted(known))
-            raise RecipeError(f"{name}: neither a file nor an installed study; those are {found}")
+            names = ", ".join(sorted(known))
+            raise RecipeError(f"{name}: neither a file nor an installed study; those are {names}")
         text = known[name].read_text(encoding="utf-8")
     else:
         text = read_text(path, what="study")
@@ -618,8 +624,8 @@ def recipe_of(entry: StudyRecipe, folder: Path, changes: Mapping[str, Any] | Non
 
     Raises RecipeError, also for a recipe with a protocol or with data.held_out.
     """
-    every = entry.set | dict(changes or {})
-    overrides = [f"{key}={json.dumps(value)}" for key, value in every.items()]
+    changed = entry.set | dict(changes or {})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
     file = folder / entry.recipe
     recipe = load_recipe(file if file.is_file() else entry.recipe, overrides)
     for key, value in (("protocol", recipe.protocol), ("data.held_out", recipe.data.held_out)):

@@ -69,7 +69,7 @@ FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Record):
+class TrainedRecord(Record):
     """Record of one run; accuracies are fractions."""
 
     values: Mapping[str, float]
@@ -101,9 +101,9 @@ class Result(Record):
         return self.values.get(RATE)
 
 
-def read_result(record: Json, *, source: str) -> Result:
+def read_result(record: Json, *, source: str) -> TrainedRecord:
     """Return the record of a run; raise StudyError if it is damaged."""
-    return read_as(Result, record, source=source)
+    return read_as(TrainedRecord, record, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class TrainedCell(Cell):
         """Trials, seeds, and seeds at multiples of the rate found."""
         trials = range(1, 1 + (self.search.trials if self.search else 0))
         return (
-            *(Slot(name=f"search-{each:03}", seed=TRIAL_SEED, trial=each) for each in trials),
+            *(Slot(name=f"search-{number:03}", seed=TRIAL_SEED, trial=number) for number in trials),
             *super().slots,
             *(
                 Slot(name=f"seed-{seed}-rate-x{scale:g}", seed=seed, scale=scale)
@@ -203,8 +203,8 @@ class TrainedCell(Cell):
                 is_whole = isinstance(section[place], int)
                 section[place] = max(1, round(value)) if is_whole else value
         recipe = validate_tree(Recipe, tree, source=self.name)
-        own = self.recipe.schedule.peak_lr
-        return scaled(recipe, values.get(RATE, own) * scale / own)
+        peak = self.recipe.schedule.peak_lr
+        return scaled(recipe, values.get(RATE, peak) * scale / peak)
 
     def recipe_of(self, slot: Slot, values: Values) -> Recipe:
         """Return the recipe of a run with these values of the searched keys.
@@ -233,7 +233,7 @@ class TrainedCell(Cell):
     def check(self) -> None:
         """Raise LargebatchError if a run of the cell cannot be made, at any ends of the search."""
         # Before hours of runs: what a search may draw must be valid, in every combination.
-        ends = [[(key, end) for end in both] for key, both in self.ranges.items()]
+        ends = [[(key, end) for end in bounds] for key, bounds in self.ranges.items()]
         kinds = {(slot.trial > 0, slot.scale): slot for slot in self.slots}
         for slot in kinds.values():
             # One key at its lowest and another at its highest value may not fit each other.
@@ -253,9 +253,9 @@ class TrainedCell(Cell):
         """
         if self.search is None:
             return {}
-        found = [read_result(record, source=self.name) for record in trials]
+        results = [read_result(record, source=self.name) for record in trials]
         if not slot.trial:
-            return chosen_values(found, held_out=self.search.held_out)
+            return chosen_values(results, held_out=self.search.held_out)
         ranges = self.ranges
         own = {key: min(max(self.own(key), low), high) for key, (low, high) in ranges.items()}
         low, high = ranges[RATE]
@@ -263,7 +263,7 @@ class TrainedCell(Cell):
         first = [rate for rate in rates if low <= rate <= high]
         if slot.trial <= len(first):
             return {**own, RATE: first[slot.trial - 1]}
-        return drawn_values(found, ranges, number=slot.trial)
+        return drawn_values(results, ranges, number=slot.trial)
 
     def carry_out(self, slot: Slot, values: Values, options: Options) -> Json:
         """Train one run in its folder, or resume there."""
@@ -319,7 +319,7 @@ def rounded(value: float) -> float:
 
 
 def drawn_values(
-    trials: Sequence[Result], ranges: Mapping[str, tuple[float, float]], *, number: int
+    trials: Sequence[TrainedRecord], ranges: Mapping[str, tuple[float, float]], *, number: int
 ) -> dict[str, float]:
     """Return the values of trial `number`, counted from 1, by Optuna's Gaussian process.
 
@@ -347,13 +347,13 @@ def drawn_values(
             key: min(max(trial.values.get(key, low), low), high)
             for key, (low, high) in ranges.items()
         }
-        made = optuna.trial.create_trial(value=trial.top1, params=params, distributions=inside)
-        study.add_trial(made)
+        past = optuna.trial.create_trial(value=trial.top1, params=params, distributions=inside)
+        study.add_trial(past)
     drawn = study.ask(inside).params
     return {key: rounded(drawn[key]) for key in ranges}
 
 
-def chosen_values(trials: Sequence[Result], *, held_out: int) -> Values:
+def chosen_values(trials: Sequence[TrainedRecord], *, held_out: int) -> Values:
     """Return the values of the lowest rate whose trial is as good as the best one.
 
     That is within the standard error of its accuracy on the held-out images (Breiman et al.
@@ -502,11 +502,11 @@ class CellResults:
     """The runs of a cell of a study of policies or settings."""
 
     cell: TrainedCell
-    trials: tuple[Result, ...] = ()
-    seeds: tuple[Result, ...] = ()
+    trials: tuple[TrainedRecord, ...] = ()
+    seeds: tuple[TrainedRecord, ...] = ()
     """Runs at the rate found, by seed."""
 
-    scaled: tuple[Result, ...] = ()
+    scaled: tuple[TrainedRecord, ...] = ()
     """Runs at multiples of the rate found."""
 
     finished: bool = True
@@ -527,9 +527,13 @@ class CellResults:
         """Rate found; None before the search is done, or where nothing was searched."""
         return self.seeds[0].rate if self.seeds else None
 
-    def mean(self, value: Callable[[Result], float | None]) -> Interval | None:
+    def mean(self, value: Callable[[TrainedRecord], float | None]) -> Interval | None:
         """Return the mean of a value over the seeds that have it; None if none has."""
-        known = [one for one in map(value, self.seeds) if one is not None and math.isfinite(one)]
+        known = [
+            number
+            for number in map(value, self.seeds)
+            if number is not None and math.isfinite(number)
+        ]
         return interval(known) if known else None
 
     @property
@@ -540,12 +544,12 @@ class CellResults:
     @property
     def robustness(self) -> Robustness | None:
         """Accuracy over the seeds that ran at every multiple of the rate; None without one."""
-        return robustness((one.seed, one.scale, one.top1) for one in (*self.seeds, *self.scaled))
+        return robustness((run.seed, run.scale, run.top1) for run in (*self.seeds, *self.scaled))
 
     @property
     def diverged(self) -> int:
         """Number of seeds that diverged."""
-        return sum(one.diverged is not None for one in self.seeds)
+        return sum(run.diverged is not None for run in self.seeds)
 
     @property
     def edge(self) -> str | None:
@@ -558,15 +562,17 @@ class CellResults:
 
 def results_of(cell: TrainedCell, records: Mapping[str, Json]) -> CellResults:
     """Return the results of a cell from its records by the names of runs."""
-    found = {
+    results = {
         slot: read_result(records[slot.name], source=f"{cell.name}/{slot.name}.json")
         for slot in cell.slots
         if slot.name in records
     }
     return CellResults(
         cell=cell,
-        trials=tuple(one for slot, one in found.items() if slot.trial),
-        seeds=tuple(one for slot, one in found.items() if not slot.trial and slot.scale == 1),
-        scaled=tuple(one for slot, one in found.items() if slot.scale != 1),
-        finished=len(found) == len(cell.slots),
+        trials=tuple(result for slot, result in results.items() if slot.trial),
+        seeds=tuple(
+            result for slot, result in results.items() if not slot.trial and slot.scale == 1
+        ),
+        scaled=tuple(result for slot, result in results.items() if slot.scale != 1),
+        finished=len(results) == len(cell.slots),
     )

@@ -89,8 +89,8 @@ class LSTM(nn.Module):
 def build_lstm(recipe: Recipe) -> LSTM:
     """Build the model from the recipe's seed; raise RecipeError for wrong arguments."""
     torch.manual_seed(recipe.seed)
-    given = arguments_of(recipe)
-    return LSTM(recipe.data.classes, units=given.units, layers=given.layers)
+    arguments = arguments_of(recipe)
+    return LSTM(recipe.data.classes, units=arguments.units, layers=arguments.layers)
 
 
 def arguments_of(recipe: Recipe) -> Arguments:
@@ -161,13 +161,13 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
 
     Raises DataError for another number of windows than data.train_samples.
     """
-    given = arguments_of(recipe)
+    arguments = arguments_of(recipe)
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
         model = build_lstm(recipe).to(backend.device)
         words = read_words(options.data, num_words=recipe.data.classes)
-        length = given.words
+        length = arguments.words
         inputs, targets = windows_of(words.to(backend.device), length=length)
         if len(inputs) != recipe.data.train_samples:
             raise DataError(

@@ -13,18 +13,18 @@ from crown_protocols import ALL_CASES, CASES, LAYOUTS
 from on_forked_workers import on_forked_workers
 from plain import plain_pytorch
 
-from largebatch.lab.protocols.exchange import Record
+from largebatch.lab.protocols.exchange import ExchangeRecord
 
 
 @pytest.fixture(scope="module")
-def solved() -> dict[str, tuple[State, Record]]:
+def solved() -> dict[str, tuple[State, ExchangeRecord]]:
     """What every test without a mark looks at, solved in one start of the workers."""
     return on_forked_workers(crown_protocols.solve, CASES, workers=4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hardsync_gives_the_weights_of_plain_pytorch_wherever_the_servers_are(
-    solved: dict[str, tuple[State, Record]], layout: str
+    solved: dict[str, tuple[State, ExchangeRecord]], layout: str
 ) -> None:
     """And the running statistics of BatchNorm."""
     for net, optimizer in CASES:
@@ -38,7 +38,7 @@ def test_hardsync_gives_them_with_every_form_of_lars_too() -> None:
         check(*solved[f"{layout}, {net}, {optimizer}"], layout, net, optimizer)
 
 
-def check(ours: State, record: Record, layout: str, net: str, optimizer: str) -> None:
+def check(ours: State, record: ExchangeRecord, layout: str, net: str, optimizer: str) -> None:
     sizes = (GLOBAL_BATCH,) * STEPS
     expected = plain_pytorch(net, optimizer, chunk=SPAN, sizes=sizes)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)

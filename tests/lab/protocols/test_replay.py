@@ -10,16 +10,16 @@ from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real,
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch.lab.protocols.exchange import Record
-from largebatch.lab.protocols.server import Arrival, Rule, divide
-from largebatch.lab.protocols.simulator import Cluster, Link, Lognormal, simulate
+from largebatch.lab.protocols.exchange import ExchangeRecord
+from largebatch.lab.protocols.server import Arrival, UpdateRule, divide
+from largebatch.lab.protocols.simulator import Link, Lognormal, SimulatedCluster, simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
 
 
-def record(rule: Rule, *, updates: int) -> list[Arrival]:
+def record(rule: UpdateRule, *, updates: int) -> list[Arrival]:
     """Return the arrivals of a simulation."""
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         learners=rule.learners,
         compute=Lognormal(kind="lognormal", median=0.7, sigma=0.8),
         link=Link(bandwidth=50.0, latency=0.05),
@@ -34,7 +34,7 @@ class Plain:
     Weight decay is a part of the loss, so that a gradient which counts less has less of it.
     """
 
-    def __init__(self, rule: Rule, records: Sequence[Sequence[Arrival]]) -> None:
+    def __init__(self, rule: UpdateRule, records: Sequence[Sequence[Arrival]]) -> None:
         self.rule, self.records = rule, records
         self.model = build()
         start = [weight.detach() for weight in self.model.parameters()]
@@ -87,14 +87,16 @@ def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 RULES = [
-    pytest.param(Rule(learners=6, gradients=1, waits=False), id="asynchronous"),
-    pytest.param(Rule(learners=6, gradients=2, waits=False, by_staleness=True), id="3-softsync"),
-    pytest.param(Rule.hardsync(6), id="hardsync"),
+    pytest.param(UpdateRule(learners=6, gradients=1, waits=False), id="asynchronous"),
+    pytest.param(
+        UpdateRule(learners=6, gradients=2, waits=False, by_staleness=True), id="3-softsync"
+    ),
+    pytest.param(UpdateRule.hardsync(6), id="hardsync"),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Rule) -> None:
+def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: UpdateRule) -> None:
     arrivals = record(rule, updates=30)
     expected = Plain(rule, [arrivals])
     after, calls = replayed(rule, arrivals)
@@ -104,8 +106,8 @@ def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Ru
         assert_same(weights, expected.weights([update + 1]))
 
 
-FREE = Rule(learners=3, gradients=1, waits=False)
-AWARE = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
+FREE = UpdateRule(learners=3, gradients=1, waits=False)
+AWARE = UpdateRule(learners=4, gradients=2, waits=False, by_staleness=True)
 RUNS = {
     "asynchronous, 2 servers": ((2, 3), replace(FREE, learners=2), "sgd"),
     "2-softsync, decentralised": ((0, 1, 2, 3), AWARE, "sgd"),
@@ -114,7 +116,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def real_runs() -> dict[str, tuple[list[Tensor], Record]]:
+def real_runs() -> dict[str, tuple[list[Tensor], ExchangeRecord]]:
     """Runs of 4 processes, one after the other."""
     found = on_forked_workers(run_for_real, list(RUNS.values()), workers=4)
     return dict(zip(RUNS, found, strict=True))
@@ -122,7 +124,7 @@ def real_runs() -> dict[str, tuple[list[Tensor], Record]]:
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_has_the_weights_that_follow_from_its_record(
-    real_runs: dict[str, tuple[list[Tensor], Record]], case: str
+    real_runs: dict[str, tuple[list[Tensor], ExchangeRecord]], case: str
 ) -> None:
     """By the plain program, which follows several servers, and by a replay of one."""
     (weights, record), (servers, rule, optimizer) = real_runs[case], RUNS[case]

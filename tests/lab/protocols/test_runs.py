@@ -13,8 +13,8 @@ from short_runs import DIGITS, content, log, summary, weights
 
 from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, RecipeError
-from largebatch.lab.protocols.exchange import Record
-from largebatch.lab.protocols.stage import _Segment, require_tensors
+from largebatch.lab.protocols.exchange import ExchangeRecord
+from largebatch.lab.protocols.stage import _ProtocolSegment, require_tensors
 from largebatch.models import affine_parameters
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
@@ -130,14 +130,14 @@ def test_updates_that_cannot_be_recorded_are_undone(
 
             patch.setattr(StepLog, "add_record", adding)
         else:
-            write = _Segment._write
+            write = _ProtocolSegment._write
 
-            def writing(segment: _Segment, record: Record) -> None:
+            def writing(segment: _ProtocolSegment, record: ExchangeRecord) -> None:
                 if record.updates[-1][0] == 3:
                     raise cannot
                 write(segment, record)
 
-            patch.setattr(_Segment, "_write", writing)
+            patch.setattr(_ProtocolSegment, "_write", writing)
         with pytest.raises(CheckpointError, match="No space left"):
             run(recipe(single, *short), out=tmp_path / "run")
     assert content(tmp_path / "run")["progress"]["step"] == 2

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from largebatch.lab.protocols.server import MiniBatches, ParameterServer, Rule, divide
+from largebatch.lab.protocols.server import MiniBatches, ParameterServer, UpdateRule, divide
 from largebatch.optim.lars import LARS
 from largebatch.recipe.protocols import Protocol
 
@@ -37,7 +37,7 @@ def gradient(weights: Sequence[Tensor], mini_batch: int) -> list[Tensor]:
 
 
 def serve(
-    kind: Callable[..., Optimizer], rule: Rule, *, clock: int = 0, **settings: float
+    kind: Callable[..., Optimizer], rule: UpdateRule, *, clock: int = 0, **settings: float
 ) -> ParameterServer:
     weights = [weight.requires_grad_() for weight in start()]
     return ParameterServer(weights, kind(weights, lr=1.0, **settings), schedule, rule, clock=clock)
@@ -55,7 +55,7 @@ def assert_same(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def test_one_learner_is_plain_training() -> None:
-    for rule in (Rule.hardsync(1), Rule(learners=1, gradients=1, waits=False)):
+    for rule in (UpdateRule.hardsync(1), UpdateRule(learners=1, gradients=1, waits=False)):
         expected = [weight.requires_grad_() for weight in start()]
         plain = SGD(expected, lr=1.0, momentum=0.9, weight_decay=1e-2)
         server = serve(SGD, rule, momentum=0.9, weight_decay=1e-2)
@@ -71,7 +71,7 @@ def test_one_learner_is_plain_training() -> None:
 
 def test_n_of_lambda_at_a_fixed_rate_is_downpour() -> None:
     """Dean et al. 2012, section 4.1: the server subtracts each gradient as it comes."""
-    server = serve(SGD, Rule(learners=3, gradients=1, waits=False))
+    server = serve(SGD, UpdateRule(learners=3, gradients=1, waits=False))
     held = {learner: read(server) for learner in range(3)}
     expected = start()
     for turn, learner in enumerate([0, 2, 2, 1, 0, 1, 2, 0]):
@@ -88,7 +88,7 @@ def test_n_of_lambda_at_a_fixed_rate_is_downpour() -> None:
 def test_one_softsync_with_equal_speeds_is_the_mean_over_gradients_one_update_late() -> None:
     """Each learner pulls as soon as it has pushed, so that all but the last are one update late."""
     learners = 4
-    server = serve(SGD, Rule(learners=learners, gradients=learners, waits=False))
+    server = serve(SGD, UpdateRule(learners=learners, gradients=learners, waits=False))
     held = {learner: read(server) for learner in range(learners)}
     history, expected = [start()], start()
     for update in range(5):
@@ -112,7 +112,7 @@ def test_one_softsync_with_equal_speeds_is_the_mean_over_gradients_one_update_la
 
 def test_every_gradient_has_the_rate_over_its_own_staleness_inside_the_mean() -> None:
     """Zhang et al. 2016 (arXiv:1511.05950), with momentum as in SGD."""
-    rule = Rule(learners=3, gradients=2, waits=False, by_staleness=True)
+    rule = UpdateRule(learners=3, gradients=2, waits=False, by_staleness=True)
     server = serve(SGD, rule, momentum=0.9)
     begun = [weight.clone() for weight in start()]
     old = [(clock, begun) for clock in (0, 0)]
@@ -143,8 +143,8 @@ def test_where_all_are_as_late_the_rate_over_staleness_is_the_rate_over_n(
     late = 3
     ends = []
     for rule in (
-        Rule(learners=late, gradients=1, waits=False, by_staleness=True),
-        Rule(learners=late, gradients=1, waits=False, rate=1 / late),
+        UpdateRule(learners=late, gradients=1, waits=False, by_staleness=True),
+        UpdateRule(learners=late, gradients=1, waits=False, rate=1 / late),
     ):
         server = serve(kind, rule, clock=late, weight_decay=0.2)
         for mini_batch in range(4):
@@ -158,7 +158,7 @@ def test_where_all_are_as_late_the_rate_over_staleness_is_the_rate_over_n(
 
 def test_lars_takes_the_mean_factor_into_its_rate() -> None:
     """The trust ratio divides by |g|: in the mean alone, a late gradient would count in full."""
-    rule = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
+    rule = UpdateRule(learners=2, gradients=1, waits=False, by_staleness=True)
     server = serve(LARS, rule, momentum=0.0, weight_decay=0.0, eta=0.1)
     clock, weights = read(server)
     for mini_batch in range(4):
@@ -177,7 +177,7 @@ def test_hardsync_sums_by_learner_whoever_is_first() -> None:
     orders = [(0, 1, 2), (2, 0, 1)], [(2, 1, 0), (1, 2, 0)]
     found = []
     for order in orders:
-        server = serve(LARS, Rule.hardsync(3), momentum=0.9)
+        server = serve(LARS, UpdateRule.hardsync(3), momentum=0.9)
         for update, learners in enumerate(order):
             clock, weights = read(server)
             gradients = [gradient(weights, 3 * update + learner) for learner in range(3)]
@@ -189,7 +189,7 @@ def test_hardsync_sums_by_learner_whoever_is_first() -> None:
 
 
 def test_a_gradient_of_weights_to_come_and_a_second_one_for_an_update_are_refused() -> None:
-    server = serve(SGD, Rule.hardsync(2))
+    server = serve(SGD, UpdateRule.hardsync(2))
     with pytest.raises(ValueError, match="clock_read is 1, and only 0 updates were made"):
         server.push(0, 1, start())
     server.push(0, 0, start())
@@ -210,8 +210,8 @@ def test_tensors_are_divided_whole_and_about_evenly(servers: int) -> None:
 PROTOCOL: TypeAdapter[Protocol] = TypeAdapter(Protocol)
 
 
-def rule(mini_batch: int = 4, **section: object) -> Rule:
-    return Rule.of(PROTOCOL.validate_python(section), mini_batch=mini_batch)
+def rule(mini_batch: int = 4, **section: object) -> UpdateRule:
+    return UpdateRule.of(PROTOCOL.validate_python(section), mini_batch=mini_batch)
 
 
 @pytest.mark.parametrize(("n", "gradients"), [(1, 30), (2, 15), (7, 4), (15, 2), (16, 1), (30, 1)])
@@ -219,7 +219,7 @@ def test_an_update_of_n_softsync_takes_lambda_over_n_gradients_rounded_down(
     n: int, gradients: int
 ) -> None:
     found = rule(kind="softsync", learners=30, n=n, modulation="none")
-    assert found == Rule(learners=30, gradients=gradients, waits=False)
+    assert found == UpdateRule(learners=30, gradients=gradients, waits=False)
 
 
 def test_asynchronous_is_softsync_with_n_of_lambda() -> None:
@@ -248,14 +248,14 @@ def test_hardsync_scales_the_rate_by_the_root_of_the_batch() -> None:
 def test_every_mini_batch_is_handed_out_once_however_unequal_the_learners_are(
     learners: int, gradients: int
 ) -> None:
-    them = MiniBatches(Rule(learners=learners, gradients=gradients, waits=False), range(2, 5))
+    them = MiniBatches(UpdateRule(learners=learners, gradients=gradients, waits=False), range(2, 5))
     handed = [them.next(turn * turn % learners) for turn in range(3 * gradients)]
     assert handed == list(range(2 * gradients, 5 * gradients))
     assert them.next(0) is None
 
 
 def test_stopping_early_completes_the_updates_that_were_begun() -> None:
-    them = MiniBatches(Rule(learners=4, gradients=3, waits=False), range(10))
+    them = MiniBatches(UpdateRule(learners=4, gradients=3, waits=False), range(10))
     handed = [them.next(learner) for learner in range(4)]
     them.stop_early()
     handed += [them.next(0) for _ in range(3)]

@@ -22,7 +22,7 @@ from torch.optim import SGD
 from largebatch.distributed.connection import connect
 from largebatch.errors import PeerLostError
 from largebatch.lab.protocols.exchange import Exchange, QueueLink, Service, Shard, learn
-from largebatch.lab.protocols.server import MiniBatches, ParameterServer, Rule
+from largebatch.lab.protocols.server import MiniBatches, ParameterServer, UpdateRule
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
@@ -43,7 +43,7 @@ class Fragile(QueueLink):
 
 
 def serve(
-    rule: Rule, updates: range, *, schedule: Callable[[int], float] = lambda _: 0.5
+    rule: UpdateRule, updates: range, *, schedule: Callable[[int], float] = lambda _: 0.5
 ) -> Service:
     weights = [torch.zeros(3, dtype=torch.float64, requires_grad=True)]
     server = ParameterServer(weights, SGD(weights), schedule, rule)
@@ -92,7 +92,7 @@ def learners(
 def test_a_slow_learner_keeps_no_other_one_waiting_where_nobody_has_to() -> None:
     """Learner 0 computes its only mini-batch until all others are done."""
     begun, others = threading.Event(), threading.Event()
-    service = serve(Rule(learners=3, gradients=1, waits=False), range(30))
+    service = serve(UpdateRule(learners=3, gradients=1, waits=False), range(30))
 
     def compute(learner: int, number: int) -> float:
         if learner == 0:
@@ -114,7 +114,7 @@ def test_a_slow_learner_keeps_no_other_one_waiting_where_nobody_has_to() -> None
 
 
 def test_hardsync_waits_for_the_slowest_in_every_update() -> None:
-    service = serve(Rule.hardsync(3), range(5))
+    service = serve(UpdateRule.hardsync(3), range(5))
     with learners(service, lambda *_: 0.0) as (_, errors):
         pass
     assert not errors
@@ -127,7 +127,7 @@ def test_hardsync_waits_for_the_slowest_in_every_update() -> None:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["hardsync", "softsync"])
 def test_a_learner_that_is_lost_ends_all_others_and_none_hangs(*, waits: bool) -> None:
-    service = serve(Rule(learners=3, gradients=3, waits=waits), range(1000))
+    service = serve(UpdateRule(learners=3, gradients=3, waits=waits), range(1000))
 
     def compute(learner: int, number: int) -> float:
         if learner == 1 and len(service.server.arrivals) > 6:
@@ -153,7 +153,7 @@ def test_a_failing_server_ends_its_learners() -> None:
             raise OverflowError("no such update")
         return 0.1
 
-    service = serve(Rule(learners=2, gradients=1, waits=False), range(1000), schedule=fail)
+    service = serve(UpdateRule(learners=2, gradients=1, waits=False), range(1000), schedule=fail)
     with learners(service, lambda *_: 0.0) as (_, errors):
         pass
     assert {type(error) for error in errors.values()} == {PeerLostError}
@@ -167,7 +167,7 @@ def test_learners_come_to_rest_after_a_whole_update_when_one_is_asked_to_stop(
     reason: str, *, waits: bool
 ) -> None:
     """And as soon as a loss is no number."""
-    service = serve(Rule(learners=3, gradients=3, waits=waits), range(1000))
+    service = serve(UpdateRule(learners=3, gradients=3, waits=waits), range(1000))
 
     def asks() -> bool:
         return reason == "asked" and service.server.clock >= 4
@@ -188,13 +188,13 @@ WORKERS = 3
 LIMIT = 120.0
 """Seconds after which workers that hang fail a test."""
 
-ASYNCHRONOUS = Rule(learners=2, gradients=1, waits=False)
-HARDSYNC = Rule.hardsync(2)
+ASYNCHRONOUS = UpdateRule(learners=2, gradients=1, waits=False)
+HARDSYNC = UpdateRule.hardsync(2)
 RECORDER, LEARNER, SERVER_RANK = 0, 1, 2
 
 
 def train(
-    environment: dict[str, str], folder: Path, rule: Rule, victim: int, fault: signal.Signals
+    environment: dict[str, str], folder: Path, rule: UpdateRule, victim: int, fault: signal.Signals
 ) -> None:
     """Run one worker of endless training, in which one gets a signal; record what ended it."""
     os.environ.update(environment)
@@ -246,7 +246,7 @@ KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
     ],
 )
 def test_all_others_end_when_one_is_killed_or_stopped(
-    rule: Rule,
+    rule: UpdateRule,
     victim: int,
     fault: signal.Signals,
     tmp_path: Path,

@@ -9,17 +9,17 @@ import pytest
 import simpy
 from scipy import stats
 
-from largebatch.lab.protocols.server import Rule
+from largebatch.lab.protocols.server import UpdateRule
 from largebatch.lab.protocols.simulator import (
-    Cluster,
     ComputeTime,
-    Constant,
+    ConstantTime,
     Direction,
     FairLinks,
     Link,
     Lognormal,
     Recorded,
     Serving,
+    SimulatedCluster,
     Simulation,
     Stragglers,
     compute_times,
@@ -32,7 +32,7 @@ EXPONENTIAL = Recorded(kind="recorded", seconds=tuple((MEAN * QUANTILES).tolist(
 """As good as an exponential distribution."""
 
 NARROW = Lognormal(kind="lognormal", median=1.0, sigma=0.1)
-SECOND = Constant(kind="constant", seconds=1.0)
+SECOND = ConstantTime(kind="constant", seconds=1.0)
 
 
 def harmonic(number: int) -> float:
@@ -45,8 +45,8 @@ def seconds_of(found: Simulation) -> float:
     return float(found.ends[-1] / len(found.ends))
 
 
-def softsync(learners: int, n: int) -> Rule:
-    return Rule(learners=learners, gradients=learners // n, waits=False)
+def softsync(learners: int, n: int) -> UpdateRule:
+    return UpdateRule(learners=learners, gradients=learners // n, waits=False)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
     gradients: int, waits: bool, expected: float
 ) -> None:
     """Dutta et al., arXiv:1803.01113: order statistics of exponential variables."""
-    rule = Rule(learners=16, gradients=gradients, waits=waits)
-    cluster = Cluster(learners=16, compute=EXPONENTIAL)
+    rule = UpdateRule(learners=16, gradients=gradients, waits=waits)
+    cluster = SimulatedCluster(learners=16, compute=EXPONENTIAL)
     updates = 16_000 // gradients
     found = seconds_of(simulate(rule, cluster, servers=1, updates=updates, seed=1))
     assert found == pytest.approx(MEAN * expected, rel=0.02)
@@ -71,7 +71,7 @@ def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
 @pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
 def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
     """Rudra, arXiv:1509.04210."""
-    cluster = Cluster(learners=30, compute=NARROW)
+    cluster = SimulatedCluster(learners=30, compute=NARROW)
     found = simulate(softsync(30, n), cluster, servers=1, updates=200 * n, seed=3)
     staleness = [one.staleness for one in found.arrivals[0]]
     assert min(staleness) == 0
@@ -80,8 +80,8 @@ def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
 
 
 def test_hardsync_has_no_staleness_and_each_update_one_gradient_of_every_learner() -> None:
-    cluster = Cluster(learners=5, compute=EXPONENTIAL)
-    found = simulate(Rule.hardsync(5), cluster, servers=None, updates=40, seed=5)
+    cluster = SimulatedCluster(learners=5, compute=EXPONENTIAL)
+    found = simulate(UpdateRule.hardsync(5), cluster, servers=None, updates=40, seed=5)
     assert len(found.arrivals) == 5
     for arrivals in found.arrivals:
         assert {one.staleness for one in arrivals} == {0}
@@ -91,8 +91,8 @@ def test_hardsync_has_no_staleness_and_each_update_one_gradient_of_every_learner
 
 
 def test_a_slow_learner_pushes_less_where_none_waits_and_slows_all_where_they_wait() -> None:
-    cluster = Cluster(learners=4, compute=SECOND, slow={2: 10.0})
-    waiting = simulate(Rule.hardsync(4), cluster, servers=1, updates=20, seed=1)
+    cluster = SimulatedCluster(learners=4, compute=SECOND, slow={2: 10.0})
+    waiting = simulate(UpdateRule.hardsync(4), cluster, servers=1, updates=20, seed=1)
     free = simulate(softsync(4, 4), cluster, servers=1, updates=310, seed=1)
     pushed = np.bincount([one.learner for one in free.arrivals[0]])
     assert seconds_of(waiting) == pytest.approx(10.0)
@@ -105,7 +105,7 @@ def test_a_central_server_saturates_where_shards_do_not() -> None:
 
     def rate(learners: int, servers: int) -> float:
         link = Link(bandwidth=1e6)
-        cluster = Cluster(learners=learners, compute=NARROW, link=link, model_bytes=1e5)
+        cluster = SimulatedCluster(learners=learners, compute=NARROW, link=link, model_bytes=1e5)
         found = simulate(
             softsync(learners, learners), cluster, servers=servers, updates=600, seed=1
         )
@@ -117,14 +117,14 @@ def test_a_central_server_saturates_where_shards_do_not() -> None:
 
 
 def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         learners=1,
         compute=SECOND,
         link=Link(bandwidth=100.0, latency=0.25),
         server_link=Link(bandwidth=200.0, latency=0.5),
         model_bytes=50.0,
     )
-    found = simulate(Rule.hardsync(1), cluster, servers=1, updates=2, seed=1)
+    found = simulate(UpdateRule.hardsync(1), cluster, servers=1, updates=2, seed=1)
     one_way = 0.75 + 50 / 100
     first = 0.75 + one_way + 1.0 + one_way  # asked for, weights, computed, gradient
     assert found.ends.tolist() == pytest.approx([first, first + 0.75 + first])
@@ -132,9 +132,11 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
 
 def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_last() -> None:
     """Learners that start together: a queue serves one after the other, TCP all at once."""
-    cluster = Cluster(learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0)
+    cluster = SimulatedCluster(
+        learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0
+    )
     queue, fair = (
-        simulate(Rule.hardsync(4), one, servers=1, updates=3, seed=1)
+        simulate(UpdateRule.hardsync(4), one, servers=1, updates=3, seed=1)
         for one in (cluster, replace(cluster, sharing="fair"))
     )
     assert np.diff(fair.ends, prepend=0.0).tolist() == pytest.approx([2.0 + 1.0 + 2.0] * 3)
@@ -156,19 +158,22 @@ def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
 
 def test_servers_may_have_unequal_shares() -> None:
     def seconds(*shares: float) -> float:
-        cluster = Cluster(
+        cluster = SimulatedCluster(
             learners=2, compute=SECOND, link=Link(bandwidth=100.0), shares=shares, sharing="fair"
         )
-        found = simulate(Rule.hardsync(2), cluster, servers=len(shares), updates=1, seed=1)
+        found = simulate(UpdateRule.hardsync(2), cluster, servers=len(shares), updates=1, seed=1)
         return seconds_of(found)
 
     assert seconds(80.0, 20.0) == pytest.approx(1.6 + 0.4 + 1.0 + 1.6)
     assert seconds(20.0, 80.0) == pytest.approx(0.4 + 1.6 + 1.0 + 1.6)
     with pytest.raises(ValueError, match="argument 2 is longer"):
         simulate(
-            Rule.hardsync(2), Cluster(learners=2, compute=SECOND, shares=(1.0, 2.0)), servers=1,
-            updates=1, seed=1,
-        )  # fmt: skip
+            UpdateRule.hardsync(2),
+            SimulatedCluster(learners=2, compute=SECOND, shares=(1.0, 2.0)),
+            servers=1,
+            updates=1,
+            seed=1,
+        )
 
 
 def test_a_link_serves_as_a_resource_of_simpy() -> None:
@@ -194,21 +199,21 @@ def test_a_link_serves_as_a_resource_of_simpy() -> None:
 
 
 def test_other_numbers_of_learners_are_refused() -> None:
-    cluster = Cluster(learners=4, compute=SECOND)
+    cluster = SimulatedCluster(learners=4, compute=SECOND)
     with pytest.raises(ValueError, match="the rule has 3 learners, the cluster 4"):
-        simulate(Rule.hardsync(3), cluster, servers=1, updates=1, seed=1)
+        simulate(UpdateRule.hardsync(3), cluster, servers=1, updates=1, seed=1)
 
 
 def test_a_server_that_takes_time_makes_one_update_after_the_other() -> None:
     """A pull waits for the updates before it, so all 8 learners start again after 8 of 0.5 s."""
     serving = Serving(pull=0.0, gradient=0.02, update=0.03)
-    cluster = Cluster(learners=8, compute=SECOND, serving=serving, model_bytes=10.0)
+    cluster = SimulatedCluster(learners=8, compute=SECOND, serving=serving, model_bytes=10.0)
     free = simulate(softsync(8, 8), cluster, servers=1, updates=800, seed=1)
     assert seconds_of(free) == pytest.approx((1.0 + 8 * 0.5) / 8, rel=0.01)
     assert sorted(one.staleness for one in free.arrivals[0][-8:]) == [*range(8)]
-    waiting = simulate(Rule.hardsync(8), cluster, servers=1, updates=10, seed=1)
+    waiting = simulate(UpdateRule.hardsync(8), cluster, servers=1, updates=10, seed=1)
     assert seconds_of(waiting) == pytest.approx(1.0 + 8 * 0.2 + 0.3)
-    two = simulate(Rule.hardsync(8), cluster, servers=2, updates=10, seed=1)
+    two = simulate(UpdateRule.hardsync(8), cluster, servers=2, updates=10, seed=1)
     assert seconds_of(two) == pytest.approx(1.0 + (8 * 0.2 + 0.3) / 2)
 
 

@@ -27,7 +27,7 @@ from largebatch.lab.studies.comparison import (
 )
 from largebatch.lab.studies.hosts import HostsCell
 from largebatch.lab.studies.study import RATE, Slot
-from largebatch.lab.studies.trained import CellResults, Result, TrainedCell, read_result
+from largebatch.lab.studies.trained import CellResults, TrainedCell, TrainedRecord, read_result
 from largebatch.recipe.loading import parse_recipe
 from largebatch.report.pages import Chart, Code, Table
 
@@ -53,7 +53,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     return measured(tmp_path_factory.mktemp("study"), ALL)
 
 
-def with_seeds(cells: Cells, change: Callable[[str, Result], Result | None]) -> Cells:
+def with_seeds(cells: Cells, change: Callable[[str, TrainedRecord], TrainedRecord | None]) -> Cells:
     """Return the cells with other seeds; None leaves one out."""
     found = []
     for cell in cells:
@@ -319,7 +319,7 @@ def test_a_setting_without_a_value_for_every_seed_is_not_the_best_one() -> None:
     assert one.gap is None  # a cost of 0 has no ratio
 
 
-def run(cell: str, seed: int, top1: float, *, seconds: float) -> Result:
+def run(cell: str, seed: int, top1: float, *, seconds: float) -> TrainedRecord:
     usage = {
         "train_seconds": seconds, "cpu_seconds": 1.5 * seconds, "cores": 1.5,
         "peak_memory_bytes": 4e8,
@@ -372,7 +372,7 @@ def test_the_page_has_costs_and_transfer() -> None:
     assert "<svg" in page.html()
 
 
-def disturbed(cells: Cells, change: Callable[[Result], Result]) -> list[str]:
+def disturbed(cells: Cells, change: Callable[[TrainedRecord], TrainedRecord]) -> list[str]:
     """Return the findings about accuracy and training time on digits after a change."""
     found = draw("by-hand", with_seeds(cells, lambda _, one: change(one))).findings
     return [found[0], found[4]]
@@ -403,7 +403,7 @@ def disturbed(cells: Cells, change: Callable[[Result], Result]) -> list[str]:
     ],
 )  # fmt: skip
 def test_times_of_disturbed_runs_conclude_nothing(
-    change: Callable[[Result], Result], words: str, *, of_accuracy: bool
+    change: Callable[[TrainedRecord], TrainedRecord], words: str, *, of_accuracy: bool
 ) -> None:
     accuracy, time = disturbed(settings_by_hand(), change)
     assert words in time
@@ -426,7 +426,7 @@ def test_settings_of_few_or_missing_seeds_conclude_nothing() -> None:
 def test_a_setting_within_the_noise_of_another_is_no_winner() -> None:
     """20 s and 20.2 s; pairs of seeds differ by 1.5 s either way."""
 
-    def change(name: str, one: Result) -> Result:
+    def change(name: str, one: TrainedRecord) -> TrainedRecord:
         seconds = {"large": (20.0, 21.5, 18.5), "small": (21.5, 18.6, 20.5)}[name][one.seed - 1]
         return replace(one, usage={**one.usage, "train_seconds": seconds})
 

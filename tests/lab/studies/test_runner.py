@@ -25,7 +25,7 @@ from largebatch.errors import DataError, DivergedError, LargebatchError, StudyEr
 from largebatch.lab.studies import runner, trained
 from largebatch.lab.studies.metrics import measurements
 from largebatch.lab.studies.runner import Runs, carry_out, study
-from largebatch.lab.studies.study import PROBED, Machine
+from largebatch.lab.studies.study import PROBED, StudyMachine
 from largebatch.lab.studies.trained import (
     CellResults,
     TrainedCell,
@@ -234,7 +234,9 @@ def test_the_command_resumes_draws_and_lists(tmp_path: Path, world: World) -> No
     lines: list[str] = []
 
     def command(**options: Any) -> bool:  # noqa: ANN401 -- options
-        return study(path, out=tmp_path / "out", machine=Machine(), report=lines.append, **options)
+        return study(
+            path, out=tmp_path / "out", machine=StudyMachine(), report=lines.append, **options
+        )
 
     assert command(dry_run=True)
     assert not (tmp_path / "out").exists()
@@ -285,7 +287,7 @@ def test_a_dry_run_is_bounded_and_says_on_how_many_cells_it_rests(
 
     def dry_run() -> str:
         out = tmp_path / "out"
-        assert study(path, dry_run=True, out=out, machine=Machine(), report=lines.append)
+        assert study(path, dry_run=True, out=out, machine=StudyMachine(), report=lines.append)
         return lines[-1]
 
     assert dry_run() == "30 of 30 runs are left: about 0:04:30"
@@ -301,11 +303,11 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, world: World) ->
 
     def refused(**options: Any) -> None:  # noqa: ANN401 -- options
         for dry_run in (True, False):
-            given = {"out": out, "machine": Machine(), "report": print, **options}
+            given = {"out": out, "machine": StudyMachine(), "report": print, **options}
             with pytest.raises(LargebatchError):
                 study(path, dry_run=dry_run, **given)
 
-    refused(machine=Machine(data={"": tmp_path}))
+    refused(machine=StudyMachine(data={"": tmp_path}))
     blocked = tmp_path / "file"
     blocked.touch()
     refused(out=blocked)

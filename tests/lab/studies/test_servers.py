@@ -13,7 +13,7 @@ from largebatch.lab.studies import scaling
 from largebatch.lab.studies.hosts import (
     HostsCell,
     HostsRow,
-    Start,
+    StartResult,
     applied_rates,
     combined,
     starts_of,
@@ -29,7 +29,7 @@ from largebatch.lab.studies.servers import (
     verdict,
 )
 from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import Inside, Machine, load_study
+from largebatch.lab.studies.study import Inside, StudyMachine, load_study
 from largebatch.recipe.protocols import Hardsync
 from largebatch.report.pages import Table
 
@@ -68,7 +68,7 @@ def test_an_update_takes_the_gradient_and_what_the_fullest_link_carries(tmp_path
 
 def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path: Path) -> None:
     alone = cells_here(tmp_path)["alone"]
-    measured = rows_of([alone], {alone.name: {1: Start(seconds=[GRADIENT + 0.5])}})
+    measured = rows_of([alone], {alone.name: {1: StartResult(seconds=[GRADIENT + 0.5])}})
     bare, own = (seconds(simulated(tmp_path, rows)) for rows in ([], measured))
     for name in ("alone-1", "beside-2", "central-4", "ring-2"):
         assert own[f"lenet5/{name}"] == pytest.approx(bare[f"lenet5/{name}"] + 0.5, rel=0.02), name
@@ -80,7 +80,7 @@ def test_an_update_takes_besides_what_that_of_one_worker_takes_besides(tmp_path:
 
 def test_the_page_has_simulations_without_starts(tmp_path: Path) -> None:
     path, lines = write_study(tmp_path, SERVERS, servers__simulated={"workers": [2]}), list[str]()
-    assert study(path, out=tmp_path / "out", page=True, machine=Machine(), report=lines.append)
+    assert study(path, out=tmp_path / "out", page=True, machine=StudyMachine(), report=lines.append)
     assert "lenet5/beside-2" in lines[0]
     assert (tmp_path / "out" / "study.html").stat().st_size > 10_000
 
@@ -125,7 +125,7 @@ def test_layouts_are_compared_over_pairs_of_starts(tmp_path: Path) -> None:
     cells = cells_here(tmp_path, seeds=3)
     starts = {
         cells[name].name: {
-            seed: Start(seconds=[each, each]) for seed, each in enumerate(times, start=1)
+            seed: StartResult(seconds=[each, each]) for seed, each in enumerate(times, start=1)
         }
         for name, times in SECONDS.items()
     }
@@ -251,7 +251,7 @@ def test_a_real_start_of_each_cell(kind: Json, least: float, tmp_path: Path) -> 
     """The counters of all links are near the bytes of the formulas."""
     path, lines = write_study(tmp_path, kind), list[str]()
     out = tmp_path / "out"
-    assert study(path, out=out, machine=Machine(), report=lines.append)
+    assert study(path, out=out, machine=StudyMachine(), report=lines.append)
     for cell in hosts_cells(tmp_path, kind):
         record = Store(out).read(cell, cell.slots[0])
         assert record is not None

@@ -16,8 +16,8 @@ from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.records import read_as
 from largebatch.lab.studies.runner import carry_out, study
 from largebatch.lab.studies.staleness import (
-    Result,
     StalenessCell,
+    StalenessRecord,
     StalenessRow,
     cells_of,
     diagonals,
@@ -28,7 +28,7 @@ from largebatch.lab.studies.staleness import (
     trade_off_chart,
     train,
 )
-from largebatch.lab.studies.study import Machine, load_study
+from largebatch.lab.studies.study import StudyMachine, load_study
 from largebatch.report.pages import Table, series
 from largebatch.runs.options import Options
 
@@ -145,7 +145,7 @@ def record(top1: float, tau: list[int], seconds: float, *, seed: int = 1) -> dic
 
 def test_a_row_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
     records = record(0.75, [1, 2, 1], 10.0), record(0.65, [1, 2, 0, 1], 30.0, seed=2)
-    results = tuple(read_as(Result, each, source="row") for each in records)
+    results = tuple(read_as(StalenessRecord, each, source="row") for each in records)
     row = StalenessRow(one_cell(tmp_path, sigma=[1]), results)
     assert (row.top1.mean, row.seconds) == pytest.approx((70.0, 20.0))
     assert row.diverged == 0
@@ -170,13 +170,13 @@ def test_the_share_of_late_gradients_is_judged_where_there_are_enough(
 ) -> None:
     """Three seeds, with a sigma of 4."""
     records = [record(0.5, tau, 1.0, seed=seed) for seed in (1, 2, 3)]
-    results = tuple(read_as(Result, each, source="row") for each in records)
+    results = tuple(read_as(StalenessRecord, each, source="row") for each in records)
     cell = replace(one_cell(tmp_path, sigma=["lambda"]), seeds=3)
     (finding,) = rudra_findings("plain", [StalenessRow(cell, results)])
     assert word in str(finding)
 
 
-def worse(records: tuple[Result, ...]) -> tuple[Result, ...]:
+def worse(records: tuple[StalenessRecord, ...]) -> tuple[StalenessRecord, ...]:
     first, second, third = records
     return first, replace(second, top1=second.top1 - 0.1), third
 
@@ -195,7 +195,7 @@ def test_lines_join_cells_of_equal_protocol_and_mu_times_lambda(tmp_path: Path) 
             record(value + seed / 100, [3, 0, 0, 1], float(cell.mu), seed=seed)
             for seed in (1, 2, 3)
         ]
-        results = tuple(read_as(Result, each, source=cell.name) for each in records)
+        results = tuple(read_as(StalenessRecord, each, source=cell.name) for each in records)
         rows.append(StalenessRow(cell, results))
     joined = diagonals(rows)
     of_softsync = joined["1-softsync, modulation n", 32]
@@ -231,7 +231,7 @@ def test_speed_up_over_learners_is_that_of_the_simulated_cluster(tmp_path: Path)
         staleness__speed_up={"recipe": "plain", "mu": [8], "learners": [4], "gradients": 40},
     )
     lines = list[str]()
-    assert study(path, out=tmp_path / "out", page=True, machine=Machine(), report=lines.append)
+    assert study(path, out=tmp_path / "out", page=True, machine=StudyMachine(), report=lines.append)
     rows = speed_ups(load_study(path), tmp_path)
     assert {(row.protocol, row.cell.cluster.learners) for row in rows} == {
         (protocol, learners)

@@ -13,7 +13,7 @@ from largebatch.data.order import samples_at
 from largebatch.errors import DataError, RecipeError
 from largebatch.lab.studies.hosts import HostsCell
 from largebatch.lab.studies.runner import study
-from largebatch.lab.studies.study import Machine, load_study
+from largebatch.lab.studies.study import StudyMachine, load_study
 from largebatch.lab.studies.words import FILE, LSTM, open_words, read_words, windows_of
 from largebatch.runs.options import Options
 from largebatch.training.stages import STAGES
@@ -154,7 +154,7 @@ def test_a_start_on_hosts_records_times_traffic_and_rates(folder: Path) -> None:
 @needs_hosts
 def test_the_lstm_is_started_in_each_layout(folder: Path) -> None:
     path, lines = write_study(folder, LSTM_STUDY), list[str]()
-    machine = Machine(data={"lstm": folder})
+    machine = StudyMachine(data={"lstm": folder})
     assert study(path, out=folder / "out", machine=machine, report=lines.append)
     text = lines[-2]  # before the line about the folder for a paper
     for layout in ("central", "beside", "ring"):
