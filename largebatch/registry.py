@@ -25,7 +25,10 @@ Group = Literal[
     "monitors",
     "protocols",
 ]
-PREFIX = "largebatch."
+OWN = "largebatch"
+"""Name of this package."""
+
+PREFIX = f"{OWN}."
 """In the metadata of a package an entry point's group is this and a Group."""
 
 OURS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
@@ -67,7 +70,7 @@ def _installed() -> dict[Group, dict[str, list[Entry]]]:
     for group, entries in groups.items():
         for point in sorted(points.select(group=PREFIX + group), key=lambda point: point.name):
             assert point.dist is not None  # entry_points() reads them from packages
-            if point.dist.name == "largebatch":  # of an older version
+            if point.dist.name == OWN:  # an older version had some, and may be what is installed
                 continue
             entry = Entry(point.value, point.dist.name, point.dist.version)
             entries.setdefault(point.name, []).append(entry)
@@ -102,20 +105,12 @@ def load(group: Group, name: str, *, ours: Collection[str] | None = None) -> Any
             raise RecipeError(missing(group, name))
         return resolve(OURS[group][name])
     (entry,) = entries
-    try:
-        return resolve(entry.target)
-    except LargebatchError:  # such as that of an optional package: it says what to do
-        raise
-    except Exception as error:
-        raise RecipeError(
-            f"{name!r} of {entry.package} {entry.version} cannot be loaded: "
-            f"{type(error).__name__}: {reason_of(error)}; repair or uninstall that package"
-        ) from error
+    return resolve(entry.target, package=f"{entry.package} {entry.version}")
 
 
 def require_one_owner(group: Group, name: str, *, ours: Collection[str]) -> None:
     """Raise RecipeError if several packages have a part of this name."""
-    owners = ["largebatch"] if name in ours else []
+    owners = [OWN] if name in ours else []
     owners += [f"{entry.package} {entry.version}" for entry in _installed()[group].get(name, [])]
     if len(owners) > 1:
         raise RecipeError(
@@ -144,10 +139,20 @@ def trouble(group: Group, name: str) -> str | None:
     return _refused.get((group, name))
 
 
-def resolve(target: str) -> Any:  # noqa: ANN401 -- any object
-    """Import an object by `module:object`."""
+def resolve(target: str, *, package: str = OWN) -> Any:  # noqa: ANN401 -- any object
+    """Import an object by `module:object`; raise RecipeError if another package is broken."""
     module, _, path = target.partition(":")
-    value: Any = importlib.import_module(module)
-    for name in path.split("."):
-        value = getattr(value, name)
+    try:
+        value: Any = importlib.import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except LargebatchError:  # such as that of an optional package: it says what to do
+        raise
+    except Exception as error:
+        if package == OWN:  # a bug of ours, which needs its traceback
+            raise
+        raise RecipeError(
+            f"{target} of {package} cannot be loaded: {type(error).__name__}: "
+            f"{reason_of(error)}; repair or uninstall that package"
+        ) from error
     return value

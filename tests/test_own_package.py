@@ -160,10 +160,15 @@ def test_a_broken_package_stops_only_recipes_that_name_it(place: Path) -> None:
     assert check(place).returncode == DONE
     done = check(place, "kind: sign, weight_decay: 0.01 -> kind: lost")
     assert done.returncode == USER
-    assert "'lost' of broken 1.0 cannot be loaded: ModuleNotFoundError" in done.stderr
+    assert "nowhere:Lost of broken 1.0 cannot be loaded: ModuleNotFoundError" in done.stderr
     assert done.stderr.count("\n") == 2
     done = check(place, "kind: sign, weight_decay: 0.01 -> kind: wrong")
     assert "must be a subclass of largebatch.recipe.optimizers.Optimizer" in done.stderr
+    sections = place / "site" / "extras" / "sections.py"
+    sections.write_text(sections.read_text().replace("sections:build_root", "lost:build_root"))
+    done = check(place)
+    assert "extras.lost:build_root of extras cannot be loaded: ModuleNotFound" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

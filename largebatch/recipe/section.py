@@ -84,7 +84,7 @@ class Section(BaseModel):
 
     @classmethod
     def _show_plain_types(cls) -> None:
-        hints = get_type_hints(cls)
+        hints = get_type_hints(cls)  # drops Annotated, and with it the bounds
         cls.__signature__ = Signature(
             [
                 Parameter(
@@ -115,8 +115,12 @@ class Choice(Section):
     kind: str
 
     def build(self, *arguments: Any, **words: Any) -> Any:  # noqa: ANN401 -- as the group's builders
-        """Call the section's builder with itself and these arguments."""
-        return registry.resolve(self.builder)(self, *arguments, **words)
+        """Call the section's builder with itself and these arguments.
+
+        Raises RecipeError if the builder is of another package, and that is broken.
+        """
+        package = type(self).__module__.partition(".")[0]
+        return registry.resolve(self.builder, package=package)(self, *arguments, **words)
 
     def conflicts(self, recipe: "Keys") -> Iterator[str]:  # noqa: ARG002 -- for subclasses
         """Yield conflicts with other sections of the recipe, a sentence for each."""
@@ -180,6 +184,8 @@ def sections_of(annotation: object) -> list[type[Section]]:
 
 def group_of(field: FieldInfo) -> registry.Group | None:
     """Return the group of the parts that a field chooses between; None if it has none."""
+    # pydantic moves what is around the type of a field into its metadata; inside of a list or a
+    # union it stays in the annotation.
     every = [field.annotation, *field.metadata]
     for annotation in every:
         if isinstance(annotation, Named):
