@@ -339,9 +339,10 @@ def test_runs_in_processes_end_with_the_command_and_are_resumed(
     program = (
         "import sys; from pathlib import Path\n"
         "from largebatch.lab.studies.runner import study\n"
-        "from largebatch.lab.studies.study import Machine\n"
+        "from largebatch.lab.studies.study import StudyMachine\n"
         "if __name__ == '__main__':\n"
-        "    done = study(Path(sys.argv[1]), out=Path(sys.argv[2]), jobs=2, machine=Machine(),\n"
+        "    done = study(Path(sys.argv[1]), out=Path(sys.argv[2]), jobs=2,\n"
+        "        machine=StudyMachine(),\n"
         "        report=lambda line: print(line, flush=True))\n"
         "    sys.exit(0 if done else 75)\n"
     )
