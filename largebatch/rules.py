@@ -62,6 +62,7 @@ def _always(_: object) -> bool:
     return True
 
 
+# Without slots, in which Python 3.11 raises a TypeError for Rule[Evidence](...) of a frozen class.
 @dataclass(frozen=True, kw_only=True)
 class Rule(Generic[Evidence]):
     """A row of a table: what is found, and from which numbers; fields as in `Finding`."""
@@ -102,6 +103,7 @@ def examine(
     """
     if evidence is None:
         return
+    # A note explains nothing: it does not change the result.
     faults = {finding.check for finding in earlier if finding.level == "fault"}
     for rule in rules:
         if rule.unless.isdisjoint(faults) and rule.when(evidence):

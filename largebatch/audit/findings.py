@@ -83,7 +83,7 @@ class Findings:
         levels = [it.level for it in self if it.check in {"gradient scale", "gradient direction"}]
         return bool(levels) and "unknown" not in levels
 
-    def named(self, check: str) -> tuple[Finding, ...]:
+    def named(self, check: Check) -> tuple[Finding, ...]:
         """Return the findings of one check."""
         return tuple(finding for finding in self if finding.check == check)
 
