@@ -162,6 +162,8 @@ def _yaml_as_json(text: str) -> str:
     """Return the values as JSON, in which a date is a string."""
     yaml = YAML(typ="safe", pure=True)  # libyaml supports YAML 1.1 only
     depth = 0
+    # Events are checked before a value is built: nested aliases of a few lines stand for gigabytes,
+    # and a tag may name any class.
     for event in yaml.parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         problem = None
@@ -174,6 +176,7 @@ def _yaml_as_json(text: str) -> str:
         if problem:
             raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
     tree = yaml.load(text)
+    # JSON would turn the key 1 into "1", which then could equal another key.
     if odd := next((key for key in _keys(tree) if not isinstance(key, str)), None):
         raise MarkedYAMLError(problem=f"a key must be a word, got {odd!r}")
     text = json.dumps(tree, ensure_ascii=False, default=str)
