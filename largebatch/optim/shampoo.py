@@ -90,6 +90,7 @@ def _copy(own: Tensor, saved: Tensor) -> None:
 
 def build_shampoo(section: sections.Shampoo, weights: Weights) -> Shampoo:
     """Build Shampoo of pytorch-optimizer."""
+    # The library names its enumeration by words in capitals, a recipe by those of the paper.
     grafts = require_shampoo().optimizer.utils.graft.LayerWiseGrafting
     return Shampoo(
         weights.groups(weight_decay=section.weight_decay),

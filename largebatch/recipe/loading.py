@@ -179,6 +179,7 @@ def _yaml_as_json(text: str) -> str:
         if problem:
             raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
     tree = yaml.load(text)
+    # JSON would turn the key 1 into "1", which then could equal another key.
     if odd := next((key for key in _keys(tree) if not isinstance(key, str)), None):
         raise MarkedYAMLError(problem=f"a key must be a word, got {odd!r}")
     text = json.dumps(tree, ensure_ascii=False, default=str)

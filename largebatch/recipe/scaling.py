@@ -40,6 +40,7 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
             changes["epochs"] = value.epochs * epochs
         elif value.steps is not None:
             changes["steps"] = max(1, round(value.steps * steps))
+    # Settings per step have no unit that says so: only the policy knows them.
     if isinstance(value, Decay):
         changes |= value.at_other_steps(steps)
     return value.model_copy(update=changes)

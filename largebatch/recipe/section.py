@@ -204,6 +204,7 @@ def is_base(section: type[Section]) -> TypeGuard[type[Choice]]:
 @cache
 def alternatives(base: type[Choice]) -> Mapping[str, type[Choice]]:
     """Return the sections of a base by kind: those beside it, then those of installed packages."""
+    # A subclass in another module is a package's, or a test's: it counts if it has an entry point.
     ours: dict[str, type[Choice]] = {
         kind: section
         for section in base.__subclasses__()

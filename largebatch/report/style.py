@@ -55,6 +55,7 @@ class Look(NamedTuple):
 def looks_of(stages: Iterable[str]) -> dict[str, Look]:
     """Return the look of each stage of a run; those of other packages get the next free one."""
     looks = {}
+    # In the order of the run: two of its stages differ, whatever they are called.
     others = zip(cycle(MORE_COLOURS), cycle(MORE_MARKERS), strict=False)
     for stage in stages:
         is_ours = stage in COLOURS

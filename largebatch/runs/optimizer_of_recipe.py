@@ -45,7 +45,7 @@ def build_momentum_sgd(
     settings = section.in_affine_stage()
     groups = param_groups(model, weight_decay=settings.weight_decay)
     for group in groups:
-        del group["adapt"]
+        del group["adapt"]  # momentum SGD has no trust ratio
     return build_sgd(
         groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, scaled=scaled
     )

@@ -23,6 +23,8 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
     Raises RecipeError where the lengths in the recipe contradict each other.
     """
     warmup_steps = plan.steps_in(section.warmup) if section.warmup else 0
+    # With a batch schedule a policy counts samples, in updates of the first batch, of which the run
+    # has another number than of its own.
     steps = math.ceil(plan.position(plan.steps) / plan.global_batch)
     segment = Segment(
         key="schedule.decay",
@@ -37,6 +39,7 @@ def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
             f"{section.decay.kind} begins ({after(0):g}), since the warm-up rises to it; without a "
             "warm-up, give warmup: null"
         )
+    # The warm-up rises to the first rate of the policy, which for a cycle is its lowest.
     ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
     policy = functions.skip(ramp, steps=section.first_step)
     if not plan.batch_changes:
@@ -164,7 +167,9 @@ def build_piecewise(decay: schedule.Piecewise, _: float, segment: Segment) -> Po
     boundaries = list[int]()
     epochs = 0.0
     steps = 0
-    for piece in pieces[:-1]:  # lengths are added before they are rounded
+    # Lengths are added before they are rounded: else every boundary would add its own error, and
+    # three thirds of an epoch would not be one.
+    for piece in pieces[:-1]:
         assert piece.length is not None
         epochs += piece.length.epochs or 0.0
         steps += piece.length.steps or 0
@@ -173,6 +178,7 @@ def build_piecewise(decay: schedule.Piecewise, _: float, segment: Segment) -> Po
     policies = []
     for number, (start, end) in enumerate(pairwise([0, *boundaries, segment.steps])):
         key = f"{segment.key}.pieces.{number}"
+        # Every later piece needs a step too.
         latest = segment.steps - (len(boundaries) - number)
         if not start < end <= latest:
             raise RecipeError(

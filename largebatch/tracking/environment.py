@@ -83,6 +83,7 @@ class Sampler:
 
     def read(self) -> list[float]:
         """Return the numbers of events.SYSTEM, in their order."""
+        # Rates are those since the last reading, which is some updates ago, not those of a moment.
         now = time.perf_counter()
         total = self._bytes_read()
         seconds = now - self._before

@@ -56,6 +56,7 @@ class JsonLines:
             whole = False
             reason = str(error.strerror)
         if not whole:
+            # A line cut in two would make the rest of the log unreadable after a resume.
             os.ftruncate(self._file.fileno(), size)
             raise LogError(
                 f"{self._path}: cannot be written: {reason}; free space and continue with --resume"

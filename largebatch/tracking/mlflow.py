@@ -126,6 +126,7 @@ class MLflow(ScalarTracker):
     def _send(self) -> None:
         waiting = self._waiting
         self._waiting = []
+        # A server refuses a request with more, and with it all of its numbers.
         for first in range(0, len(waiting), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=waiting[first : first + _MOST_METRICS])
         self._sent = time.monotonic()

@@ -68,6 +68,8 @@ class Scalars:
         if not isinstance(event, Plotted) or event.step <= self._last.get(_key(event), -1):
             return NewNumbers({}, self.row)
         values = _numbers(event, self._layers)
+        # An update, and what is measured after it, share a row as long as their names differ: two
+        # stages may evaluate after one update, and W&B would keep the second value only.
         if event.step == self._step and not self._names & values.keys():
             return NewNumbers(values, self.row)
         return NewNumbers(values, max(event.step, self.row + 1))

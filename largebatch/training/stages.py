@@ -144,11 +144,12 @@ STAGES = (
 
 def stages_of(polish: Polish) -> list[Stage]:
     """Return the stages that a run may have, in order."""
+    # The last one measures the statistics of the weights as they are left, so it stays the last.
     *ours, statistics = STAGES
     others = [
         Stage(it.kind, lambda plan: plan.updates, partial(_run_other, it)) for it in polish.others
     ]
-    return [*ours, *others, statistics]  # the statistics must be those of the last weights
+    return [*ours, *others, statistics]
 
 
 def _run_other(section: StageSection, session: Session, _: range, __: int) -> None:
