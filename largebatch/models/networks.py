@@ -119,7 +119,8 @@ class _ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = _he_convolution(outputs, outputs, stride=1)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride, self.added = stride, outputs - inputs
+        self.stride = stride
+        self.added = outputs - inputs
 
     def forward(self, maps: Tensor) -> Tensor:
         shortcut = maps[:, :, :: self.stride, :: self.stride]
@@ -252,7 +253,8 @@ def whitening_filters(batches: Iterable[Tensor]) -> Tensor:
     eigenvalues. Computed in float64 on the CPU; the largest entry of a filter is positive.
     """
     size = 3 * PATCH**2
-    moments, number = torch.zeros(size, size, dtype=torch.float64), 0
+    moments = torch.zeros(size, size, dtype=torch.float64)
+    number = 0
     for images in batches:
         patches = F.unfold(images.cpu().double(), PATCH).transpose(0, 1).flatten(1)
         moments += patches @ patches.T
@@ -290,8 +292,10 @@ class _AirbenchBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = _airbench_convolution(inputs, outputs), _airbench_norm(outputs)
-        self.conv2, self.norm2 = _airbench_convolution(outputs, outputs), _airbench_norm(outputs)
+        self.conv1 = _airbench_convolution(inputs, outputs)
+        self.norm1 = _airbench_norm(outputs)
+        self.conv2 = _airbench_convolution(outputs, outputs)
+        self.norm2 = _airbench_norm(outputs)
 
     def forward(self, maps: Tensor) -> Tensor:
         maps = F.gelu(self.norm1(F.max_pool2d(self.conv1(maps), 2)))
