@@ -110,7 +110,7 @@ class SpanBatchNorm(_BatchNorm):
     def normalise(
         self, images: Tensor, other: Tensor | None = None, *, relu: bool = False
     ) -> Tensor:
-        """Normalise in training; `other` and `relu` are for the kernels (see `fusion.py`)."""
+        """Normalise in training; only kernels take `other` and `relu` (see `norm_relu`)."""
         self._check_input_dim(images)
         if self.moments is not None and getattr(self, "_is_replica", False):
             raise ValueError(
@@ -120,35 +120,43 @@ class SpanBatchNorm(_BatchNorm):
         group = self.group if self.track_running_stats else None
         compiled = torch.compiler.is_compiling()
         # A pass within a backward pass is recomputed, and already counted.
-        again = not compiled and torch._C._current_graph_task_id() != -1
+        is_recomputed = not compiled and torch._C._current_graph_task_id() != -1
         # A span over several workers counts once, on the first of them.
         counts = (
             self.track_running_stats
             and self.moments is not None
-            and not again
+            and not is_recomputed
             and (group is None or group.rank == 0)
         )
         sums = self.moments if counts else None
-        if self.track_running_stats and sums is None:  # also again, to save the same tensors
+        if self.track_running_stats and sums is None:
+            # Also in a recomputation: checkpointing compares the tensors that are saved.
             sums = images.new_zeros(2, self.num_features, dtype=exact_type(images))
-        affine, span = (self.weight, self.bias), self.span
-        settings: dict[str, Any] = {"eps": self.eps, "span": span, "group": group, "sums": sums}
-        if kernels.take(images, other, span=span):
-            check(images, span=span, group=group)
-            fused = kernels.batchnorm().normalise
-            out: Tensor = fused(images, other, *affine, relu=relu, **settings)[0]
+        settings: dict[str, Any] = {
+            "eps": self.eps,
+            "span": self.span,
+            "group": group,
+            "sums": sums,
+        }
+        if kernels.take(images, other, span=self.span):
+            check(images, span=self.span, group=group)
+            out: Tensor
+            out, _ = kernels.batchnorm().normalise(
+                images, other, self.weight, self.bias, relu=relu, **settings
+            )
         else:
-            assert other is None
+            assert other is None  # `norm_relu` and `forward` have asked `kernels.take` too
             assert not relu
+            # Nothing was added to the sums in this step: they need not be read.
             is_zero = not compiled and (not counts or self.num_spans == 0)
-            out = normalise(images, *affine, is_zero=is_zero, **settings)
+            out = normalise(images, self.weight, self.bias, is_zero=is_zero, **settings)
         num = -(-len(images) // self.span) if group is None else 1
         if counts and compiled:
             assert self.num_in_graphs is not None  # `Spans` sets both
             self.num_in_graphs += num
         elif counts:
             self.num_spans += num
-        elif sums is not None and self.moments is None and not again:
+        elif sums is not None and self.moments is None and not is_recomputed:
             self._move_buffers(Moments(*(sums / num)))
         return out
 
@@ -211,8 +219,11 @@ def with_span(model: M, span: int) -> M:
             raise ValueError(  # noqa: TRY004 -- the content of the model is wrong, not its type
                 f"{describe_layer(name)} is scripted; give it a span before that"
             )
-    layers = [it for it in model.named_modules() if isinstance(it[1], _BatchNorm)]
-    for name, layer in layers:
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
+    # All are checked before the first one changes.
+    for name, layer in layers.items():
         if type(layer) not in {*_PLAIN, SpanBatchNorm} and not _is_timms_with_activation(layer):
             raise ValueError(
                 f"{describe_layer(name)} is a {type(layer).__name__}; only torch's and timm's "
@@ -226,7 +237,7 @@ def with_span(model: M, span: int) -> M:
             raise ValueError(
                 f"{describe_layer(name)} has its own forward pass; delete its attribute `forward`"
             )
-    for _, layer in layers:
+    for layer in layers.values():
         layer.__class__ = SpanBatchNorm
         layer.span = span
     return model

@@ -10,6 +10,7 @@ section 3), so backward needs only two sums from the other workers.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,40 +56,56 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     """
     check(images, span=span, group=group)
     exact = exact_type(images)  # PyTorch's kernels take weights of the type of the moments
-    weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
-    found = sums
+    weight = None if weight is None else weight.to(exact)
+    bias = None if bias is None else bias.to(exact)
+    # PyTorch's kernels write moments, and do not add them: only sums that are still zero can be
+    # written in place.
+    own_sums = sums
     if sums is not None and not (is_zero and sums.dtype == exact):
-        found = torch.zeros(sums.shape, dtype=exact, device=sums.device)
+        own_sums = torch.zeros(sums.shape, dtype=exact, device=sums.device)
     parts = images.split(span) if group is None else (images,)
     if group is not None:
-        moments = None if found is None else Moments(*found)
+        moments = None if own_sums is None else Moments(*own_sums)
         out: Tensor = _OverWorkers.apply(images, weight, bias, eps, group, moments)  # type: ignore[no-untyped-call]  # torch's
     else:
-        affine = [
-            [each] * len(parts)
-            if each is None or len(parts) == 1
-            else each.expand(len(parts), -1).unbind()  # their gradients are summed at once
-            for each in (weight, bias)
-        ]
+        gains = _for_each(parts, weight)
+        offsets = _for_each(parts, bias)
         outs = []
-        for done, (part, gain, offset) in enumerate(zip(parts, *affine, strict=True)):
-            # Autograd saves these, and would raise an error when the next part changes them:
-            # tensors of `.data` have their own version counters.
-            mean, variance = (None, None) if found is None else found.data.unbind()
+        for num_before, part in enumerate(parts):
+            mean = None
+            variance = None
+            if own_sums is not None:
+                # Autograd saves these, and would raise an error when the next part changes them:
+                # tensors of `.data` have their own version counters.
+                mean, variance = own_sums.data.unbind()
             # This momentum makes the running statistics the mean over the groups so far.
-            momentum = 1 / (done + 1)
+            momentum = 1 / (num_before + 1)
             outs.append(
                 F.batch_norm(
-                    part, mean, variance, gain, offset, training=True, momentum=momentum, eps=eps
+                    part,
+                    mean,
+                    variance,
+                    gains[num_before],
+                    offsets[num_before],
+                    training=True,
+                    momentum=momentum,
+                    eps=eps,
                 )
             )
         out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    if found is not None and len(parts) > 1:
-        found.mul_(len(parts))  # it was the mean over the groups
-    if sums is not None and found is not None and found is not sums:
+    if own_sums is not None and len(parts) > 1:
+        own_sums.mul_(len(parts))  # it was the mean over the groups
+    if sums is not None and own_sums is not None and own_sums is not sums:
         with torch.no_grad():
-            sums.add_(found)
+            sums.add_(own_sums)
     return out
+
+
+def _for_each(parts: Sequence[Tensor], values: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the scale or shift once for each part, as views whose gradients are summed at once."""
+    if values is None or len(parts) == 1:
+        return [values] * len(parts)
+    return values.expand(len(parts), -1).unbind()
 
 
 def check(images: Tensor, *, span: int, group: Group | None) -> None:
@@ -119,11 +136,13 @@ class _OverWorkers(torch.autograd.Function):
         group: Group,
         moments: Moments | None,
     ) -> Tensor:
-        out, found, saved, num = _over_workers(images, (weight, bias), eps=eps, group=group)
+        out, new, mean_and_inverse, num = _over_workers(
+            images, (weight, bias), eps=eps, group=group
+        )
         if moments is not None:
-            moments.mean.copy_(found.mean)
-            moments.variance.copy_(found.variance)
-        ctx.save_for_backward(images, weight, saved, num)
+            moments.mean.copy_(new.mean)
+            moments.variance.copy_(new.variance)
+        ctx.save_for_backward(images, weight, mean_and_inverse, num)
         ctx.group = group
         return out
 
@@ -132,6 +151,8 @@ class _OverWorkers(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
         images, weight, (mean, inverse), num = ctx.saved_tensors
         sums = _sums(images, grad, mean, inverse)
+        # Scale and shift get this worker's sums, which the reducer adds up later with all other
+        # gradients; only the images' gradient needs the sums over the span now.
         by_bias, by_weight = sums.clone()
         result = None
         if ctx.needs_input_grad[0]:
@@ -140,7 +161,8 @@ class _OverWorkers(torch.autograd.Function):
             shift, slope = -gain * sums / num
             nothing = mean.new_empty(0)
             result = torch.empty_like(images)
-            # In evaluation mode the kernel applies a scale and a shift in one pass.
+            # dx = gain (dy - mean(dy) - y mean(dy y)). The terms of the images are a scale and a
+            # shift for each channel, which the kernel applies in one pass in evaluation mode.
             _aten.native_batch_norm.out(
                 images,
                 slope * inverse,
@@ -185,8 +207,8 @@ def _over_workers(
     out, _, _ = _aten.native_batch_norm(
         images, *affine, mean, var, training=False, momentum=0.0, eps=eps
     )
-    found = Moments(mean, var * (num / (num - 1)))
-    return out, found, torch.stack([mean, (var + eps).rsqrt()]), num
+    unbiased = Moments(mean, var * (num / (num - 1)))
+    return out, unbiased, torch.stack([mean, (var + eps).rsqrt()]), num
 
 
 def _sums(images: Tensor, grad: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:

@@ -72,20 +72,22 @@ def sizes(values: Tensor) -> str:
     return " x ".join(map(str, values.shape)) or "a number"
 
 
-def _entry(batch: AnyBatch, place: int, *, keys: Sequence[str]) -> Tensor:
-    entry: object
+def _entry(batch: AnyBatch, position: int, *, keys: Sequence[str]) -> Tensor:
+    entry: object = None
+    # DALI's iterator returns a list with a mapping for each of its pipelines.
     if isinstance(batch, Sequence) and len(batch) == 1 and isinstance(batch[0], Mapping):
         (batch,) = batch
     if isinstance(batch, Mapping):
         entry = next((batch[key] for key in keys if key in batch), None)
     elif isinstance(batch, Tensor):
-        entry = [batch, None][place]
-    else:
-        entry = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
+        # A tensor alone is the images: it is also a sequence, of single ones.
+        entry = batch if position == 0 else None
+    elif isinstance(batch, Sequence) and len(batch) > position:
+        entry = batch[position]
     if not isinstance(entry, Tensor):
         raise ValueError(  # noqa: TRY004 -- the content of the batch is wrong, not its type
             f"a batch is {_described(batch)}; expected "
-            f"{'(images, labels)' if place else 'images, (images, labels)'} or a mapping with a "
+            f"{'(images, labels)' if position else 'images, (images, labels)'} or a mapping with a "
             f"tensor under {' or '.join(keys)}; pass a `forward` for others"
         )
     return entry

@@ -83,15 +83,18 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     several types: which one is the first is not known.
     """
     device = device_of(model)
-    layers = [it for it in model.modules() if isinstance(it, (_ConvNd, nn.Linear))]
+    layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
     weights = [weight for layer in layers for weight in layer.parameters()]
     weights = weights or list(islice(model.parameters(), 1))
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
-    own = dtypes.pop() if len(dtypes) == 1 else None
-    own = own if own and own.itemsize > 1 else None  # weights in fp8 take images of other types
+    model_type = dtypes.pop() if len(dtypes) == 1 else None
+    if model_type is not None and model_type.itemsize == 1:
+        model_type = None  # weights in fp8 take images of other types
 
     def as_input(images: Tensor) -> Tensor:
-        dtype = own if own and images.is_floating_point() else images.dtype
+        dtype = images.dtype
+        if model_type is not None and images.is_floating_point():
+            dtype = model_type
         return images.to(device, dtype, non_blocking=True)
 
     return as_input
@@ -99,7 +102,8 @@ def input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def has_divided_weights(model: nn.Module) -> bool:
     """Return True if a worker has only a part of some weight (FSDP2, tensor parallelism)."""
-    return any("DTensor" in _kinds(it) for it in (*model.parameters(), *model.buffers()))
+    tensors = (*model.parameters(), *model.buffers())
+    return any("DTensor" in _kinds(tensor) for tensor in tensors)
 
 
 @contextmanager
@@ -118,7 +122,8 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = before
 
 
-_EAGER, _EAGER_LOCK = ExitStack(), Lock()
+_EAGER = ExitStack()
+_EAGER_LOCK = Lock()
 _EAGER_BLOCKS: list[None] = []
 """An entry for each block of `uncompiled` in any thread; the last one restores what was before."""
 
@@ -167,9 +172,9 @@ def failures_named() -> Iterator[None]:
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Return True if hooks run when a module is called."""
-    kinds = "forward", "forward_pre", "backward", "backward_pre"
-    own = any(getattr(module, f"_{kind}_hooks") for kind in kinds)
-    return own or torch_module._has_any_global_hook()
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    has_hooks = any(getattr(module, f"_{kind}_hooks") for kind in kinds)
+    return has_hooks or torch_module._has_any_global_hook()
 
 
 def set_forward(
@@ -190,21 +195,23 @@ def set_forward(
 
     def copied(self: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         function, arguments, state, *_ = reduced(self, 4)
-        made: nn.Module = function(*arguments)
+        twin: nn.Module = function(*arguments)
         if memo is not None:
-            memo[id(self)] = made
+            # Before the state is copied: modules may refer to each other in a circle.
+            memo[id(self)] = twin
             state = copy.deepcopy(state, memo)
-        made.__setstate__(state)
-        made.__class__ = type(self)
-        return made
+        twin.__setstate__(state)
+        twin.__class__ = type(self)
+        return twin
 
+    # The class looks like the one before: `print(model)` and errors show no difference.
     names = ("__module__", "__qualname__", "__doc__")
     content = {name: getattr(base, name) for name in names}
     content |= {method: forward, "__reduce_ex__": reduced}
     content |= {"__copy__": copied, "__deepcopy__": copied}
-    made = type(base.__name__, (base,), content)
-    module.__class__ = made
-    return made
+    kind = type(base.__name__, (base,), content)
+    module.__class__ = kind
+    return kind
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
@@ -295,7 +302,8 @@ class MeanOfViews(nn.Module):
 
     def __init__(self, model: nn.Module, *, views: int) -> None:
         super().__init__()
-        self.model, self.moves = model, views > 2
+        self.model = model
+        self.moves = views > 2
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the mean logits, N x K."""
@@ -304,9 +312,11 @@ class MeanOfViews(nn.Module):
             return logits
         height, width = images.shape[2:]
         larger = F.pad(images, (1, 1, 1, 1), "reflect")
-        moved = (larger[..., y : y + height, y : y + width] for y in (0, 2))
-        return torch.lerp(logits, torch.stack([*map(self._mirrored, moved)]).mean(0), 0.5)
+        # The padding is one pixel on each side, so offset 1 would be the image itself.
+        moved = [larger[..., y : y + height, y : y + width] for y in (0, 2)]
+        logits_of_moved = torch.stack([self._mirrored(views) for views in moved])
+        return torch.lerp(logits, logits_of_moved.mean(0), 0.5)
 
     def _mirrored(self, images: Tensor) -> Tensor:
-        both = (images, images.flip(-1))
-        return torch.stack([logits_of(self.model(view)) for view in both]).mean(0)
+        views = (images, images.flip(-1))
+        return torch.stack([logits_of(self.model(view)) for view in views]).mean(0)

@@ -66,9 +66,14 @@ def trials_of(uses: Counter[Use], device: torch.device) -> Iterator[Trial]:
 
 def _describe(use: Use) -> str:
     words = [f"{use.dtype} {_sizes(use.shape)} in spans of {use.span}"]
-    words += ["with a sum"] * use.adds + ["with ReLU"] * use.relu
-    words += ["without scale and shift"] * (not use.affine)
-    words += ["over workers"] * use.shares
+    if use.adds:
+        words.append("with a sum")
+    if use.relu:
+        words.append("with ReLU")
+    if not use.affine:
+        words.append("without scale and shift")
+    if use.shares:
+        words.append("over workers")
     return ", ".join(words)
 
 
@@ -96,7 +101,8 @@ class _Arguments:
 
     def by_kernels(self) -> list[Tensor]:
         """Compute the result and the gradients by the kernels."""
-        use, leaves = self.use, self._leaves(None)
+        use = self.use
+        leaves = self._leaves(None)
         sums = torch.zeros(2, use.shape[1], device=self.images.device) if use.counts else None
         group = Serial(self.images.device) if use.shares else None
         out, _ = kernels.batchnorm().normalise(
@@ -131,10 +137,11 @@ class _Arguments:
             tensors.append(self.other)
         if self.affine is not None:
             tensors += self.affine.unbind()
-        return [it.detach().to(dtype or it.dtype).requires_grad_() for it in tensors]
+        return [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
 
     def _normalised(self, leaves: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        use, exact = self.use, torch.promote_types(leaves[0].dtype, torch.float32)
+        use = self.use
+        exact = torch.promote_types(leaves[0].dtype, torch.float32)
         sums = torch.zeros(2, use.shape[1], dtype=exact, device=leaves[0].device)
         out = normalise(
             leaves[0],
@@ -144,7 +151,9 @@ class _Arguments:
             group=Serial(self.images.device) if use.shares else None,
             sums=sums if use.counts else None,
         )
-        return out + leaves[1] if use.adds else out, sums if use.counts else None
+        if use.adds:
+            out = out + leaves[1]
+        return out, sums if use.counts else None
 
     def _by_operations(self, dtype: torch.dtype | None) -> list[Tensor]:
         leaves = self._leaves(dtype)
@@ -157,7 +166,8 @@ class _Arguments:
         self, out: Tensor, leaves: list[Tensor], sums: Tensor | None
     ) -> list[Tensor]:
         grads = torch.autograd.grad(out, leaves, self.dy.to(out.dtype))
-        return [out.detach(), *grads, *([] if sums is None else [sums])]
+        results = [out.detach(), *grads]
+        return results if sums is None else [*results, sums]
 
 
 def _draw(use: Use, device: torch.device) -> _Arguments:

@@ -57,6 +57,7 @@ def _rows_of_span(span, rows, last):
 def _moments(x, start, end, C, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return the number of rows, their mean and the sum of squared deviations from it."""
     count = tl.maximum(end - start, 0).to(tl.float32)
+    # Sums are of distances from the mean of the first rows; see above.
     values, inside = _load(x, start, end, C, cols, ROWS)
     folded = _fold(values, ROWS, COLS)
     origin = tl.sum(folded, 0) / tl.maximum(tl.minimum(count, ROWS), 1.0)
@@ -80,7 +81,9 @@ def statistics(
 ):  # fmt: skip
     """Write the mean and deviations of `per` rows of a span, G x P x 2 x C, then counts, G x P."""
     C *= UNIT
-    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    span = _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     start = split * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
@@ -97,11 +100,15 @@ def statistics(
 @triton.jit
 def _merge(part, span, spans, splits, C, cols, SPANS: tl.constexpr, CHUNK: tl.constexpr):
     """Return count, mean and biased variance of spans from their partial moments: SPANS x COLS."""
-    each, which = span + tl.arange(0, SPANS), tl.arange(0, CHUNK)
+    each = span + tl.arange(0, SPANS)
+    which = tl.arange(0, CHUNK)
     known = (each < spans)[:, None] & (cols < C)[None, :]
     row = _wide(splits) * each
+    # Behind the moments of all parts are their numbers of rows.
     num = part + _wide(spans) * splits * 2 * C + row[:, None] + which[None, :]
     origins = part + row[:, None] * 2 * C + cols[None, :]
+    # Means are taken as distances from that of the first part: a mean far from zero would cost
+    # digits of the variance.
     origin = tl.load(origins, mask=known, other=0.0)[:, None, :]
     at = origins[:, None, :] + (which * 2 * C)[None, :, None]
     count = tl.zeros((SPANS, CHUNK), tl.float32)
@@ -112,6 +119,7 @@ def _merge(part, span, spans, splits, C, cols, SPANS: tl.constexpr, CHUNK: tl.co
         inside = left[:, :, None] & known[:, None, :]
         weight = tl.load(num + split, mask=left & (each < spans)[:, None], other=0.0)
         shift = tl.load(at + split * 2 * C, mask=inside, other=0.0) - origin
+        # A part without rows has no mean: what is in its place must not count, not even NaN.
         shift = tl.where(weight[:, :, None] > 0.0, shift, 0.0)
         moved = weight[:, :, None] * shift
         count += weight
@@ -144,7 +152,8 @@ def merge_spans(part, stat, splits, C, COLS: tl.constexpr, UNIT: tl.constexpr, C
     """Write the mean, biased variance and count of each span: G x 3 x C."""
     C *= UNIT
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    span, spans = _wide(tl.program_id(1)), tl.num_programs(1)
+    span = _wide(tl.program_id(1))
+    spans = tl.num_programs(1)
     count, mean, variance = _merge_one(part, span, spans, splits, C, cols, CHUNK)
     _store_moments(stat, span, count, mean, variance, C, cols)
 
@@ -152,7 +161,8 @@ def merge_spans(part, stat, splits, C, COLS: tl.constexpr, UNIT: tl.constexpr, C
 @triton.jit
 def _affine(inverse, weight, bias, C, cols, AFFINE: tl.constexpr):
     """Return gain and offset of x minus its mean."""
-    gain, offset = inverse, tl.zeros_like(inverse)
+    gain = inverse
+    offset = tl.zeros_like(inverse)
     if AFFINE:
         gain *= tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
         offset = tl.load(bias + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -174,9 +184,12 @@ def normalise_rows(
     are in the cache; COUNT then writes to `part`, G x 2 x C. Otherwise moments come from `part`.
     """
     C *= UNIT
-    program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
+    program = tl.program_id(0)
+    block = tl.program_id(1)
+    span = _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
-    known, spans = cols < C, tl.num_programs(2)
+    known = cols < C
+    spans = tl.num_programs(2)
     base = span * rows * C
     start = program * per
     end = tl.minimum(start + per, _rows_of_span(span, rows, last))
@@ -185,7 +198,9 @@ def normalise_rows(
         variance = _relu(deviations / count)
     else:
         count, mean, variance = _merge_one(part, span, spans, splits, C, cols, CHUNK)
+    # Rounded to nearest, as in PyTorch; Triton's default square root is approximate.
     inverse = 1.0 / tl.sqrt_rn((variance + eps).to(tl.float32))
+    # All programs of a span have the same moments; one writes them.
     if program == 0:
         _store_moments(stat, span, count, mean, variance, C, cols)
         if COUNT:
@@ -195,6 +210,8 @@ def normalise_rows(
                 tl.store(part + span * 2 * C + cols, mean_sum, mask=known)
                 tl.store(part + span * 2 * C + C + cols, variance_sum, mask=known)
             elif span == 0:
+                # The first span adds up the moments of all, in their order: the same bits each
+                # time.
                 for other_span in range(1, spans, 4):
                     num_of, mean_of, variance_of = _merge(
                         part, other_span, spans, splits, C, cols, 4, CHUNK // 4
@@ -210,6 +227,7 @@ def normalise_rows(
     gain, offset = _affine(inverse, weight, bias, C, cols, AFFINE)
     num_steps = tl.cdiv(end - start, ROWS)
     for step in range(num_steps):
+        # Backwards: the rows that were read last are still in the cache.
         row = start + (num_steps - 1 - step) * ROWS
         values, inside = _load(x + base, row, end, C, cols, ROWS)
         values = (values - mean[None, :]) * gain[None, :] + offset[None, :]
@@ -241,11 +259,13 @@ def _before_relu(
     values, _ = _load(x, row, end, C, cols, ROWS)
     values -= mean[None, :]
     if RELU:
+        # With a sum, x alone does not tell where the ReLU was 0. Without, it is computed again as
+        # in the forward pass, which takes less time than reading y.
         if SUM:
             result, _ = _load(y, row, end, C, cols, ROWS)
         else:
             result = values * gain[None, :] + offset[None, :]
-        grad = tl.where(result <= 0.0, 0.0, grad)
+        grad = tl.where(result <= 0.0, 0.0, grad)  # that of a NaN stays
     return grad, values, inside
 
 
@@ -282,7 +302,9 @@ def gradient_sums(
     gradient of the shortcut too, and is written.
     """
     C *= UNIT
-    split, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    span = _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
     mean, inverse, gain, offset = _scales(stat, span, weight, bias, C, cols, eps, AFFINE)
@@ -326,7 +348,9 @@ def gradient_rows(
     the rows again, backwards. Otherwise it adds the sums in `part`. With SUM dz is written too.
     """
     C *= UNIT
-    program, block, span = tl.program_id(0), tl.program_id(1), _wide(tl.program_id(2))
+    program = tl.program_id(0)
+    block = tl.program_id(1)
+    span = _wide(tl.program_id(2))
     cols = block * COLS + tl.arange(0, COLS)
     known = cols < C
     mean, inverse, gain, offset = _scales(stat, span, weight, bias, C, cols, eps, AFFINE)
@@ -345,11 +369,14 @@ def gradient_rows(
     else:
         first, second = _add(part + span * splits * 2 * C, splits, C, cols, CHUNK)
     if COUNT:
+        # The first program adds to its own span's sums those of all others.
         if (program == 0) & (span == 0):
             others = splits * (tl.num_programs(2) - 1)
             bias_grad, weight_grad = _add(part + splits * 2 * C, others, C, cols, CHUNK)
             tl.store(affine + cols, first + bias_grad, mask=known)
             tl.store(affine + C + cols, second + weight_grad, mask=known)
+    # dx = gain (dz - mean(dz) - y mean(dz y)), with y = (x - mean) inverse (arXiv:1502.03167,
+    # section 3), as one multiplication and addition for each value.
     slope = -gain * inverse * second / count
     level = -gain * first / count
     num_steps = tl.cdiv(end - start, ROWS)
