@@ -222,11 +222,13 @@ class Gradients:
         loss.backward()
         self.reducer.wait()
         self.spans.update()
-        found = []
+        gradients = []
         for weight in self.weights:
             assert weight.grad is not None  # else the reducer has raised
-            found.append(weight.grad)
-        return found, loss.item()  # sync: the gradient is about to leave the device
+            # A server keeps gradients until an update takes them, and the next one of this learner
+            # is written to the same memory of the reducer.
+            gradients.append(weight.grad.clone())
+        return gradients, loss.item()  # sync: the gradient is about to leave the device
 
 
 def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:
