@@ -212,6 +212,8 @@ class EagerStep:
         """Do the forward and the backward pass of a micro-batch."""
         if first:
             self.reducer.zero()
+        # By the global batch, and not by the micro-batch: then sums over micro-batches and workers
+        # are means over all samples, however these are divided.
         loss = self.criterion(self.model(batch.images), batch.labels) / self.global_batch
         if last:
             # The forward passes of this update are over, so their statistics are complete.
@@ -221,6 +223,7 @@ class EagerStep:
         if first:
             self.result.loss = loss.detach()
         else:
+            # In place: a graph of a later micro-batch adds to this memory at every replay.
             self.result.loss += loss.detach()
 
     def sum_gradients(self) -> None:
@@ -236,6 +239,7 @@ class EagerStep:
         """Update weights and running statistics, unless gradients are not finite."""
         result = self.result
         result.finite = self._are_finite()
+        # From here on the weights may be half of an update: no state to save if memory runs out.
         self.reducer.in_passes = False
         skipped = ~result.finite if self.skip_nonfinite else None
         before = self.scaler.scale(self._one)
@@ -245,6 +249,7 @@ class EagerStep:
             # A scaler says that it has skipped a step by a smaller scale only.
             skipped = result.loss_scale < before
         result.skipped = skipped
+        # After the step, and by the same condition, as the average follows the new weights.
         self.spans.update(skipped)
         self.follow(skipped)
 

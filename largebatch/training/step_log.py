@@ -482,6 +482,8 @@ class StepLog:
         """Start the sums of an update and emit the record of the one before; raise as `flush`."""
         sums = self.values_to_sum(update)
         own_values = _Outcome.pack(update, self.monitors.measure(update))
+        # The values are read in a stream of their own, after this point of the other one: a read
+        # there would wait for what was queued since.
         made = None if self._stream is None else accelerator.event(self._backend.device)
         work = self._backend.all_reduce(sums)
         step = Step(
@@ -494,6 +496,7 @@ class StepLog:
             images_per_second=self.plan.batch_at(update.step) / seconds,
         )
         following = _Pending(step, update, own_values, sums, work.wait, made)
+        # The record of the update before, whose sums came while this update was queued.
         try:
             self._record()
         except DivergedError:
@@ -504,6 +507,7 @@ class StepLog:
             raise
         self._pending = following
         if self._stream is None:
+            # A CPU has computed the update already, so nothing is gained by reading it later.
             self._record()
 
     def add_record(self, step: Step) -> None:

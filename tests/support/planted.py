@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         "training goes on from what was polished of an unfinished run",
         "runs/run.py",
-        "            require_resumable(checkpoint, session.plan, folder)\n",
+        "    require_resumable(checkpoint, session.plan, folder)\n",
         "",
         "runs/test_checkpoints.py::test_training_cannot_go_on_from_what_was_polished_of_an_unfinished_run",
     ),

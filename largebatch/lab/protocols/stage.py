@@ -236,7 +236,9 @@ class Gradients:
         gradients = []
         for weight in self.weights:
             assert weight.grad is not None  # else the reducer has raised
-            gradients.append(weight.grad)
+            # A server keeps gradients until an update takes them, and the next one of this learner
+            # is written to the same memory of the reducer.
+            gradients.append(weight.grad.clone())
         return gradients, loss.item()  # sync: the gradient is about to leave the device
 
 

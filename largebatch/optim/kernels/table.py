@@ -45,6 +45,8 @@ class Table:
     ) -> None:
         sizes = [weight.numel() for weight in weights]
         counts = [-(-size // CHUNK) for size in sizes]
+        # A tensor of more than SUMS chunks has one sum for every few of them, because each program
+        # of the update reads all sums of its tensor.
         steps = [-(-count // SUMS) for count in counts]
         sums = [-(-count // step) for count, step in zip(counts, steps, strict=True)]
         firsts = list(accumulate(sums, initial=0))
@@ -71,6 +73,7 @@ class Table:
 
     def use_grads(self, addresses: Sequence[int]) -> None:
         """Read the gradients from these addresses from now on."""
+        # A graph would copy this list at every replay, after its memory is gone.
         if addresses != self._grads and not accelerator.is_recording():
             source = pinned(addresses, self._device, torch.int64)
             self._addresses[3].copy_(source, non_blocking=True)

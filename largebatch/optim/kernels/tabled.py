@@ -70,6 +70,7 @@ class Tabled(Optimizer):
         is returned, and nothing computed, if not all weights are in one table that needs norms, or
         if hooks or the step of another package's subclass may change them first.
         """
+        # A step of another package may change gradients by `.data` before it calls ours.
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         is_ours = type(self).step.__module__.startswith("largebatch.")
         if hooks or not is_ours or len(self._tables) != 1 or not self._are_current():
@@ -152,6 +153,7 @@ class Tabled(Optimizer):
         trained = sum(grad.numel() > 0 for grad in grads)
         self._others = trained > sum(len(table.parameters) for table in self._tables)
         is_dense = all(grad.layout is torch.strided for grad in grads)
+        # A gradient in another layout is copied, and its copy holds for this step only.
         if is_dense and all(table.is_lasting for table in self._tables):
             self._made_for = self._inputs()
 
@@ -217,6 +219,7 @@ class DeviceTable:
     def __init__(self, device: torch.device, parts: list[tuple[int, bool, TensorLists]]) -> None:
         from largebatch.optim.kernels.table import Table
 
+        # Adapted parameters first: the ratios of a step are then the first ones of the table.
         parts = sorted(parts, key=lambda part: not part[1])
         self.device = device
         self.adapted = [it for _, adapt, lists in parts if adapt for it in lists.parameters]
@@ -275,6 +278,7 @@ def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
         master: Tensor = state["master"].to(weight.device)
         state["master"] = master
         return master
+    # The kernels go through memory in order, and know these two layouts.
     ordered = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
     exact = weight if ordered else weight.contiguous()
     if weight.dtype in SHORT:
