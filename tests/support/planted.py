@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "what backward computes again counts again",
         "models/batchnorm.py",
-        "again = not compiled and torch._C._current_graph_task_id() != -1",
-        "again = False",
+        "is_recomputed = not compiled and torch._C._current_graph_task_id() != -1",
+        "is_recomputed = False",
         "models/test_activation_checkpointing.py::test_recomputed_layers_count_once_on_one_worker",
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "what batches that a GPU merges differ by is no variance",
         "polish/moments.py",
-        "within + _weighted_sum((every - mean).square_(), counts)",
+        "within + between",
         "within",
         "polish/test_polish_exact.py::test_an_accelerator_merges_many_batches_at_once_and_exactly",
     ),
@@ -274,8 +274,8 @@ MUTANTS = (
     Mutant(
         "a target is reached by more than it",
         "lab/studies/metrics.py",
-        "one.top1 >= target",
-        "one.top1 > target",
+        "evaluation.top1 >= target",
+        "evaluation.top1 > target",
         "lab/studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
     ),
 )
