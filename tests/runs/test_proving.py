@@ -281,7 +281,7 @@ def with_a_wrong_graph(recipe: Recipe) -> Finding:
 
     def wrong(graph: accelerator.Graph) -> None:
         real(graph)
-        for result in graph._results[-3:]:
+        for result in graph._results:  # most of them are not read any more; the statistics are
             if result.is_floating_point():
                 result.mul_(1.001)
 
