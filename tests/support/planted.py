@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "what backward computes again counts again",
         "models/batchnorm.py",
-        "again = not compiled and torch._C._current_graph_task_id() != -1",
-        "again = False",
+        "is_recomputed = not compiled and torch._C._current_graph_task_id() != -1",
+        "is_recomputed = False",
         "models/test_activation_checkpointing.py::test_recomputed_layers_count_once_on_one_worker",
     ),
     Mutant(
