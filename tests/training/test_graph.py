@@ -345,7 +345,7 @@ def shorten_muon(state: TrainState) -> None:
 
 
 def freeze(state: TrainState) -> None:
-    next(state.model.parameters()).requires_grad_(requires_grad=False)
+    next(state.model.parameters()).requires_grad_(False)
 
 
 def raise_decay(state: TrainState) -> None:
