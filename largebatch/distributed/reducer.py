@@ -106,9 +106,16 @@ class _Group:
 
     def place(self) -> None:
         """Move the gradients from the tensors of autograd into the buffer."""
+        self.require_own()  # a gradient that a hook has put in place of autograd's would be lost
         torch._foreach_copy_(list(self.views.values()), [self.gradients[it] for it in self.views])
         self.gradients = self.views
         self.use_views()
+
+    def require_own(self) -> None:
+        """Raise ValueError, naming the parameter, if other code has set or removed a gradient."""
+        for name, weight in self.parameters.items():
+            if weight.grad is not self.gradients.get(name):
+                raise _replaced(name)
 
     def use_views(self) -> None:
         """Make the views the gradients of the parameters, which other code may have replaced."""
@@ -125,8 +132,10 @@ class _Group:
         return [tensor for tensor in tensors if tensor.numel()]
 
     def square(self) -> Tensor:
-        """Return the squared norm of the gradients: 0-d, on the device."""
-        return torch.stack(torch._foreach_norm(self.tensors())).square().sum()
+        """Return the squared norm of the gradients: 0-d, on the device, in float32 or longer."""
+        # In float16 the square of a norm above 256 is infinite.
+        dtype = self.first.dtype
+        return torch.stack(torch._foreach_norm(self.tensors(), dtype=dtype)).square().sum()
 
     def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
@@ -172,7 +181,9 @@ class Reducer:
         keeps_type = set(exact)
         if not self._sends:
             grouping = _whole  # nothing is sent early, so that one launch can place all gradients
-        divided = divide(parameters, grouping=grouping, exact=keeps_type)
+        named = list(parameters)
+        self._frozen = {name: weight for name, weight in named if not weight.requires_grad}
+        divided = divide(named, grouping=grouping, exact=keeps_type)
         if not divided:
             raise ValueError("the model has no parameter with requires_grad=True")
         self.device = divided[0][0][1].device
@@ -187,9 +198,9 @@ class Reducer:
                     f"parameters of different types or devices in one group: {kinds.keys()}"
                 )
             sent_as = None if members[0][1] in keeps_type else dtype
-            for named in kinds.values():
-                make = _with_buffer if self._places else _without_buffer
-                self._groups.append(make(named, dtype=sent_as))
+            make = _with_buffer if self._places else _without_buffer
+            for alike in kinds.values():
+                self._groups.append(make(alike, dtype=sent_as))
         self.parameters = [weight for group in self._groups for weight in group.parameters.values()]
         """The parameters whose gradients are summed."""
 
@@ -209,7 +220,21 @@ class Reducer:
         ]
 
     def zero(self) -> None:
-        """Clear all gradients; the buffers stay allocated."""
+        """Clear all gradients; the buffers stay allocated.
+
+        Raises ValueError, naming the parameter, if one was frozen when the reducer was created and
+        is trained now: its gradient would never be summed, nor cleared.
+        """
+        for name, weight in self._frozen.items():
+            if weight.requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when this reducer was created, and requires a gradient "
+                    "now; create the reducer and the step again after requires_grad is set"
+                )
+        # Sums that are left of a step that an error has ended read the buffers written next.
+        for work in self._under_way:
+            work.wait()
+        self.cancel()
         # Autograd writes the first gradient of a step to a new tensor, without reading zeros, and
         # `place` moves those of a group together: one launch instead of one for each parameter.
         for group in self._groups:
@@ -222,8 +247,8 @@ class Reducer:
         return None if in_graphs(self.workers) else "only NCCL's sums can be recorded"
 
     def reads(self) -> object:
-        """Return what a graph has fixed: nothing, for the buffers never move."""
-        return None
+        """Return what a graph has fixed: which weights get a gradient. The buffers never move."""
+        return [weight.requires_grad for weight in (*self.parameters, *self._frozen.values())]
 
     def refresh(self) -> None:
         """Make the buffers the gradients again: before a graph repeats the passes of a step."""
@@ -232,7 +257,7 @@ class Reducer:
             group.use_views()
 
     def cancel(self) -> None:
-        """Forget sums that were only recorded, by a graph that is not used."""
+        """Forget what is left of a step that did not end, or was only recorded."""
         self._armed = False
         self._under_way = []
 
@@ -249,9 +274,7 @@ class Reducer:
         Raises ValueError, naming the parameter, if other code has set or removed a gradient.
         """
         for group in self._groups:
-            for name, weight in group.parameters.items():
-                if weight.grad is not group.gradients.get(name):
-                    raise _replaced(name)
+            group.require_own()
             group.pending = set() if complete else set(group.parameters)
         assert not self._under_way
         self._armed = True
@@ -269,6 +292,7 @@ class Reducer:
         self._armed = False
         under_way = self._under_way
         self._under_way = []
+        # If a gradient is missing, its group and those behind it were not sent.
         for group, work in zip(self._groups, under_way, strict=False):
             work.wait()
             if group.sent is not group.buffer:
@@ -281,6 +305,8 @@ class Reducer:
                 "that leave them out), or set requires_grad=False on them"
             )
         assert not self._sends or len(under_way) == len(self._groups)
+        for group in self._groups:
+            group.require_own()  # hooks of other code may have run after those of the reducer
         if self._measure:
             firsts = torch.stack([group.first for group in self._groups])
             wholes = torch.stack([group.square() for group in self._groups])
@@ -397,13 +423,19 @@ def _with_buffer(members: list[Named], *, dtype: torch.dtype | None) -> _Group:
         else:
             views[name] = part[: weight.numel()].view_as(weight)
     sent = buffer if dtype in {None, buffer.dtype} else torch.zeros_like(buffer, dtype=dtype)
-    return _Group(dict(members), buffer, views, sent, first=buffer.new_zeros(()))
+    return _Group(dict(members), buffer, views, sent, first=_zero_square(buffer))
 
 
 def _without_buffer(members: list[Named], *, dtype: torch.dtype | None) -> _Group:
     assert dtype is None, "a group that is sent has a buffer"
     empty = torch.empty(0)
-    return _Group(dict(members), empty, {}, empty, first=members[0][1].new_zeros(()))
+    return _Group(dict(members), empty, {}, empty, first=_zero_square(members[0][1]))
+
+
+def _zero_square(gradient: Tensor) -> Tensor:
+    """Return a squared norm of 0, in a type that has the squares of a gradient's norms."""
+    exact = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.zeros((), dtype=exact, device=gradient.device)
 
 
 def _all_finite(numbers: Sequence[Tensor]) -> Tensor:

@@ -111,7 +111,14 @@ class GraphedStep(EagerStep):
 
     Gradients stay in the buffers of the reducer. Weights, statistics, the optimizer's state and its
     settings besides the learning rate must stay as they are too: ValueError is raised if other code
-    replaces one after a graph was recorded.
+    replaces one after a graph was recorded, or freezes a weight. A new step records anew.
+
+    A replay calls no Python. `criterion`, `measure_norm` and `follow` are called while an update is
+    recorded, and what the host does in them then is not repeated; nor does a replay see settings of
+    the model or the criterion that are changed later, such as a rate of dropout: create a new step.
+
+    All workers must be given batches of the same shapes in the same order, because they agree with
+    each other after updates that are counted by shape.
     """
 
     required: bool = False
@@ -123,7 +130,7 @@ class GraphedStep(EagerStep):
         self._device = self.reducer.device
         self._workers = self.reducer.workers
         self._replayable: dict[str, Replayable] = {
-            "gradients": self.reducer,
+            "requires_grad of weights": self.reducer,
             "running statistics": self.spans,
         }
         self._shapes: dict[object, _Shape] = {}
@@ -271,9 +278,9 @@ class GraphedStep(EagerStep):
         changed = [name for name in reads if reads[name] != self._shape.reads[name]]
         if changed:
             raise ValueError(
-                f"{', '.join(changed)}: replaced after updates were recorded in a graph, which "
-                "would not follow; change tensors in place, or train without a graph "
-                "(execution.graph: false)"
+                f"{', '.join(changed)}: changed or replaced after updates were recorded in a "
+                "graph, which would not follow; change tensors in place, or create a new step, or "
+                "train without a graph (execution.graph: false)"
             )
 
     def _watch(self, part: Part, work: Callable[[], object]) -> None:

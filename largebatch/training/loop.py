@@ -269,8 +269,11 @@ class EagerStep:
             # As GradScaler does it: the optimizer reads on the device whether it skips this step.
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
-            optimizer.step()
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:  # else a step outside of this loop would read them
+                del optimizer.grad_scale  # type: ignore[attr-defined]
+                del optimizer.found_inf  # type: ignore[attr-defined]
         elif skipped is None or self.result.finite.item():  # sync: only where updates are skipped
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -303,6 +306,7 @@ def train(
         data = Stopwatch(device)
         for micro in range(accumulation):
             with data:
+                # A loader of the user's may yield any pair of images and labels.
                 batch = Batch(*next(batches))
             step.accumulate(batch, first=micro == 0, last=micro == accumulation - 1)
         result = step.finish()

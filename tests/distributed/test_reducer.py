@@ -130,6 +130,37 @@ def test_gradients_may_be_replaced_between_steps_but_not_within_one(
             reducer.arm()
 
 
+@one_or_two
+@pytest.mark.parametrize("change", [zero_grad, replace_gradients])
+def test_gradients_may_not_be_replaced_after_the_last_pass_either(
+    workers: Callable[[], Serial], change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        reducer.zero()
+        reducer.arm()
+        model(torch.ones(2, 4)).sum().backward()
+        change(model)
+        with pytest.raises(ValueError, match=r"gradient of [0-2]\.(weight|bias)"):
+            reducer.wait()
+
+
+def halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad = weight.grad / 2
+
+
+@one_or_two
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_hook_may_not_replace_a_gradient(workers: Callable[[], Serial], layer: int) -> None:
+    """Several workers would send the gradient that it has replaced, and one worker would not."""
+    model = net()
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        model.get_parameter(f"{layer}.weight").register_post_accumulate_grad_hook(halve)
+        with pytest.raises(ValueError, match=rf"gradient of {layer}\.weight"):
+            update(model, reducer)
+
+
 def test_gradients_are_those_of_the_buffers_again_before_a_replay() -> None:
     model = net()
     with Reducer(model.named_parameters(), Recorder()) as reducer:
@@ -260,6 +291,49 @@ def test_the_step_after_a_failed_one_is_summed() -> None:
         assert gradient.tolist() == [2.0] * 4
 
 
+class PassFailedError(Exception):
+    """Raised by a hook in a backward pass."""
+
+
+def fail(_: Tensor) -> None:
+    raise PassFailedError
+
+
+@one_or_two
+def test_an_error_in_the_last_pass_leaves_nothing_to_the_next_step(
+    workers: Callable[[], Serial],
+) -> None:
+    model = net()
+    # Sent in a type of its own by one worker too, so that sums are under way on any number.
+    with Reducer(model.named_parameters(), workers(), dtype=torch.float32) as reducer:
+        reducer.zero()
+        reducer.arm()
+        hook = model.get_parameter("0.weight").register_hook(fail)
+        with pytest.raises(PassFailedError):
+            model(torch.ones(1, 4)).sum().backward()
+        hook.remove()
+        reducer.zero()
+        model(torch.ones(1, 4)).sum().backward()
+        reducer.arm()
+        model(torch.ones(1, 4)).sum().backward()
+        reducer.wait()
+        gradient = model.get_parameter("2.bias").grad
+        assert gradient is not None
+        assert gradient.tolist() == [2.0] * 4
+
+
+@one_or_two
+def test_squares_of_half_gradients_are_finite(workers: Callable[[], Serial]) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    with Reducer([("weight", weight)], workers(), measure=True) as reducer:
+        reducer.zero()
+        reducer.arm()
+        (weight * 1000).sum().backward()
+        reducer.wait()
+        assert reducer.squares is not None
+        assert reducer.squares.tolist() == [4e6, 4e6]
+
+
 def test_a_second_backward_after_arm_is_refused() -> None:
     model = net()
     with Reducer(model.named_parameters(), Alike(2)) as reducer:
@@ -306,6 +380,19 @@ def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
         reducer.wait()
         assert sum(backend.sent) == 16 + 4 + 4
         assert model[2].weight.grad is None
+
+
+@one_or_two
+def test_a_weight_that_was_frozen_is_not_trained_without_a_new_reducer(
+    workers: Callable[[], Serial],
+) -> None:
+    model = net()
+    model[0].requires_grad_(requires_grad=False)
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        update(model, reducer)
+        model[0].requires_grad_(requires_grad=True)
+        with pytest.raises(ValueError, match=r"0\.weight"):
+            update(model, reducer)
 
 
 def test_closing_restores_the_model() -> None:

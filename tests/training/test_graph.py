@@ -344,6 +344,10 @@ def shorten_muon(state: TrainState) -> None:
     state.updater.optimizer.param_groups[0]["ns_steps"] = 2
 
 
+def freeze(state: TrainState) -> None:
+    next(state.model.parameters()).requires_grad_(False)
+
+
 def raise_decay(state: TrainState) -> None:
     for group in state.updater.optimizer.param_groups:
         group["weight_decay"] += 0.1
@@ -370,6 +374,7 @@ def refused(case: Case, network: Callable[[], nn.Module], change: Callable[..., 
         pytest.param(adamw, clear_momentum, "state", id="a loaded state of AdamW"),
         pytest.param(muon, move_weights, "weights", id="other memory of weights"),
         pytest.param(plain_sgd, move_weights, "weights", id="the optimizer not in the graph"),
+        pytest.param(lars, freeze, "requires_grad", id="a weight that is frozen"),
     ],
 )
 def test_what_a_graph_does_not_follow_is_refused(
