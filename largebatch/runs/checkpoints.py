@@ -17,6 +17,7 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.models import build, classifier, zoo
 from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.keys import MLPERF
 from largebatch.recipe.loading import load_recipe, override_words, parse_recipe
 from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
@@ -336,7 +337,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
-    trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
+    trackers = tuple(name for name in recipe.tracking.trackers if name != MLPERF)
     job_type = recipe.tracking.job_type or ("polish" if trackers else None)
     tracking = recipe.tracking.model_copy(update={"trackers": trackers, "job_type": job_type})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

@@ -168,10 +168,12 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
+        images = options.data if recipe.data.source == "folder" else None
+        if recipe.tracking.logs_mlperf and images is not None:
+            # MLPerf's clock would run while the folder is indexed.
             from largebatch.data.index.index import require_stored
 
-            require_stored(options.data, purpose="tracking: [mlperf]")
+            require_stored(images, purpose="tracking: [mlperf]")
     if options.workers > 1:  # a recipe that they cannot divide is refused before they start
         make_plan(recipe, workers=options.workers, backend=options.backend)
     return options
