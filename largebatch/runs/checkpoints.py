@@ -186,6 +186,7 @@ def load_saved(
         )
         if options.dataset is None:
             options = replace(options, data=of_run.data)
+    # Other keys would describe another model or other images than those of the training.
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
@@ -293,6 +294,8 @@ def _recipe_for(
     """
     layers = _without_memory(name, classes=classes).modules()
     has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in layers)
+    # A recipe has all of its sections, so there are an optimizer and a schedule, which nothing
+    # uses.
     tree = {
         "name": name.replace("/", "-"),
         "seed": 0,

@@ -240,7 +240,6 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     session.log.note("train", str(error))
     if saves:
         session.saver.save()
-    # Last: a run that finds the smaller device batch finds the checkpoint that belongs to it.
     keep(folder, backend, halved, reason=where)
     return error
 

@@ -81,6 +81,7 @@ def settle(
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     if not parts:  # on no worker
         return None
+    # What the user has switched off is not tried, and what is refused here is refused by all below.
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
     settings, key = _settings(recipe, plan, pixels, options.imports)
@@ -102,6 +103,7 @@ def settle(
     facts = partial(proof.facts_of_trials, __name__, tried, device, key)
     findings = _findings_on_hosts(prove, facts, backend)
     refusals |= {part: finding.refused for part, finding in findings.items()}
+    # All workers come here, also one without a trial: a host with another device decides with them.
     agreed = agree(refusals, backend, backend.device)
     proof.decide(device, agreed)
     if recipe.execution.graph is True and agreed.get(GRAPH):
@@ -274,6 +276,9 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
     def graph() -> Iterator[Trial]:
         is_required = recipe.execution.graph is True
         for num, side in sizes:
+            # A graph rounds like its operations, but some of these add in any order; `exact` is a
+            # second run without a graph, whose difference from the first is what the graph's may
+            # be.
             ours, theirs = (update(num, side, graph=use) for use in ("auto", False))
             yield Trial(
                 name=f"updates of {num} images of {side} x {side}",
@@ -330,6 +335,7 @@ class _Updates:
 
             shares = plan.sync_workers > 1
             compile_model(model, recipe.execution.compile, device, shares_spans=shares)
+        # A first and a last micro-batch; one between them computes nothing that these do not.
         accumulation = min(2, plan.accumulation)
         accelerator.seed(0, device)
         images = torch.randn(self._num, 3, self._side, self._side, device=device)
@@ -337,6 +343,7 @@ class _Updates:
             images = images.contiguous(memory_format=torch.channels_last)
         labels = torch.randint(recipe.data.classes, (self._num,), device=device)
         with closing(build_state(recipe, plan, model, group)) as state:
+            # One worker alone: layers that share spans in the run must not wait for others here.
             spans = Spans(model, group)
             for layer in spans.layers if plan.sync_workers > 1 else ():
                 layer.group = group
@@ -362,6 +369,7 @@ class _Updates:
             losses, seconds = [], []
             with closing(updates):
                 for _ in range(self._updates):
+                    # sync: this is a measurement
                     accelerator.synchronize(device)
                     start = time.perf_counter()
                     losses.append(next(updates).loss)
