@@ -100,7 +100,7 @@ def _choose_cache(
     resizes = data.crop_area or data.eval_resize or data.resolution
     same_bits = not resizes and sizes == {(data.image_size, data.image_size)}
     # MLPerf's clock runs while a cache is written, and its entries decode in every epoch.
-    pays = passes >= MIN_EPOCHS and "mlperf" not in recipe.tracking.trackers
+    pays = passes >= MIN_EPOCHS and not recipe.tracking.logs_mlperf
     if not pays or execution.decoder or execution.reads or not (is_remote or same_bits):
         return None
     total = sum(pixel_cache.num_bytes(index) for index in indexes)

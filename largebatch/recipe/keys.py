@@ -149,6 +149,10 @@ def _words(value: object) -> object:
 OneOrMore = BeforeValidator(_words)
 
 
+MLPERF = "mlperf"
+"""The tracker that writes MLPerf's log."""
+
+
 class Tracking(Section):
     """Trackers of the run; W&B's variables, such as WANDB_PROJECT or WANDB_NAME, come first."""
 
@@ -175,6 +179,14 @@ class Tracking(Section):
 
     notes: str | None = None
     """A text about the run, for W&B and MLflow."""
+
+    @property
+    def logs_mlperf(self) -> bool:
+        """True if the run writes MLPerf's log, whose clock starts before the first image is read.
+
+        Images must then not be indexed or decoded ahead of time.
+        """
+        return MLPERF in self.trackers
 
     @property
     def remark(self) -> str:

@@ -17,6 +17,7 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.models import build, classifier, zoo
 from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.keys import MLPERF
 from largebatch.recipe.loading import load_recipe, override_words, parse_recipe
 from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
@@ -185,6 +186,7 @@ def load_saved(
         )
         if options.dataset is None:
             options = replace(options, data=of_run.data)
+    # Other keys would describe another model or other images than those of the training.
     for override in overrides:
         if not override.startswith(("execution", "evaluation")):
             raise LargebatchError(
@@ -292,6 +294,8 @@ def _recipe_for(
     """
     layers = _without_memory(name, classes=classes).modules()
     has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in layers)
+    # A recipe has all of its sections, so there are an optimizer and a schedule, which nothing
+    # uses.
     tree = {
         "name": name.replace("/", "-"),
         "seed": 0,
@@ -336,7 +340,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     statistics = Statistics(samples=number)
     polish = recipe.polish or Polish(statistics=statistics)
     polish = polish.model_copy(update={"statistics": statistics})
-    trackers = tuple(name for name in recipe.tracking.trackers if name != "mlperf")
+    trackers = tuple(name for name in recipe.tracking.trackers if name != MLPERF)
     job_type = recipe.tracking.job_type or ("polish" if trackers else None)
     tracking = recipe.tracking.model_copy(update={"trackers": trackers, "job_type": job_type})
     return recipe.model_copy(update={"polish": polish, "tracking": tracking})

@@ -83,6 +83,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     data = checkpoint.recipe.data
     weights = checkpoint.model(source=path)
     model = build(section.name, num_classes=data.classes, arguments=section.arguments)
+    # Into a new model, so that weights that fit none are found here, not by who gets the export.
     load_weights(model, weights, source=str(path))
     files = {
         WEIGHTS: safetensors.torch.save(weights, metadata_of(checkpoint.origin.classes)),
@@ -94,6 +95,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         files[CONFIG] = json.dumps(config, indent=2).encode()
     if onnx:
         files[ONNX] = _to_onnx(model, data.image_size, name=section.name)
+    # All files are made before the folder: an export that fails leaves nothing behind.
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import PositiveInt, TypeAdapter
@@ -26,10 +27,25 @@ from largebatch.tracking.events import CHECKPOINTS
 from largebatch.training.session import Session
 
 KEPT = "device_batch.json"
-"""File in a run folder: device batch, number of workers, type of their devices, a remark, and the
-samples of a batch that is evaluated, null if as many."""
+"""File in a run folder with a `_Kept`, as a JSON list."""
 
-_KEPT = TypeAdapter(tuple[PositiveInt, PositiveInt, str, str, PositiveInt | None])
+
+class _Kept(NamedTuple):
+    """The device batch of a run, and the machine that it was chosen for."""
+
+    device_batch: PositiveInt
+    workers: PositiveInt
+    device: str
+    """Type of the workers' devices."""
+
+    reason: str
+    """Why it was made smaller; empty if it was not."""
+
+    evaluation_batch: PositiveInt | None
+    """Samples of a batch that is evaluated; None if as many."""
+
+
+_KEPT = TypeAdapter(_Kept)
 
 SHARE = 0.8
 """Part of the free memory that is used; the rest is for copies of input and fragmentation."""
@@ -139,10 +155,15 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
 
 def keep(folder: Path, backend: Backend, plan: Plan, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    place = backend.world_size, backend.device.type
-    content = plan.device_batch, *place, reason, plan.evaluation_batch
+    kept = _Kept(
+        device_batch=plan.device_batch,
+        workers=backend.world_size,
+        device=backend.device.type,
+        reason=reason,
+        evaluation_batch=plan.evaluation_batch,
+    )
     with writing(folder):
-        write_whole(folder / KEPT, _KEPT.dump_json(content))
+        write_whole(folder / KEPT, _KEPT.dump_json(kept))
 
 
 def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | None, list[str]]:
@@ -158,15 +179,16 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
         kept = _KEPT.validate_json(broadcast_bytes(content, backend))
     except ValueError:  # a run of an earlier version has none
         return None, []
-    device_batch, *place, why, evaluated = kept
-    remark = f"device batch {device_batch:,}, as in this run before"
-    remark = f"{why}; {remark}" if why else remark
-    with suppress(PlanError):
-        if place == [backend.world_size, backend.device.type]:
-            resumed = recipe.with_execution(device_batch=device_batch)
+    remark = f"device batch {kept.device_batch:,}, as in this run before"
+    remark = f"{kept.reason}; {remark}" if kept.reason else remark
+    # Another number of workers has another share of a batch, and another device other memory.
+    is_same_machine = (kept.workers, kept.device) == (backend.world_size, backend.device.type)
+    with suppress(PlanError):  # the recipe was changed since, with --allow
+        if is_same_machine:
+            resumed = recipe.with_execution(device_batch=kept.device_batch)
             plan = make_plan(resumed, workers=backend.world_size, backend=backend.name)
-            return _with_evaluations(plan, evaluated), [remark]
-    return None, [f"{remark}, was for {place[0]} x {place[1]}, and is chosen again"]
+            return _with_evaluations(plan, kept.evaluation_batch), [remark]
+    return None, [f"{remark}, was for {kept.workers} x {kept.device}, and is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:
@@ -183,6 +205,8 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     backend = session.backend
     reducer = session.state.updater.reducer
     free = recipe.with_execution(device_batch=None)
+    # The next smaller number that divides the batch into whole BatchNorm spans; the mathematics of
+    # the run stay, because the global batch does.
     halved = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2)
     if plan.evaluation_batch is not None:
         halved = _with_evaluations(halved, max(1, plan.evaluation_batch // 2))
@@ -198,6 +222,8 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
         raise DeviceMemoryError(
             f"{where} (after update {step:,}): continue with --device-batch {smaller} --resume auto"
         )
+    # One of several stopped in the middle of an update that the others wait in: only the files of
+    # the run know a state that all had.
     alone = backend.name == "serial"
     saves = alone and step and in_passes  # else weights may be those of half an update
     is_saved = saves or any((folder / CHECKPOINTS).glob("step-*"))

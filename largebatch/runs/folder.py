@@ -98,6 +98,7 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
     )
     names = dict.fromkeys(tracking.trackers)  # a recipe may name one twice
     trackers += [registry.load("trackers", name)(followed) for name in names]
+    # The log is locked before anything in the folder changes: another run may be writing there.
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -107,6 +108,8 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
             set_aside_damaged(folder / CHECKPOINTS, step=session.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_yaml(recipe).encode())
+        # Before the trackers of other programs, whose errors it notes and whose servers may be
+        # slow.
         trackers.insert(1, log)
         yield trackers
 
@@ -220,6 +223,8 @@ def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summar
         if not folder.is_dir():  # else `writing` would make it again, with a summary alone
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         with writing(folder):
+            # Before the log's last event: `finished_summary` takes a log with an end as one with a
+            # summary.
             write_json(folder / SUMMARY, summary)
             if draws and not session.requests.stopped:  # a stopped run has no time for it
                 _draw(folder)
@@ -252,6 +257,7 @@ def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkp
             if resume != "auto":
                 raise
             _LOG.warning("%s; there is no other one to resume from", error)
+    # The bytes are sent: another host may not see the folder, or still see the file before.
     content = broadcast_bytes(newest.content if newest else None, backend)
     if newest is not None:  # worker 0 has parsed it already
         return newest.checkpoint
@@ -285,6 +291,7 @@ def require_same_run(
             f"--allow {unknown[0]}: does not differ; these do: {shorten(list(changed))}"
         )
     for key, text in changed.items():
+        # Not even with --allow: another optimizer cannot use this one's state.
         if key.startswith("optimizer.") and key.endswith(".kind"):
             raise CheckpointError(
                 f"{folder}: the run there has the state of another optimizer: {text}; "
@@ -380,6 +387,7 @@ def check_folder(folder: Path, *, resume: Resume | None) -> None:
         raise CheckpointError(f"{folder}: is not UTF-8; choose another --out") from None
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
+    # The folder is made later, when the run can begin; whether it can be is known now.
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK):  # found now, and not after the images are read
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")

@@ -94,6 +94,7 @@ def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Itera
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # nohup has the run outlive its terminal, so SIGHUP stays ignored.
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     answered = [number for number in numbers if number != signal.SIGHUP or not ignored]
     previous = {number: signal.signal(number, handler) for number in answered}

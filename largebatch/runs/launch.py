@@ -217,6 +217,7 @@ class Processes(SubprocessContext):
             message = f"{self._describe(failure)}; did not respond and was killed: worker {names}"
             return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
         kinds = {USER: LargebatchError, DIVERGED: DivergedError, MEMORY: SmallerBatchError}
+        # A process that did not report has not chosen its exit code: Python ends with 2, too.
         if not Path(failure.error_file).exists():
             kinds = {}
         return kinds.get(failure.exitcode, WorkerFailedError)(self._describe(failure))
@@ -260,6 +261,7 @@ def start_workers(
             )
             for rank in range(workers)
         ]
+        # Before the workers, which connect to it at once.
         _store = TCPStore(  # it is closed when nothing refers to it
             HOST,
             port,

@@ -228,6 +228,7 @@ class Options(MachineOptions):
     @property
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
+        # All others are equal: a worker with another --time-limit would stop alone.
         of_one_worker = {"out", "backend", "report", "workers", "restarts", "min_workers"}
         return {
             f"--{name.replace('_', '-')}": value
@@ -248,6 +249,7 @@ class Options(MachineOptions):
 
         The time limit is the command's, not each start's.
         """
+        # `auto`, because the run may have died before its first checkpoint.
         limit = self.time_limit
         if limit is None:
             return replace(self, resume="auto")

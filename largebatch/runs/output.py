@@ -43,6 +43,7 @@ class Output(io.TextIOWrapper):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+        # What is still buffered goes there too; else the next write would fail with it again.
         super().flush()
         if not self.lost and sys.stderr is not self:
             reason = error.strerror or error

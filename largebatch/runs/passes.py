@@ -78,6 +78,7 @@ class Passes:
             else:
                 self.train(images, labels)
 
+        # Samples are drawn inside: a run has them on the device while it computes, too.
         with accelerator.memory_errors():
             return accelerator.measure_peak(self.device, work)
 
@@ -125,6 +126,7 @@ def median_seconds(
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
     """Yield the bytes of activations that forward keeps for backward, each storage once."""
+    # Views of one tensor share its storage, which is counted once; weights are there in any case.
     storages: dict[int, int] = {}
     weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
 

@@ -82,6 +82,7 @@ def predict(
             network = MeanOfViews(network, views=recipe.evaluation.views)
         resources = Resources(backend.device, available_cores(), plan.device_batch)
         batches = _decode(files, recipe, resources, unreadable)
+        # The run's own evaluation, so that the scores are those of its figures; labels are made up.
         if files:
             evaluate(network, batches, backend, each=lambda logits, _: scores.append(logits))
     readable = [row for row, file in enumerate(files) if file not in unreadable]
@@ -93,6 +94,7 @@ def predict(
         classes=saved.classes or [str(label) for label in range(recipe.data.classes)],
         paths=[files[row] for row in readable],
         probabilities=torch.cat(scores).float().softmax(1).cpu()[readable],
+        # In the order of the files: threads have filled it in theirs.
         unreadable={file: unreadable[file] for file in files if file in unreadable},
         ignored=ignored,
     )
@@ -157,6 +159,8 @@ def _decode(
                 read(files[row], out)
             except Exception as error:  # Pillow raises many types for a damaged file
                 unreadable[files[row]] = getattr(error, "strerror", None) or reason_of(error)
+                # A black image in its place: a batch keeps its rows, and this one is left out at
+                # the end.
                 out[:] = 0
 
     def divide(rows: range) -> tuple[IntArray, list[FillTask]]:

@@ -129,6 +129,8 @@ def start_with(weights: str | None, name: str | None, *, classes: int) -> Starti
     prepared = zoo.preparation(name) if is_of_library else {}
     if weights is not None:
         data = data or prepared
+        # The classifier is new: its weights begin small, so that its first gradients hardly disturb
+        # the others.
         section |= {"weights": str(path), "head_std": 0.01}
     model = Model.model_validate(section)
     built = build(name, num_classes=classes, arguments=model.arguments)
@@ -172,6 +174,7 @@ def _download(name: str) -> Path:
             f"{TIMM}{name}: these weights cannot be loaded: {reason_of(error)}. Write {path} where "
             f"there is a network, and copy it to this folder: {_writes(name)}"
         ) from None
+    # In the current folder, not in a cache: a recipe names the file, and needs no network later.
     with writing(path, hint="make room, or begin without: --weights none"):
         write_whole(path, safetensors.torch.save(state, metadata={"format": "pt"}))
     return path

@@ -63,7 +63,7 @@ def switch_off(recipe: Recipe, device: torch.device) -> None:
     Evaluations and polishing try by themselves what else they use.
     """
     refusals = {part: _choice(recipe, part) for part in PARTS}
-    proof.decide(device, {part: it for part, it in refusals.items() if it is not None})
+    proof.decide(device, {part: why for part, why in refusals.items() if why is not None})
 
 
 def settle(
@@ -81,6 +81,7 @@ def settle(
     parts = _parts_on(device, recipe, has_spans=has_spans, has_one_size=pixels is not None)
     if not parts:  # on no worker
         return None
+    # What the user has switched off is not tried, and what is refused here is refused by all below.
     refusals = {part: _choice(recipe, part) for part in parts}
     tried = [part for part, refusal in refusals.items() if refusal is None]
     settings, key = _settings(recipe, plan, pixels, options.imports)
@@ -102,6 +103,7 @@ def settle(
     facts = partial(proof.facts_of_trials, __name__, tried, device, key)
     findings = _findings_on_hosts(prove, facts, backend)
     refusals |= {part: finding.refused for part, finding in findings.items()}
+    # All workers come here, also one without a trial: a host with another device decides with them.
     agreed = agree(refusals, backend, backend.device)
     proof.decide(device, agreed)
     if recipe.execution.graph is True and agreed.get(GRAPH):
@@ -120,14 +122,17 @@ def _findings_on_hosts(
     findings = prove() if is_first else {}
     if backend.world_size == 1:
         return findings
-    own = facts()
-    sent = [own, {part: asdict(it) for part, it in findings.items()}] if is_first else None
+    facts_here = facts()
+    sent = None
+    if is_first:
+        sent = [facts_here, {part: asdict(finding) for part, finding in findings.items()}]
     everyone = gather_values(sent, backend, backend.device)
     if is_first:
         return findings
-    of_the_same = (each[1] for each in everyone if each is not None and each[0] == own)
-    found = next(of_the_same, None)
-    return prove() if found is None else {part: Finding(**it) for part, it in found.items()}
+    for facts_there, record in filter(None, everyone):
+        if facts_there == facts_here:
+            return {part: Finding(**fields) for part, fields in record.items()}
+    return prove()  # this worker's device is another one than that of the first
 
 
 def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
@@ -144,13 +149,13 @@ def _parts_on(
     """Return the parts that this type of device has and the recipe may use."""
     graph = recipe.execution.graph is not False and recipe.sums_gradients
     is_cached = has_one_size and recipe.execution.cache in {None, "device"}
-    found = {
+    may_use = {
         BATCHNORM: has_spans and proof.has_kernels(BATCHNORM, device),
         OPTIMIZER: proof.has_kernels(OPTIMIZER, device),
         CROPS: is_cached and proof.has_kernels(CROPS, device),
         GRAPH: graph and device.type in accelerator.GRAPHS,
     }
-    return [part for part in PARTS if found[part]]
+    return [part for part in PARTS if may_use[part]]
 
 
 def _choice(recipe: Recipe, part: str) -> str | None:
@@ -170,7 +175,7 @@ def _settings(
 
     Seeds, learning rates and other numbers of the method do not: a study has one trial.
     """
-    given = recipe.with_execution(device_batch=plan.device_batch)
+    resolved = recipe.with_execution(device_batch=plan.device_batch)
     sides = {piece.image_size for piece in plan.sizes} | {recipe.data.image_size}
     sizes = [[plan.device_batch, side] for side in sorted(sides, reverse=True)]
     execution = recipe.execution
@@ -192,7 +197,7 @@ def _settings(
         "required": execution.graph is True,
     }
     settings = {
-        "recipe": given.model_dump(mode="json"),
+        "recipe": resolved.model_dump(mode="json"),
         "workers": plan.workers,
         "sizes": sizes,
         "pixels": pixels,
@@ -240,7 +245,8 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
         return trials_of(uses, device)
 
     def optimizer() -> Iterator[Trial]:
-        model, scaled = build_model(recipe, device), recipe.precision == "fp16"
+        model = build_model(recipe, device)
+        scaled = recipe.precision == "fp16"
         is_apex = recipe.execution.kernels == "apex"
         builders: dict[str, Build] = {
             recipe.optimizer.kind: lambda model: build_optimizer(recipe, model, Serial(device))
@@ -274,7 +280,11 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
     def graph() -> Iterator[Trial]:
         is_required = recipe.execution.graph is True
         for num, side in sizes:
-            ours, theirs = (update(num, side, graph=use) for use in ("auto", False))
+            # A graph rounds like its operations, but some of these add in any order; `exact` is a
+            # second run without a graph, whose difference from the first is what the graph's may
+            # be.
+            ours = update(num, side, graph="auto")
+            theirs = update(num, side, graph=False)
             yield Trial(
                 name=f"updates of {num} images of {side} x {side}",
                 ours=ours.result,
@@ -307,9 +317,13 @@ class _Updates:
         graph: UseGraph,
         updates: int | None = None,
     ) -> None:
-        self._recipe, self._plan, self._device = recipe, plan, device
-        self._num, self._side = num, side
-        self._graph, self._updates = graph, updates or _UPDATES
+        self._recipe = recipe
+        self._plan = plan
+        self._device = device
+        self._num = num
+        self._side = side
+        self._graph = graph
+        self._updates = updates or _UPDATES
         self.seconds = 0.0
         """Median of the updates that a graph replays."""
 
@@ -321,7 +335,10 @@ class _Updates:
 
     def result(self) -> list[Tensor]:
         """Make the updates; return losses, weights, statistics and the optimizer's state."""
-        recipe, plan, device, group = self._recipe, self._plan, self._device, Serial(self._device)
+        recipe = self._recipe
+        plan = self._plan
+        device = self._device
+        group = Serial(device)
         model = build_model(recipe, device)
         if plan.sync_workers > 1:  # its part of a span is all of it here
             with_span(model, self._num)
@@ -330,6 +347,7 @@ class _Updates:
 
             shares = plan.sync_workers > 1
             compile_model(model, recipe.execution.compile, device, shares_spans=shares)
+        # A first and a last micro-batch; one between them computes nothing that these do not.
         accumulation = min(2, plan.accumulation)
         accelerator.seed(0, device)
         images = torch.randn(self._num, 3, self._side, self._side, device=device)
@@ -337,6 +355,7 @@ class _Updates:
             images = images.contiguous(memory_format=torch.channels_last)
         labels = torch.randint(recipe.data.classes, (self._num,), device=device)
         with closing(build_state(recipe, plan, model, group)) as state:
+            # One worker alone: layers that share spans in the run must not wait for others here.
             spans = Spans(model, group)
             for layer in spans.layers if plan.sync_workers > 1 else ():
                 layer.group = group
@@ -359,19 +378,18 @@ class _Updates:
                 accumulation=accumulation,
                 seed=step_seeds(0, 0),
             )
-            losses, seconds = [], []
+            losses = []
+            seconds = []
             with closing(updates):
                 for _ in range(self._updates):
+                    # sync: this is a measurement
                     accelerator.synchronize(device)
                     start = time.perf_counter()
                     losses.append(next(updates).loss)
                     accelerator.synchronize(device)
                     seconds.append(time.perf_counter() - start)
             self.seconds = statistics.median(seconds[_RECORDED:] or seconds)
-            moments = state.updater.optimizer.state.values()
-            tensors = [
-                torch.stack(losses),
-                *model.state_dict().values(),
-                *(it for each in moments for it in each.values() if isinstance(it, Tensor)),
-            ]
-            return [it.detach().clone() for it in tensors if it.is_floating_point()]
+            tensors = [torch.stack(losses), *model.state_dict().values()]
+            for of_weight in state.updater.optimizer.state.values():
+                tensors += [value for value in of_weight.values() if isinstance(value, Tensor)]
+            return [tensor.detach().clone() for tensor in tensors if tensor.is_floating_point()]

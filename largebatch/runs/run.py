@@ -46,7 +46,7 @@ from largebatch.runs.folder import (
     remember,
     require_same_run,
 )
-from largebatch.runs.interrupts import describe_saved
+from largebatch.runs.interrupts import describe_saved, noting_requests
 from largebatch.runs.options import NEW_FOLDER, Options, Resume, chosen_folder
 from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
@@ -168,10 +168,12 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
         check_folder(options.out, resume=options.resume)
-        if "mlperf" in recipe.tracking.trackers and recipe.data.source == "folder" and options.data:
+        images = options.data if recipe.data.source == "folder" else None
+        if recipe.tracking.logs_mlperf and images is not None:
+            # MLPerf's clock would run while the folder is indexed.
             from largebatch.data.index.index import require_stored
 
-            require_stored(options.data, purpose="tracking: [mlperf]")
+            require_stored(images, purpose="tracking: [mlperf]")
     if options.workers > 1:  # a recipe that they cannot divide is refused before they start
         make_plan(recipe, workers=options.workers, backend=options.backend)
     return options
@@ -180,6 +182,10 @@ def prepare(recipe: Recipe, options: Options) -> Options:
 def _require_options(options: Options) -> None:
     workers = options.workers
     least = options.min_workers
+    if workers < 1:
+        raise BackendError(f"--workers {workers}: expected 1 or more")
+    if options.restarts < 0:
+        raise BackendError(f"--restarts {options.restarts}: expected 0 or more")
     if options.restarts and (workers == 1 or worker_rank() is not None):
         raise BackendError(
             "--restarts starts --workers again; leave it out, and repeat this with --resume auto"
@@ -201,7 +207,8 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
     before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
-    If one ran out of memory, all are started again with a smaller device batch.
+    If one ran out of memory, all are started again with a smaller device batch. After a request to
+    stop none is started again: the error is raised.
     """
     from largebatch.runs.launch import start_workers
 
@@ -209,6 +216,7 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
     least = options.min_workers or workers
     restarts = options.restarts  # those that are left
     started = time.monotonic()
+    is_asked_to_stop = noting_requests()
     following = options
     while True:
         saved = describe_saved(options.out)
@@ -217,9 +225,12 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
             start_workers(command, workers=workers, horovod=options.backend == "horovod")
             return TypeAdapter(Summary).validate_json((options.out / SUMMARY).read_bytes())
         except SmallerBatchError as error:  # not counted: the device batch halves, so it ends
+            if is_asked_to_stop():
+                raise
             reason = str(error)
         except WorkerFailedError as error:
-            if not restarts:
+            # A worker may fail while it stops: whoever pressed Ctrl-C does not want another start.
+            if not restarts or is_asked_to_stop():
                 raise
             reason = str(error)
             restarts -= 1
@@ -246,9 +257,11 @@ def _fewer_workers(recipe: Recipe, options: Options, workers: int, *, least: int
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Run one worker; if it is alone and ran out of memory, again with a smaller device batch.
 
-    Raises SmallerBatchError if it is one of several: then all of them have to start again.
+    Raises SmallerBatchError if it is one of several, because then all of them have to start again,
+    and after a request to stop.
     """
     started = time.monotonic()
+    is_asked_to_stop = noting_requests()
     following = options
     while True:
         try:
@@ -277,7 +290,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 assert recording.summary is not None
                 return recording.summary
         except SmallerBatchError as error:
-            if not error.alone:
+            if not error.alone or is_asked_to_stop():
                 raise
         # The tensors of this session leave the device before the next one is opened.
         del session, profiled, profiler, recording, checkpoint

@@ -48,6 +48,8 @@ def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
 
     The updater of the stage `polish.affine` is built when it begins, because that freezes weights.
     """
+    # Learners of a protocol do not wait for each other, so neither the optimizer nor the reducer
+    # may.
     group = _summing_group(recipe, backend)
     polish = recipe.polish or Polish.model_construct()
     lr = recipe.schedule.peak_lr
@@ -77,6 +79,7 @@ def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
         """
         assert polish.affine is not None
         trained = affine_parameters(model)
+        # Before the optimizer and the reducer are built: both take the weights that are trained.
         for weight in model.parameters():
             weight.requires_grad_(weight in trained)
         affine_lr = polish.affine.lr
@@ -161,6 +164,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
         requests=requests,
         seed=recipe.seed,
+        # In fp16 the scaler skips updates by itself, and lowers the scale.
         skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
         graph=recipe.execution.graph,
         updates=build_updates(recipe, state, backend),
@@ -243,6 +247,7 @@ def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: n
         head = set(classifier(model).parameters())
     except ValueError as error:
         raise RecipeError(f"model.backbone: {error}") from None
+    # By identity and not by name: what the classifier is called differs between networks.
     backbone = [weight for weight in model.parameters() if weight not in head]
     after = 0 if section.frozen is None else plan.steps_in(section.frozen)
     for group in own_groups(optimizer, backbone):

@@ -42,6 +42,7 @@ def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) 
     """
     model = state.model
     digest = None
+    # Other hosts may not have the file: its weights are sent, and its digest for the record.
     if backend.rank == 0:
         load_initial(path, model, drawn=drawn)
         with path.open("rb") as file:
@@ -228,6 +229,8 @@ def _type(tensor: Tensor) -> str:
 
 def _name(key: str, expected: Collection[str]) -> str:
     """Return the expected name of a key, without wrappers and the module around the network."""
+    # A network that was an attribute of a module has one more name in front, such as `model.`; it
+    # is dropped only where the rest is a name of this model.
     modules = [module for module in key.split(".") if module not in _WRAPPERS]
     unwrapped = ".".join(modules)
     inner = ".".join(modules[1:])

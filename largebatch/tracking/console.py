@@ -82,6 +82,8 @@ class Console:
 
     def _show(self, line: str, *, bar: str = "") -> None:
         """Write a line; one with a bar replaces the one before, and stays open."""
+        # A bar ends without a line break, so that the next one replaces it; anything else begins a
+        # line. Blanks cover the rest of a longer bar.
         text = f"{line}\n"
         if self._is_notebook and bar:
             text = f"\r{bar} {line.strip()}".ljust(len(self._bar))
@@ -92,6 +94,7 @@ class Console:
             write_to(self._stream, text)
         except BrokenPipeError:  # nobody reads it, as after `| head`; the run continues
             assert self._stream is not None
+            # Not the stream alone: Python would write to the pipe again as it exits, and fail.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -122,6 +125,7 @@ class Console:
         if time.monotonic() - self._last_line < every and done != self._steps:
             return
         self._last_line = time.monotonic()
+        # Updates only: evaluations and stages after them come on top.
         seconds = (self._steps - done) * fmean(self._recent)
         left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
         self._show(

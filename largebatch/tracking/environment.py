@@ -45,6 +45,7 @@ def source_commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", "--", "__init__.py")  # else it is another's
+        # Only this package: other files of the checkout change nothing in a run.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".").strip()
         return git("rev-parse", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):

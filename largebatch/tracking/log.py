@@ -30,6 +30,8 @@ class JsonLines:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self._path = path
         with ExitStack() as opened:
+            # Without a buffer: what is recorded is the system's, whatever then happens to this
+            # process.
             self._file = opened.enter_context(path.open("ab", buffering=0))
             try:
                 _lock(self._file, path)
@@ -76,6 +78,8 @@ def require_unlocked(path: Path) -> None:
 def _lock(file: IO[bytes], path: Path) -> None:
     """Lock an open file; OSError if its file system has no locks."""
     try:
+        # flock belongs to the open file and not to the process: a second run in this process is
+        # refused too, and closing another file of the same path does not unlock it.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
@@ -108,6 +112,8 @@ def record(trackers: list[Tracker], event: Event) -> None:
 
 def _turn(tracker: Tracker, event: Event) -> int:
     """Return the order in which trackers receive an event: -1 first, 1 last."""
+    # What other trackers take, such as seconds of a server, is not counted: the clock starts after
+    # them and stops before them.
     if isinstance(tracker, Clock):
         return 1 if isinstance(event, Start) else -1
     return int(isinstance(event, Finish) and isinstance(tracker, JsonLines))

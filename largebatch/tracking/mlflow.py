@@ -82,6 +82,7 @@ class MLflow(ScalarTracker):
                 part = parameters[first : first + _MOST_PARAMETERS]
                 self._client.log_batch(self._run, params=part)
             write_id(self._folder, "mlflow", self._run)
+        # The end of an earlier part has closed it.
         self._client.update_run(self._run, status="RUNNING")
 
     def _tags(self) -> dict[str, str]:
@@ -100,8 +101,10 @@ class MLflow(ScalarTracker):
         return resolved
 
     def _lacking(self, new: NewNumbers, event: Plotted, position: int) -> dict[str, float]:  # noqa: ARG002 -- the base's signature
+        # The numbers of an event were sent in order, so one that has its last has all: one request
+        # to MLflow and not one for each name.
         *others, last = new.values
-        if self._take(last, event.step):  # the numbers of an event are sent in this order
+        if self._take(last, event.step):
             return {}
         lacking = [name for name in others if not self._take(name, event.step)]
         return {name: new.values[name] for name in (*lacking, last)}
@@ -119,6 +122,8 @@ class MLflow(ScalarTracker):
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         self._waiting += [metric(name, value, now, event.step) for name, value in values.items()]
+        # A request for each update would cost a fast run more than its updates; other events are
+        # rare.
         late = time.monotonic() - self._sent > FLUSH_SECONDS
         if late or not isinstance(event, Step | System):
             self._send()

@@ -82,6 +82,8 @@ def ratio(squares: Iterable[Squares]) -> float:
 
 def _split(squares: Squares) -> tuple[float, float]:
     """Return unbiased estimates of tr(Sigma) and |G|^2 from one update (appendix A.1)."""
+    # Two expectations, |G|^2 + tr(Sigma) / few and |G|^2 + tr(Sigma) / many, solved for the two
+    # terms.
     small, big, few, many = squares
     if not 0 < few < many:
         raise ValueError(f"big_batch ({many}) must be above small_batch ({few}), and that above 0")
@@ -98,6 +100,8 @@ def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, flo
     bottom = math.fsum(bottoms) / number
     scale = _student(number - 1) ** 2 / (number * (number - 1))
     across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
+    # The ends are the roots of a r^2 - 2 b r + c in the ratio r. Unless a > 0 the denominator may
+    # be 0, and no ratio can be excluded at one end.
     a = bottom**2 - scale * math.fsum((value - bottom) ** 2 for value in bottoms)
     b = top * bottom - scale * across
     c = top**2 - scale * math.fsum((value - top) ** 2 for value in tops)
@@ -136,6 +140,8 @@ class RunningNoise:
         """
         plan = self._plan
         global_batch = plan.batch_at(step)
+        # The gradients are of a loss that is divided by the global batch: those of one device batch
+        # are made means of its own samples.
         share = global_batch / plan.device_batch
         squares = Squares(
             small=first / plan.workers * (share / loss_scale) ** 2,
@@ -143,6 +149,7 @@ class RunningNoise:
             small_batch=plan.device_batch,
             big_batch=global_batch,
         )
+        # An update that was skipped would make every mean after it NaN.
         if all(map(math.isfinite, squares)):
             self._recent.append(squares)
         value = ratio(self._recent) if len(self._recent) > 1 else math.nan

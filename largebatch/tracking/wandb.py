@@ -85,6 +85,7 @@ class Wandb(ScalarTracker):
 
     def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
         chosen = os.environ.get("WANDB_MODE")
+        # `wandb sync` leaves a file beside each part that it has sent.
         parts = self._folder.glob("wandb/offline-run-*/*.wandb")
         unsent = any(not part.with_name(f"{part.name}.synced").exists() for part in parts)
         offline = chosen is None and (unsent or not self._wandb.login(prompt=False, verify=False))
@@ -98,6 +99,8 @@ class Wandb(ScalarTracker):
         self._rows = self._run.starting_step
         self._events = self._set_aside_killed()
         self._write_parts(self._events, Path(self._run.settings.sync_dir).name)
+        # Plotted by the update and not by W&B's rows: an update with two evaluations takes two of
+        # them.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         for name, best in _BEST.items():
@@ -113,6 +116,7 @@ class Wandb(ScalarTracker):
             config=self._config,
             mode=mode,
             settings=self._wandb.Settings(silent=True, git_commit=commit or None),
+            # An argument would override the variable that the user has set for this run.
             **{
                 name: self._arguments[name]
                 for name, variable in _VARIABLES.items()
@@ -174,6 +178,7 @@ class Wandb(ScalarTracker):
             artifact = self._wandb.Artifact(f"{self._identity}-report", type="report")
             artifact.add_file(str(report))
             self._run.log_artifact(artifact)
+        # A run that its scheduler starts again needs nobody's attention.
         level = _ALERTS.get(summary.status)
         if level and not summary.is_requeued:
             done = f"after {plural(summary.steps, 'update')}"

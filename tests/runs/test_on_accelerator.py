@@ -37,11 +37,12 @@ from largebatch.accelerator import CPU
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DeviceMemoryError
+from largebatch.errors import DeviceMemoryError, SmallerBatchError
 from largebatch.polish import polish
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import fitting
 from largebatch.runs.checkpoints import evaluate_checkpoint
+from largebatch.runs.interrupts import StopRequests
 from largebatch.runs.options import Options
 from largebatch.tracking.events import StageName
 from largebatch.training import session
@@ -298,6 +299,19 @@ def test_after_memory_ran_out_in_the_first_update_a_run_starts_again(
     assert [step["step"] for step in log(tmp_path / "run", "step")] == list(range(BEFORE))
     (note, *_) = (it["text"] for it in log(tmp_path / "run", "note") if "memory" in it["text"])
     assert "newest checkpoint" not in note
+
+
+def test_a_run_that_is_asked_to_stop_does_not_start_again_when_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_and_fail(_: EagerStep) -> None:
+        StopRequests().add()  # Ctrl-C, in the update that fails
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(EagerStep, "update_weights", stop_and_fail)
+    with pytest.raises(SmallerBatchError):
+        run(a_recipe(CLEAN), out=tmp_path / "run")
+    assert len(log(tmp_path / "run", "start")) == 1
 
 
 def test_a_given_device_batch_that_does_not_fit_is_refused_with_one_that_does(

@@ -15,9 +15,16 @@ from mlperf_logs import finish
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log, weights
 
 from largebatch import run
-from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
+from largebatch.errors import (
+    BackendError,
+    DataError,
+    LargebatchError,
+    SmallerBatchError,
+    WorkerFailedError,
+)
 from largebatch.runs import launch
 from largebatch.runs import run as runs
+from largebatch.runs.interrupts import StopRequests
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB, run_workers, start
 from largebatch.tracking.events import SUMMARY, write_json
@@ -60,6 +67,10 @@ class Machine:
             write_json(self.folder.parent / SUMMARY, finish().summary)
         if end == "user":
             raise DataError("image.png: not an image")
+        if end.startswith("stopped"):
+            StopRequests().add()
+        if end.endswith("memory"):
+            raise SmallerBatchError("device batch 48 does not fit")
         if end != "well":
             raise WorkerFailedError("worker 1 exited")
 
@@ -96,6 +107,8 @@ def test_workers_that_died_are_started_again(
     [
         pytest.param(["died", "died", "died"], WorkerFailedError, id="too often"),
         pytest.param(["user"], DataError, id="a mistake of the user"),
+        pytest.param(["stopped"], WorkerFailedError, id="Ctrl-C"),
+        pytest.param(["stopped, no memory"], SmallerBatchError, id="Ctrl-C and no memory"),
     ],
 )
 def test_workers_are_not_restarted_indefinitely(
@@ -106,6 +119,15 @@ def test_workers_are_not_restarted_indefinitely(
     with pytest.raises(error):
         run_workers(a_recipe(CLEAN), Options(out=tmp_path, workers=2, restarts=2))
     assert len(machine.started) == len(ends)
+
+
+def test_after_want_of_memory_workers_are_started_again_uncounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, ["no memory", "no memory", "well"])
+    monkeypatch.setattr(launch, "start_workers", machine.start)
+    run_workers(a_recipe(CLEAN), Options(out=tmp_path, workers=2))
+    assert machine.started == [(2, False), (2, "auto"), (2, "auto")]
 
 
 def test_the_time_limit_is_that_of_all_starts_together(
@@ -148,6 +170,15 @@ def test_a_least_number_of_workers_that_cannot_apply_is_refused(
             restarts=restarts,
             min_workers=5,
         )
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2, "restarts": -1}])
+def test_numbers_of_workers_and_restarts_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    with pytest.raises(BackendError, match="expected"):
+        run(a_recipe(CLEAN), out=tmp_path / "run", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_single_process_cannot_restart_itself(tmp_path: Path) -> None:
