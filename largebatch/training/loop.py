@@ -306,6 +306,7 @@ def train(
         data = Stopwatch(device)
         for micro in range(accumulation):
             with data:
+                # A loader of the user's may yield any pair of images and labels.
                 batch = Batch(*next(batches))
             step.accumulate(batch, first=micro == 0, last=micro == accumulation - 1)
         result = step.finish()

@@ -197,7 +197,11 @@ it must not wait for the device. The numbers of worker 0 are recorded.
 
 
 class Monitors:
-    """Measures the fields that the recipe monitors, on every worker."""
+    """Measures the fields that the recipe monitors, on every worker.
+
+    To add one, name it in `recipe/choices.py`, measure it here, and give it a field of
+    `tracking.events.Step`. One of another package is an entry point: see `Monitoring`.
+    """
 
     def __init__(
         self, monitored: Collection[Monitor], plan: Plan, backend: Backend, state: TrainState

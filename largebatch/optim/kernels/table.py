@@ -1,6 +1,6 @@
 """The update of all tensors of a GPU in two launches: norms, if any ratio needs them, and update.
 
-A table of the tensors' addresses is on the device, and so do the numbers of their groups (rates,
+A table of the tensors' addresses is on the device, and so are the numbers of their groups (rates,
 momentum, ...), so that a CUDA graph can replay both launches. Weights are float32; a float16 or
 bfloat16 weight is updated through its float32 master, and its copy is written in the same pass.
 """

@@ -70,6 +70,7 @@ class Tabled(Optimizer):
         is returned, and nothing computed, if not all weights are in one table that needs norms, or
         if hooks or the step of another package's subclass may change them first.
         """
+        # The norms would then be those of other gradients than the step reads.
         # A step of another package may change gradients by `.data` before it calls ours.
         hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         is_ours = type(self).step.__module__.startswith("largebatch.")

@@ -117,8 +117,10 @@ def update(
         ratio = tl.where((w > 0.0) & (g > 0.0), ratio, 1.0)
         limit = tl.load(rule + 8)
         ratio = tl.where(ratio > limit, limit, ratio)
+    # All programs of a tensor have computed the same ratio; the first one writes it.
     if start == 0:
         tl.store(ratios + which, ratio)
+    # GradScaler expects that the step leaves gradients without the scale.
     if SCALED:
         grad = grad / tl.load(scale)
         _store_short(addresses + 3 * num, which, kind, at, grad, inside, ALIGNED)
@@ -137,6 +139,7 @@ def update(
     if tl.load(rule + 10) > 0.0:
         step = direction + tl.load(rule).to(tl.float32) * buffer
     weight -= out.to(tl.float32) * step
+    # A skipped step stores nothing: the mask of every store below is then empty.
     if SKIPS:
         inside = at < tl.where(tl.load(found_inf) == 0.0, size, 0)
     tl.store(buffers, buffer, mask=inside)
