@@ -111,7 +111,7 @@ class GraphedStep(EagerStep):
 
     Gradients stay in the buffers of the reducer. Weights, statistics, the optimizer's state and its
     settings besides the learning rate must stay as they are too: ValueError is raised if other code
-    replaces one after a graph was recorded, or freezes a weight. A new step records anew.
+    replaces one after a graph was recorded, or freezes a weight. A new step records again.
 
     A replay calls no Python. `criterion`, `measure_norm` and `follow` are called while an update is
     recorded, and what the host does in them then is not repeated; nor does a replay see settings of
