@@ -167,7 +167,7 @@ def _sequential(block: nn.Sequential, images: Any) -> Any:  # noqa: ANN401 -- as
 def _neighbours(block: nn.Sequential) -> list[list[nn.Module]]:
     """Divide layers into groups from a BatchNorm to a ReLU; every other layer is alone.
 
-    They are divided anew in each pass: layers may have been added or replaced.
+    They are divided in each pass: layers may have been added or replaced.
     """
     layers = list(block)
     groups = []
