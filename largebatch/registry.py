@@ -110,12 +110,12 @@ def load(group: Group, name: str, *, ours: Collection[str] | None = None) -> Any
 
 def require_one_owner(group: Group, name: str, *, ours: Collection[str]) -> None:
     """Raise RecipeError if several packages have a part of this name."""
-    owners = [OWN] if name in ours else []
-    owners += [f"{entry.package} {entry.version}" for entry in _installed()[group].get(name, [])]
+    owners = [f"{entry.package} {entry.version}" for entry in _installed()[group].get(name, [])]
+    where = " and in ".join(owners)
+    if owners and name in ours:
+        raise RecipeError(f"{name!r} is in {OWN}, and in {where}: uninstall the latter")
     if len(owners) > 1:
-        raise RecipeError(
-            f"{name!r} is in {' and in '.join(owners)}: uninstall all of these but one"
-        )
+        raise RecipeError(f"{name!r} is in {where}: uninstall all of these but one")
 
 
 def missing(group: Group, name: str) -> str:
@@ -142,6 +142,8 @@ def trouble(group: Group, name: str) -> str | None:
 def resolve(target: str, *, package: str = OWN) -> Any:  # noqa: ANN401 -- any object
     """Import an object by `module:object`; raise RecipeError if another package is broken."""
     module, _, path = target.partition(":")
+    if not path:
+        raise RecipeError(f"{target} of {package} must be module:object; repair that package")
     try:
         value: Any = importlib.import_module(module)
         for name in path.split("."):

@@ -199,3 +199,49 @@ def test_a_name_of_two_packages_is_refused_with_both(
         "seed: 1\nduration -> duration",
     )
     assert others.returncode == DONE, others.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ("    power: Positive = 0.5", "    power: memoryview", "schedule.decay.kind"),
+        ('    builder: ClassVar = "extras.parts:build_sign"\n', "", "optimizer.kind"),
+        ('Literal["sign"]', 'Literal["sgn"]', "optimizer.kind"),
+    ],
+)
+def test_a_wrong_section_is_one_line_in_recipes_that_name_it(
+    place: Path, before: str, after: str, key: str
+) -> None:
+    sections = place / "site" / "extras" / "sections.py"
+    text = sections.read_text()
+    assert before in text
+    sections.write_text(text.replace(before, after))
+    done = check(place)
+    assert done.returncode == USER
+    assert key in done.stderr
+    assert "extras.sections." in done.stderr
+    assert done.stderr.count("\n") == 2
+    assert call(place, "-m", "largebatch", "check", "digits_96").returncode == DONE
+
+
+def test_a_policy_can_refuse_what_other_sections_have(place: Path) -> None:
+    sections = place / "site" / "extras" / "sections.py"
+    conflict = "    def conflicts(self, recipe):\n        yield f'root: seed {recipe.seed}'\n\n\n"
+    text = sections.read_text()
+    sections.write_text(text.replace("def build_root", f"{conflict}def build_root"))
+    done = check(place)
+    assert done.returncode == USER
+    assert "root: seed 1" in done.stderr
+
+
+def test_an_optimizer_can_wrap_another(place: Path) -> None:
+    sections = place / "site" / "extras" / "sections.py"
+    field = "\n\nclass Sign(Optimizer):\n    inner: Optimizer | None = None\n"
+    sections.write_text(sections.read_text().replace("\n\nclass Sign(Optimizer):\n", field))
+    change = (
+        "kind: sign, weight_decay: 0.01 -> kind: sign, inner: {kind: sign, inner: {kind: lars}}"
+    )
+    assert check(place, change).returncode == DONE
+    done = call(place, "-m", "largebatch", "explain", "optimizer.inner")
+    assert done.returncode == DONE, done.stderr
+    assert "sign" in done.stdout

@@ -96,11 +96,13 @@ class Muon(Optimizer):
             "adjust_lr": adjust_lr,
             "normalize_weights": normalize_weights,
         }
-        theirs = [{**each, "lr": lr} for each in others.param_groups]
-        for ours, each in zip(theirs, others.param_groups, strict=True):
-            if "lr_ratio" not in ours:
-                ours["lr_ratio"] = each["lr"] / lr
-        super().__init__([group, *theirs], {"lr": lr})
+        # The schedule sets one rate in all groups, so theirs are kept as ratios to it.
+        other_groups = [dict(other) for other in others.param_groups]
+        for other in other_groups:
+            if "lr_ratio" not in other:
+                other["lr_ratio"] = other["lr"] / lr
+            other["lr"] = lr
+        super().__init__([group, *other_groups], {"lr": lr})
         self._others = others
         self._workers = workers or running_backend(matrices[0].device)
 
@@ -170,8 +172,14 @@ class Muon(Optimizer):
         lr = group["lr"]
         steps = [-lr * _scale(weight, group["adjust_lr"]) for weight in weights]
         numbers = [momentum, 1 - momentum, 1 - lr * group["weight_decay"], *steps]
-        kinds = {(it.device, it.dtype) for it in weights if it.device.type in accelerator.GRAPHS}
-        if len(kinds) == 1 and all(it.itemsize >= 4 for it in weights):
+        # Replays read numbers from one tensor, so weights on several devices are left to the host.
+        # In 16 bits 1 - lr * weight_decay would often round to 1.
+        kinds = {
+            (weight.device, weight.dtype)
+            for weight in weights
+            if weight.device.type in accelerator.GRAPHS
+        }
+        if len(kinds) == 1 and all(weight.itemsize >= 4 for weight in weights):
             self._numbers = self._numbers or Numbers(*kinds.pop())
             numbers = list(self._numbers.use(numbers).unbind())
         momentum, rest, kept, *steps = numbers
@@ -188,11 +196,13 @@ class Muon(Optimizer):
         widest = functools.reduce(torch.promote_types, (weight.dtype for weight in weights))
         dtype = torch.bfloat16 if group["ns_dtype"] == "bf16" else widest
         numbers = [weight.numel() for weight in weights]
+        # Zeros stay where other workers write: a sum with zeros is exact.
         flat = torch.zeros(sum(numbers), dtype=dtype, device=weights[0].device)
         parts = [
             part.view(weight.shape)
             for part, weight in zip(flat.split(numbers), weights, strict=True)
         ]
+        # An iteration multiplies the matrix by its own product along the shorter side.
         costs = [math.prod(_sides(weight)) * min(_sides(weight)) for weight in weights]
         share = own_share(costs, rank=self._workers.rank, workers=self._workers.world_size)
         for places in _of_equal_shapes(share, weights):
@@ -247,13 +257,13 @@ def _of_equal_shapes(places: Sequence[int], weights: Sequence[Tensor]) -> Iterab
     On a GPU these are matrices of equal shapes: small ones are bound by launches. A CPU multiplies
     single matrices faster.
     """
-    found: dict[object, list[int]] = {}
+    batches: dict[object, list[int]] = {}
     for place in places:
         weight = weights[place]
         is_alone = weight.device.type == "cpu"
         key = place if is_alone else (_sides(weight), weight.dtype, weight.device)
-        found.setdefault(key, []).append(place)
-    return found.values()
+        batches.setdefault(key, []).append(place)
+    return batches.values()
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:
@@ -308,10 +318,15 @@ def _build_others(
     ]
     match section:
         case sections.MuonSGD():
-            momentum, nesterov = section.momentum, section.nesterov
-            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=False)
+            return build_sgd(
+                groups,
+                lr=lr,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                scaled=False,  # a scaler steps Muon, and not this optimizer
+            )
         case sections.MuonAdamW():
-            betas = section.beta1, section.beta2
+            betas = (section.beta1, section.beta2)
             return build_adamw(groups, lr=lr, betas=betas, eps=section.eps)
         case _:
             assert_never(section)

@@ -106,7 +106,10 @@ def _block(key: str, meaning: Meaning) -> str:
 
 
 def _values(section: type[Section], field: FieldInfo, name: str) -> str:
-    values = _in_words(section.model_json_schema()["properties"][name])
+    schema = section.model_json_schema()
+    if "$ref" in schema:  # of a section that may be in itself
+        schema = schema["$defs"][section.__name__]
+    values = _in_words(schema["properties"][name])
     if field.is_required():
         return f"{values}, required"
     default = field.get_default(call_default_factory=True, validated_data={})
@@ -117,7 +120,8 @@ def _values(section: type[Section], field: FieldInfo, name: str) -> str:
 
 def _list_fields(prefix: str, section: type[Section]) -> str:
     kinds = kinds_of(section)
-    head = (section.__doc__ or "").strip().splitlines()[0]
+    # A section of another package may have no docstring.
+    head = (section.__doc__ or "").strip().partition("\n")[0]
     fields = {name: field for name, field in section.model_fields.items() if name != "kind"}
     lines = [f"{chooser_of(section)}: {' or '.join(kinds)}: {head}" if kinds else head]
     rows = [

@@ -97,9 +97,26 @@ def meant_words(key: str, value: str, root: type[Section]) -> str:
 def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
     """Return a message with every error in a section and those below it, each by its path."""
     problems = error.errors(include_url=False)
-    lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
+    shown = problems[: SHOWN + 1]
+    lines = [_of_package(problem, root) or _explain(problem, root) for problem in shown]
     head = f"{source}: {plural(len(problems), 'problem')}"
     return "\n  ".join([head, shorten(lines, between="\n  ")])
+
+
+def _of_package(problem: ErrorDetails, root: type[Section]) -> str | None:
+    """Return why a part of an installed package cannot be used; None if that is not the problem.
+
+    The choices are left out: the word is right, and the package is not.
+    """
+    keys, _ = _locate(problem["loc"], root)
+    group = _group_at(keys, root)
+    is_section = problem["type"] == "union_tag_invalid"
+    name = problem["ctx"]["tag"] if is_section else problem["input"]
+    if group is None or not isinstance(name, str):
+        return None
+    reason = registry.trouble(group, name)
+    where = clip(".".join([*keys, "kind"] if is_section else keys), LONGEST_NAME)
+    return None if reason is None else f"{where}: {reason}"
 
 
 def _explain(problem: ErrorDetails, root: type[Section]) -> str:
@@ -121,7 +138,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
             expected = context["expected_tags"] or "the kinds of installed packages"
             wrong = f"{chooser}: expected one of {expected}, got {given}"
             meant = _meant(context["tag"], context["expected_tags"])
-            return "; ".join(filter(None, [wrong, _of_package(keys, context["tag"], root, meant)]))
+            return "; ".join(filter(None, [wrong, _or_missing(keys, context["tag"], root, meant)]))
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             message = message.replace("False, True", "false, true")  # as YAML has them
@@ -130,20 +147,23 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
             given = clip(json.dumps(problem["input"]), LONGEST_NAME)
             meant = _meant(problem["input"], context.get("expected", ""))
             if problem["type"] == "literal_error":
-                meant = _of_package(keys, problem["input"], root, meant)
+                meant = _or_missing(keys, problem["input"], root, meant)
             if problem["type"] in {"model_type", "dict_type"}:  # one word in place of a section
                 meant = _instead(where, root) or f"see `largebatch explain {where}`"
             return "; ".join(filter(None, [f"{where}: {message}, got {given}", meant]))
 
 
-def _of_package(keys: Sequence[str], name: object, root: type[Section], otherwise: str) -> str:
-    """Return why the package of a part cannot be used, or that it is missing; else `otherwise`."""
+def _or_missing(keys: Sequence[str], name: object, root: type[Section], meant: str) -> str:
+    """Return `meant`; if it is empty, what to install where a package may add the name."""
+    group = _group_at(keys, root)
+    if meant or group is None or not isinstance(name, str):
+        return meant
+    return registry.missing(group, clip(name, LONGEST_NAME))
+
+
+def _group_at(keys: Sequence[str], root: type[Section]) -> registry.Group | None:
     where = ".".join(key for key in keys if not key.isdigit())
-    group = next((group_of(field) for key, _, field in every_field(root) if key == where), None)
-    if group is None or not isinstance(name, str):
-        return otherwise
-    name = clip(name, LONGEST_NAME)
-    return registry.trouble(group, name) or otherwise or registry.missing(group, name)
+    return next((group_of(field) for key, _, field in every_field(root) if key == where), None)
 
 
 def _hint(keys: Sequence[str], known: Sequence[str], root: type[Section]) -> str:

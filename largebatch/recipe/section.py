@@ -17,6 +17,7 @@ from typing import (
 )
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -131,8 +132,20 @@ class Choice(Section):
         """Return the schema of a section; of a base, that of the choice between its sections."""
         if not is_base(cls):
             return handler(source)
-        sections = alternatives(cls).items()
-        choices = {kind: handler.generate_schema(section) for kind, section in sections}
+        choices = dict[str, CoreSchema]()
+        for kind, section in alternatives(cls).items():
+            try:
+                choices[kind] = handler.generate_schema(section)
+            except PydanticUserError as error:  # such as a key of a type that no recipe can hold
+                if section.__module__ == cls.__module__:
+                    raise
+                reason = str(error).partition("\n")[0].partition(". Set `")[0]
+                registry.refuse(
+                    cls.group,
+                    kind,
+                    f"{_name_of(section)} has a key that cannot be read: {reason}; repair or "
+                    "uninstall that package",
+                )
         # pydantic cannot derive what writes a value where there is no section to choose.
         writer = None if choices else core_schema.plain_serializer_function_ser_schema(dict)
         return core_schema.tagged_union_schema(choices, "kind", serialization=writer)
@@ -211,26 +224,36 @@ def alternatives(base: type[Choice]) -> Mapping[str, type[Choice]]:
         if section.__module__ == base.__module__
         for kind in kinds_of(section)
     }
-    every = dict(ours)
+    sections = dict(ours)
     for name in registry.installed(base.group):
         # A broken package must not stop recipes that do not name it: its reason is kept until one
         # does.
         try:
-            every[name] = _require_section(base, name, registry.load(base.group, name, ours=ours))
+            section = registry.load(base.group, name, ours=ours)
+            sections[name] = _require_section(base, name, section)
         except RecipeError as error:
             registry.refuse(base.group, name, str(error))
-            every.pop(name, None)
-    return MappingProxyType(every)
+            sections.pop(name, None)
+    return MappingProxyType(sections)
 
 
 def _require_section(base: type[Choice], name: str, section: object) -> type[Choice]:
     """Return a section of another package; raise RecipeError if it is none of this base."""
-    if isinstance(section, type) and issubclass(section, base) and kinds_of(section) == (name,):
-        return section
-    raise RecipeError(
-        f"the entry point {name} of {registry.PREFIX}{base.group} must be a subclass of "
-        f"{base.__module__}.{base.__name__} with kind: Literal[{name!r}], got {section!r}"
-    )
+    entry = f"the entry point {name} of {registry.PREFIX}{base.group}"
+    if not (isinstance(section, type) and issubclass(section, base)):
+        got = _name_of(section) if isinstance(section, type) else repr(section)
+        raise RecipeError(f"{entry} must be a subclass of {_name_of(base)}, got {got}")
+    if kinds_of(section) != (name,):
+        raise RecipeError(f"{entry}: {_name_of(section)} needs kind: Literal[{name!r}]")
+    if not isinstance(getattr(section, "builder", None), str):
+        raise RecipeError(
+            f"{entry}: {_name_of(section)} needs builder: ClassVar = 'module:function'"
+        )
+    return section
+
+
+def _name_of(section: type) -> str:
+    return f"{section.__module__}.{section.__qualname__}"
 
 
 def kinds_of(section: type[Section]) -> tuple[str, ...]:
@@ -245,11 +268,16 @@ def chooser_of(section: type[Section]) -> str | None:
 
 
 def every_field(
-    section: type[Section], prefix: str = ""
+    section: type[Section], prefix: str = "", *, above: tuple[type[Section], ...] = ()
 ) -> Iterator[tuple[str, type[Section], FieldInfo]]:
-    """Yield the dotted key of every field of a section and of those below it, and its owner."""
+    """Yield the dotted key of every field of a section and of those below it, and its owner.
+
+    `above` are the sections that it is in.
+    """
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
         yield dotted, section, field
         for below in sections_of(field.annotation):
-            yield from every_field(below, f"{dotted}.")
+            # An optimizer that wraps another one can be in itself, without an end.
+            if below not in (*above, section):
+                yield from every_field(below, f"{dotted}.", above=(*above, section))

@@ -12,7 +12,10 @@ def find_conflicts(recipe: Keys) -> Iterator[str]:
     yield from _samples(recipe)
     if recipe.protocol is not None:
         yield from _protocol(recipe, recipe.protocol)
-    yield from recipe.optimizer.conflicts(recipe)
+    stages = recipe.polish.others if recipe.polish is not None else ()
+    protocols = [recipe.protocol] if recipe.protocol is not None else []
+    for choice in (recipe.optimizer, recipe.schedule.decay, *stages, *protocols):
+        yield from choice.conflicts(recipe)
     yield from (conflict for conflict, is_given in _others(recipe).items() if is_given)
 
 
