@@ -36,7 +36,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.kernels.trials import Build
 from largebatch.optim.kernels.trials import trials_of as trials_of_optimizer
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial, Trials
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Trial, Trials, TrialsResult
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -85,7 +85,7 @@ def settle(
     tried = [part for part, refusal in refusals.items() if refusal is None]
     settings, key = _settings(recipe, plan, pixels, options.imports)
 
-    def prove() -> dict[str, Finding]:
+    def prove() -> dict[str, TrialsResult]:
         if not tried:
             return {}
         accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
@@ -110,8 +110,8 @@ def settle(
 
 
 def _findings_on_hosts(
-    prove: Callable[[], dict[str, Finding]], facts: Callable[[], str], backend: Backend
-) -> dict[str, Finding]:
+    prove: Callable[[], dict[str, TrialsResult]], facts: Callable[[], str], backend: Backend
+) -> dict[str, TrialsResult]:
     """Return the findings of this worker, or of its host's first one if it has the same facts.
 
     Otherwise all workers of a host would compile the same kernels at the same time.
@@ -127,10 +127,10 @@ def _findings_on_hosts(
         return findings
     of_the_same = (each[1] for each in everyone if each is not None and each[0] == own)
     found = next(of_the_same, None)
-    return prove() if found is None else {part: Finding(**it) for part, it in found.items()}
+    return prove() if found is None else {part: TrialsResult(**it) for part, it in found.items()}
 
 
-def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
+def prove_again(recipe: Recipe, device: torch.device) -> dict[str, TrialsResult]:
     """Return the findings of new trials of a recipe on one device, of images in a cache."""
     side = recipe.data.image_size
     settings, key = _settings(recipe, make_plan(recipe), (side, side), ())
@@ -207,7 +207,7 @@ def _without_numbers(section: Any) -> Any:  # noqa: ANN401 -- any JSON
     return section
 
 
-def _line(agreed: Mapping[str, str | None], findings: Mapping[str, Finding]) -> str | None:
+def _line(agreed: Mapping[str, str | None], findings: Mapping[str, TrialsResult]) -> str | None:
     words = []
     for part, refusal in agreed.items():
         if refusal is not None:
