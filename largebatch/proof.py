@@ -86,7 +86,7 @@ _CRASHES = ("SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV")
 """Signals of a fault, which comes again; others come from outside, such as Ctrl-C, or the system's
 SIGKILL for want of memory."""
 
-Work = Callable[[], Sequence[Tensor]]
+TrialWork = Callable[[], Sequence[Tensor]]
 """Computes tensors, always the same ones."""
 
 
@@ -97,9 +97,9 @@ class Trial:
     name: str
     """Type, sizes and settings, for the log."""
 
-    ours: Work
-    theirs: Work
-    exact: Work | None = None
+    ours: TrialWork
+    theirs: TrialWork
+    exact: TrialWork | None = None
     """Results in a longer type; None if ours must equal theirs, bit for bit."""
 
     is_repeated: bool = False
@@ -124,7 +124,7 @@ Trials = Mapping[str, Callable[[], Iterable[Trial]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TrialsResult:
     """The result of all trials of a part on one worker."""
 
     refused: str | None = None
@@ -232,7 +232,7 @@ def _refusal_alone(part: str, device: torch.device) -> str | None:
     return prove_alone(part, device).refused
 
 
-def prove_alone(part: str, device: torch.device) -> Finding:
+def prove_alone(part: str, device: torch.device) -> TrialsResult:
     """Return the finding of a part for any model.
 
     Other workers wait meanwhile, so it takes half of the time that they wait at most.
@@ -251,7 +251,7 @@ def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
     seconds: float = LONGEST,
     again: bool = False,
     announces: bool = False,
-) -> dict[str, Finding]:
+) -> dict[str, TrialsResult]:
     """Return the findings of parts on a device: kept ones, or those of trials that are made now.
 
     The trials are `trials(device, settings)` of a module. `settings`, as JSON, reach it as they
@@ -268,7 +268,7 @@ def prove(  # noqa: PLR0913 -- what is tried, and how its result is kept
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged
         kept = {} if again or file is None else json.loads(file.read_bytes())["findings"]
         if kept.keys() == {*parts}:
-            return {part: Finding(**found) for part, found in kept.items()}
+            return {part: TrialsResult(**found) for part, found in kept.items()}
     if announces:
         _LOG.warning("%s: tried on %s before the first update", ", ".join(parts), device)
     findings = _tried(module, parts, device, settings, seconds)
@@ -300,9 +300,9 @@ def _tried(
     device: torch.device,
     settings: Mapping[str, object],
     seconds: float,
-) -> dict[str, Finding]:
+) -> dict[str, TrialsResult]:
     """Make trials, in a new process after each that has ended early."""
-    findings: dict[str, Finding] = {}
+    findings: dict[str, TrialsResult] = {}
     end_of_time = time.monotonic() + seconds
     while left := [part for part in parts if part not in findings]:
         known = {part: finding.refused for part, finding in findings.items()}
@@ -318,13 +318,13 @@ def _tried(
         lines, end = run_apart(job, max(1.0, end_of_time - time.monotonic()))
         for line in lines:
             if "finding" in line:
-                findings[line["part"]] = Finding(**line["finding"])
+                findings[line["part"]] = TrialsResult(**line["finding"])
         last = lines[-1] if lines else {}
         if "finding" in last:
             continue  # an error was found, and what follows needs a new process
         name = f": {last['trial']}" if "trial" in last else ""
         reason = f"its trial ended by {end or 'an unknown error'}{name}"
-        finding = Finding(refused=reason, is_kept=end in _CRASHES)
+        finding = TrialsResult(refused=reason, is_kept=end in _CRASHES)
         findings |= dict.fromkeys([last["part"]] if last else left, finding)
     return findings
 
@@ -401,7 +401,7 @@ def make_trials(job: Mapping[str, Any], device: torch.device, write: Callable[..
     trials: Trials = importlib.import_module(job["module"]).trials(device, job["settings"])
     for part in job["parts"]:
         write(part=part)
-        finding = Finding()
+        finding = TrialsResult()
         try:
             for trial in trials[part]():
                 write(part=part, trial=trial.name)
@@ -410,7 +410,7 @@ def make_trials(job: Mapping[str, Any], device: torch.device, write: Callable[..
                     break
         except Exception as problem:  # torch and Triton raise all kinds
             # A kernel that fails for want of memory or a compiler may work in the next run.
-            finding = Finding(refused=_reason(problem), is_kept=False)
+            finding = TrialsResult(refused=_reason(problem), is_kept=False)
             write(part=part, finding=asdict(finding))
             return 1
         if finding.refused is None and 0 < finding.seconds_of_torch <= finding.seconds:
@@ -429,7 +429,7 @@ def _reason(problem: Exception) -> str:
     return clip(" ".join(f"{type(problem).__name__}: {problem}".split()), 200)
 
 
-def _with_trial(finding: Finding, trial: Trial, device: torch.device) -> Finding:
+def _with_trial(finding: TrialsResult, trial: Trial, device: torch.device) -> TrialsResult:
     """Return the finding with another variant."""
     theirs = trial.theirs()
     exact = theirs if trial.exact is None else trial.exact()

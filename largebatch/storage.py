@@ -37,7 +37,7 @@ CHUNK = 2**18
 
 CHECKSUM_BYTES = 4
 
-Progress = Callable[[int, int], None]
+ReadProgress = Callable[[int, int], None]
 """Callback that takes the number of finished files and the total."""
 
 

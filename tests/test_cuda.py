@@ -29,7 +29,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.state import build_step_log
-from largebatch.tracking.events import Step, System
+from largebatch.tracking.events import StepEvent, System
 from largebatch.training.loop import Stopwatch, Update
 from largebatch.training.session import log_update
 from largebatch.training.state import Progress
@@ -246,7 +246,7 @@ def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     log.flush()
-    steps = [each for each in events if isinstance(each, Step)]
+    steps = [each for each in events if isinstance(each, StepEvent)]
     assert [each.loss for each in steps] == [1.0, 1.0]
     assert [each.gradient_norm for each in steps] == pytest.approx([20**0.5] * 2)
     assert [[math.isnan(r) for r in each.trust_ratios] for each in steps] == [[False, True]] * 2

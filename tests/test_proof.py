@@ -18,7 +18,7 @@ import torch
 from largebatch import accelerator, proof
 from largebatch.distributed.serial import Serial
 from largebatch.optim import agree_on_kernels, kernels
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Trial, TrialsResult
 
 CPU = torch.device("cpu")
 
@@ -151,10 +151,10 @@ def test_an_order_of_sums_that_changes_between_two_runs_is_no_error(
         seconds=lambda: (2.0, 1.0),
         remark=lambda: "the host waits",
     )
-    found: list[Finding] = []
+    found: list[TrialsResult] = []
 
     def write(**line: Any) -> None:  # noqa: ANN401 -- any JSON
-        found.extend(Finding(**line["finding"]) for _ in {*line} & {"finding"})
+        found.extend(TrialsResult(**line["finding"]) for _ in {*line} & {"finding"})
 
     job = {"module": "planted_trials", "parts": [GRAPH], "known": {}, "settings": {}}
     with (
@@ -250,7 +250,7 @@ def test_an_optimizer_of_a_loop_uses_kernels_if_all_its_workers_can(
     reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "DECISIONS", {})
-    monkeypatch.setattr(proof, "prove", lambda *_, **__: {OPTIMIZER: Finding(refused=reason)})
+    monkeypatch.setattr(proof, "prove", lambda *_, **__: {OPTIMIZER: TrialsResult(refused=reason)})
     monkeypatch.setitem(proof.KERNEL_DEVICES, proof.OPTIMIZER, {"cpu"})
     assert agree_on_kernels(Serial(CPU)) == reason
     assert kernels.works(CPU) == (reason is None)

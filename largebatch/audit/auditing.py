@@ -317,7 +317,7 @@ def _make_updates(
     stream = _endless(subject.loader)
     steps = subject.steps
     stopped: list[Finding] = []
-    epoch = _Epoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
+    epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
     results: list[tuple[int, list[Finding]]] = []
     found: list[Finding] = []
     try:
@@ -388,7 +388,7 @@ def _call(
 
 
 @dataclass(slots=True)
-class _Epoch:
+class _LoaderEpoch:
     """Calls of the step since the audit began, beside the batches of an epoch.
 
     With accumulation the last update of an epoch may have fewer micro-batches, which only an audit

@@ -19,8 +19,8 @@ from largebatch.audit.rules import evaluation as rules
 from largebatch.audit.samples import (
     Epoch,
     NoNumbersError,
-    Numbers,
     Readings,
+    SampleNumbers,
     around,
     read_epochs,
     torch_loader,
@@ -79,8 +79,8 @@ def _read(subject: Subject, ranks: Ranks) -> tuple[str, Epoch | None, Readings |
     return "", epoch, readings
 
 
-def _coverage(readings: Readings, workers: int, *, each_once: bool) -> rules.Coverage:
-    return rules.Coverage(
+def _coverage(readings: Readings, workers: int, *, each_once: bool) -> rules.ValidationCoverage:
+    return rules.ValidationCoverage(
         size=readings.size,
         twice=readings.twice,
         never=readings.never,
@@ -105,7 +105,7 @@ def _check_figure(
             "evaluation mean", "evaluate()", lambda: float(evaluate_script()), remedy=remedy
         )
     values, layers = zip(*ranks.gather([own_value, len(training)]), strict=True)
-    findings = decide(rules.Modes(max(layers)), rules.MODES)
+    findings = decide(rules.TrainingLayers(max(layers)), rules.MODES)
     held = None if readings is None else readings.held
     reported = rules.Reported(values=values, has_samples=held is not None)
     if not_comparable := decide(reported, rules.REPORTED):
@@ -137,8 +137,13 @@ def _modes(models: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
 
 
 def _measure_figure(
-    model: nn.Module, subject: Subject, held: Numbers, epoch: Epoch, value: float, ranks: Ranks
-) -> rules.Figure:
+    model: nn.Module,
+    subject: Subject,
+    held: SampleNumbers,
+    epoch: Epoch,
+    value: float,
+    ranks: Ranks,
+) -> rules.EvaluationFigure:
     """Find the way to average that gives a figure.
 
     Each sample is classified by one worker. What is exact is tried first, and mistakes with a
@@ -199,9 +204,11 @@ def _measure_figure(
 
 def _figure(
     value: float, figures: Mapping[str, float], of_losses: Mapping[str, float], mean: str
-) -> rules.Figure:
+) -> rules.EvaluationFigure:
     exact = figures[rules.EACH_ONCE]
-    return rules.Figure(value=value, exact=exact, loss=of_losses[rules.EACH_ONCE], mean=mean)
+    return rules.EvaluationFigure(
+        value=value, exact=exact, loss=of_losses[rules.EACH_ONCE], mean=mean
+    )
 
 
 def _usual_figures(measure: Measure, epoch: Epoch, ranks: Ranks) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.audit.ranks import Ranks
-from largebatch.audit.recording import Clip, Update
+from largebatch.audit.recording import Clip, ScriptUpdate
 from largebatch.audit.reference import Gradients, Reference, weighted
 from largebatch.audit.replicas import measure_difference
 from largebatch.audit.rules import gradient as rules
@@ -87,7 +87,7 @@ class Fit:
 
 
 def check_gradient(
-    update: Update,
+    update: ScriptUpdate,
     parameters: Mapping[str, nn.Parameter],
     ranks: Ranks,
     *,
@@ -118,11 +118,11 @@ def check_gradient(
     for gradients in (update.gradients, *passes, *reference.hooked):
         for place in set(range(len(gradients))) - update.places:
             gradients[place] = None
-    comparison = _Comparison(update, reference, parameters, ranks, counts, most=most)
+    comparison = _GradientComparison(update, reference, parameters, ranks, counts, most=most)
     return findings + comparison.findings()
 
 
-def _measure_optimized(update: Update, names: Sequence[str], ranks: Ranks) -> rules.Optimized:
+def _measure_optimized(update: ScriptUpdate, names: Sequence[str], ranks: Ranks) -> rules.Optimized:
     """Find the tensors that not all optimizers have; only the others are compared from here on."""
     of_workers = [set(places) for places in ranks.gather(sorted(update.places))]
     of_any = set.union(*of_workers)
@@ -136,12 +136,12 @@ def _measure_optimized(update: Update, names: Sequence[str], ranks: Ranks) -> ru
     )
 
 
-class _Comparison:
+class _GradientComparison:
     """The comparisons of one update; every method that compares is called by all workers."""
 
     def __init__(
         self,
-        update: Update,
+        update: ScriptUpdate,
         reference: Reference,
         named: Mapping[str, nn.Parameter],
         ranks: Ranks,
@@ -344,12 +344,12 @@ class _Comparison:
         names = exact.names_of_unequal(self.names, rules.SAME)
         return rules.Hooked(likeness=exact.likeness, names=names, number=len(self.names))
 
-    def _measure_direction(self, exact: Fit) -> rules.Direction:
+    def _measure_direction(self, exact: Fit) -> rules.WrongDirection:
         likeness = exact.likeness
         sizes = [count for counts in self.counts for count in counts]
         clips = self.update.clips
         wrong = exact.names_of_unequal(self.names, rules.SAME)
-        return rules.Direction(
+        return rules.WrongDirection(
             likeness=likeness,
             alternative=self._find_alternative(likeness.residual),
             sizes=(min(sizes), max(sizes)),

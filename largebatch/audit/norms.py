@@ -54,7 +54,9 @@ def check_momentum(
     if not passes or not layers or layers[0].momentum is None:
         return []
     moves = [after - then for after, then in zip(tracked(model), before, strict=True)]
-    return decide(rules.Moves(micros * max(moves) / passes, layers[0].momentum), rules.MOMENTUM)
+    return decide(
+        rules.StatisticsMoves(micros * max(moves) / passes, layers[0].momentum), rules.MOMENTUM
+    )
 
 
 def tracked(model: nn.Module) -> list[int]:

@@ -23,7 +23,7 @@ from largebatch.audit.restoring import generators_of
 from largebatch.audit.rules import data as rules
 from largebatch.audit.samples import (
     NoNumbersError,
-    Numbers,
+    SampleNumbers,
     epochs_of,
     fingerprint,
     torch_loader,
@@ -48,7 +48,7 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
     if subject.val_loader is None:
         return []
 
-    def read() -> tuple[Any, Numbers, Any, Numbers] | str:
+    def read() -> tuple[Any, SampleNumbers, Any, SampleNumbers] | str:
         try:
             trained = epochs_of(subject.loader, 2, subject.set_epoch)
             validated = epochs_of(subject.val_loader, 1)
@@ -80,7 +80,7 @@ def check_overlap(subject: Subject, ranks: Ranks) -> list[Finding]:
     return _compare_content(training, trained, validation, validated, ranks)
 
 
-def _source_of(loader: object, numbers: Numbers) -> tuple[Any, Numbers]:
+def _source_of(loader: object, numbers: SampleNumbers) -> tuple[Any, SampleNumbers]:
     """Return the innermost data set of a loader, and the places in it of its samples.
 
     A data set of the script that holds one other of equal length only transforms its samples.
@@ -101,9 +101,9 @@ def _source_of(loader: object, numbers: Numbers) -> tuple[Any, Numbers]:
 
 def _compare_content(
     training: Any,  # noqa: ANN401 -- data sets of any kind
-    trained: Numbers,
+    trained: SampleNumbers,
     validation: Any,  # noqa: ANN401
-    validated: Numbers,
+    validated: SampleNumbers,
     ranks: Ranks,
 ) -> list[Finding]:
     """Compare the bytes of images, or of files if both data sets have lists of them."""
@@ -153,7 +153,7 @@ def _compare_content(
     return decide(evidence, rules.COMMON_IMAGES)
 
 
-def _read(digest: Digest, numbers: Numbers) -> list[int]:
+def _read(digest: Digest, numbers: SampleNumbers) -> list[int]:
     """Return the digests of samples, of as many as are read in `_SECONDS`."""
     end = time.monotonic() + _SECONDS
     digests = []
@@ -194,7 +194,7 @@ def _digest_of_files(files: list[Path] | None, sizes: set[int]) -> Digest:
     return digest
 
 
-def _digest_of_images(dataset: Any, numbers: Numbers) -> Digest | None:  # noqa: ANN401
+def _digest_of_images(dataset: Any, numbers: SampleNumbers) -> Digest | None:  # noqa: ANN401
     """Return the digest of images before transforms; None if two readings differ."""
     if not len(numbers):
         return lambda _: 0

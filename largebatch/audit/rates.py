@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from largebatch.audit.ranks import Ranks, StoppedError
-from largebatch.audit.recording import ScheduleStep, Update
+from largebatch.audit.recording import ScheduleStep, ScriptUpdate
 from largebatch.audit.rules import rates as rules
 from largebatch.audit.subject import Subject
 from largebatch.models import norm_parameters
@@ -27,7 +27,7 @@ Rate = Callable[[int], float]
 
 def check_rates(
     subject: Subject,
-    updates: Sequence[Update],
+    updates: Sequence[ScriptUpdate],
     ranks: Ranks,
     steps: Sequence[ScheduleStep] = (),
 ) -> list[Finding]:
@@ -49,7 +49,7 @@ def check_rates(
 
 def _compare(
     subject: Subject,
-    updates: Sequence[Update],
+    updates: Sequence[ScriptUpdate],
     batch: int,
     micros: int,
     workers: int,
@@ -116,7 +116,9 @@ def _measure_peak(
     )
 
 
-def _measure_schedule(updates: Sequence[Update], rate: Rate, factors: set[int]) -> rules.Schedule:
+def _measure_schedule(
+    updates: Sequence[ScriptUpdate], rate: Rate, factors: set[int]
+) -> rules.FirstRates:
     """Compare the rates of the first updates with `rate`; find how often the schedule moves.
 
     It may move when a GradScaler skips an update, too. If it moves several times an update, the
@@ -138,13 +140,13 @@ def _measure_schedule(updates: Sequence[Update], rate: Rate, factors: set[int]) 
         return 0
 
     planned = tuple(map(rate, range(len(measured))))
-    return rules.Schedule(measured=measured, planned=planned, times=moves())
+    return rules.FirstRates(measured=measured, planned=planned, times=moves())
 
 
 def _check_moves(
     subject: Subject,
     steps: Sequence[ScheduleStep],
-    updates: Sequence[Update],
+    updates: Sequence[ScriptUpdate],
     micros: int,
     number: int,
     workers: int,
@@ -167,7 +169,7 @@ def _check_moves(
     of_passes = Counter((id(it.scheduler), it.updates, it.passes) for it in between)
     (mover, _), times = of_updates.most_common(1)[0]
     step = next(it for it in between if id(it.scheduler) == mover)
-    moves = rules.Moves(
+    moves = rules.SchedulerMoves(
         scheduler=type(step.scheduler).__name__,
         times=times,
         in_a_row=max(of_passes.values()),
@@ -210,7 +212,7 @@ def _measure_warm_up(
     )
 
 
-def _measure_decay(model: nn.Module, optimizer: Optimizer) -> rules.Decay:
+def _measure_decay(model: nn.Module, optimizer: Optimizer) -> rules.DecayedTensors:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = {p for p in trained if p.ndim <= 1} | norm_parameters(model)
     decayed = {
@@ -220,6 +222,6 @@ def _measure_decay(model: nn.Module, optimizer: Optimizer) -> rules.Decay:
         if group.get("weight_decay")
     }
     wrong = [decay for parameter, decay in decayed.items() if parameter in plain]
-    return rules.Decay(
+    return rules.DecayedTensors(
         decayed=len(decayed), plain=len(plain), wrong=len(wrong), most=max(wrong, default=0.0)
     )

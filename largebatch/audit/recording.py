@@ -71,7 +71,7 @@ class Clip:
 
 
 @dataclass(slots=True, eq=False)
-class Update:
+class ScriptUpdate:
     """One update of the script."""
 
     gradients: list[Tensor | None]
@@ -143,7 +143,7 @@ class Recorder:
     moves: Counter[int] = field(default_factory=Counter)
     """How often the averaged copy moved between forward passes, by update."""
 
-    updates: list[Update] = field(default_factory=list)
+    updates: list[ScriptUpdate] = field(default_factory=list)
     micros: list[Micro] = field(default_factory=list)
     """Micro-batches since the last update."""
 
@@ -174,7 +174,7 @@ class Recorder:
     _first: Optimizer | None = None
     """Optimizer that made the update of this call of the step."""
 
-    _update: Update | None = None
+    _update: ScriptUpdate | None = None
     """The update that is being made."""
 
     _sums: list[float] = field(default_factory=list)
@@ -331,7 +331,7 @@ class Recorder:
         gradients = (it.grad for it in self.parameters)
         self._update.gradients = [None if it is None else it.detach() / scale for it in gradients]
 
-    def _new_update(self, optimizer: Optimizer, places: set[int]) -> Update:
+    def _new_update(self, optimizer: Optimizer, places: set[int]) -> ScriptUpdate:
         """Return an update before it is made, without its gradients."""
         # A pass without a backward pass, such as a second view that is only logged, is not part of
         # the update.
@@ -347,7 +347,7 @@ class Recorder:
             self._is_paused = False
         of_model = set(map(id, self.model.parameters()))
         tensors = [it for group in optimizer.param_groups for it in group["params"]]
-        return Update(
+        return ScriptUpdate(
             [],
             reference,
             self._clips,

@@ -104,13 +104,13 @@ def compare_settings(updates: Sequence[Mapping[str, list[float]]], ranks: Ranks)
 
 def _first_unequal(
     of_workers: Sequence[Sequence[Mapping[str, list[float]]]],
-) -> rules.Settings | None:
+) -> rules.UnequalSettings | None:
     for update, of_update in enumerate(zip(*of_workers, strict=True), 1):
         for name in of_update[0]:
             lists = [settings.get(name, []) for settings in of_update]
             for values in zip(*lists, strict=False):  # a worker may not have the group
                 if len(set(values)) > 1:
-                    return rules.Settings(name=name, update=update, values=values)
+                    return rules.UnequalSettings(name=name, update=update, values=values)
     return None
 
 
@@ -126,7 +126,7 @@ def check_modes(model: nn.Module, evaluated: set[str], ranks: Ranks) -> list[Fin
     layers = {name for name, it in named if depends_on_mode(it) or _reads_mode(it)}
     of_workers = [set(names) for names in ranks.gather(sorted(evaluated & layers))]
     unequal = sorted(set.union(*of_workers) - set.intersection(*of_workers))
-    modes = rules.Modes(
+    modes = rules.EvaluatingLayers(
         layers=tuple(unequal),
         evaluating=sum(unequal[0] in names for names in of_workers) if unequal else 0,
         workers=ranks.size,

@@ -43,7 +43,7 @@ _REPEATING = ("RASampler", "RepeatAugSampler")
 
 _SETS_EPOCH = re.compile(r"\bset_(\w+_)?epoch\b")  # names of functions in a script's source
 
-Numbers = npt.NDArray[np.int64]
+SampleNumbers = npt.NDArray[np.int64]
 
 _PASS_ON = INNER_LOADERS[:2]
 """Attributes in wrappers that pass batches on as they are."""
@@ -57,12 +57,12 @@ class NoNumbersError(Exception):
 class Epoch:
     """Sample numbers of one worker in one epoch."""
 
-    samples: Numbers
+    samples: SampleNumbers
     """In the order of training, by place in the whole data set (`Subset` is resolved)."""
 
-    sizes: Numbers
+    sizes: SampleNumbers
 
-    def batches(self) -> list[Numbers]:
+    def batches(self) -> list[SampleNumbers]:
         """Return the sample numbers of each batch."""
         return np.split(self.samples, np.cumsum(self.sizes)[:-1])
 
@@ -89,7 +89,7 @@ class Readings:
 
     batches: tuple[int, ...]
     everything: bool
-    held: Numbers | None
+    held: SampleNumbers | None
     """Places in the whole data set of the samples that workers have, if it is one data set."""
 
 
@@ -147,7 +147,7 @@ def read_epochs(
     return base, epochs, readings
 
 
-def _read_by(other: object, dataset: Any) -> Numbers:  # noqa: ANN401 -- any kind
+def _read_by(other: object, dataset: Any) -> SampleNumbers:  # noqa: ANN401 -- any kind
     """Return the places that another loader of the same data set reads; none for another one."""
     base = torch_loader(other)
     if base is None or whole(base.dataset)[0] is not whole(dataset)[0]:
@@ -161,7 +161,7 @@ def _read_by(other: object, dataset: Any) -> Numbers:  # noqa: ANN401 -- any kin
 def _count_readings(
     dataset: Any,  # noqa: ANN401 -- any kind
     epoch: Epoch,
-    of_other: Numbers,
+    of_other: SampleNumbers,
     ranks: Ranks,
     *,
     is_chosen: bool,
@@ -219,7 +219,7 @@ def _count_readings(
 
 
 def _expected(
-    size: int, read: Numbers, of_other: Numbers, ranks: Ranks, *, is_chosen: bool
+    size: int, read: SampleNumbers, of_other: SampleNumbers, ranks: Ranks, *, is_chosen: bool
 ) -> npt.NDArray[np.bool_]:
     """Return which samples this loader is expected to read: not those of the other one alone."""
     counts = torch.zeros(2, size, dtype=torch.int32)
@@ -355,7 +355,7 @@ def _compare_batches(subject: Subject, ranks: Ranks, problem: str) -> list[Findi
     compared = min(*counts, rules.MOST_BATCHES)
     alike = Counter(tuple(batches[:compared]) for batches in of_workers)
     base = torch_loader(subject.loader)
-    evidence = rules.Batches(
+    evidence = rules.BatchContents(
         problem=problem,
         counts=counts,
         workers=ranks.size,
@@ -393,7 +393,7 @@ def around(loader: object, inner: Any) -> Any:  # noqa: ANN401 -- a wrapper, or 
     return twin
 
 
-def whole(dataset: Any) -> tuple[Any, Numbers]:  # noqa: ANN401 -- any data set
+def whole(dataset: Any) -> tuple[Any, SampleNumbers]:  # noqa: ANN401 -- any data set
     """Return the data set that a `Subset` is of, and the places of its samples in that one."""
     chain = [dataset]
     while isinstance(chain[-1], Subset):

@@ -58,7 +58,7 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     of all workers. So does a script that ends its process by itself.
     """
     watchdog = Watchdog(path, timeout)
-    watch = _Watch(timeout, watchdog)
+    watch = _ScriptWatch(timeout, watchdog)
     require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
@@ -94,7 +94,7 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     )
 
 
-def _run(path: Path, watch: "_Watch") -> None:
+def _run(path: Path, watch: "_ScriptWatch") -> None:
     """Run the script until its audit ends it; an error in between becomes one of the audit's."""
     end: Exception = RuntimeError("the script ended")
     try:
@@ -120,7 +120,7 @@ def _run(path: Path, watch: "_Watch") -> None:
         watch.requests.put(end)
 
 
-class _Watch:
+class _ScriptWatch:
     """What hooks saw of a script, and the exchange of batches between it and its audit."""
 
     def __init__(self, timeout: float, watchdog: Watchdog) -> None:
@@ -336,7 +336,7 @@ class _Watch:
 
 
 @contextmanager
-def _no_exit(path: Path, watch: _Watch) -> Iterator[None]:
+def _no_exit(path: Path, watch: _ScriptWatch) -> Iterator[None]:
     """Report it if the script ends its process, without an exception, before the audit is made.
 
     Processes that the script forks, and this package, end as usual.

@@ -18,7 +18,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
 from largebatch.runs.options import Count, Folder, Number, Overrides, RecipeFile
-from largebatch.storage import Progress
+from largebatch.storage import ReadProgress
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
@@ -176,7 +176,7 @@ def show(
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[Progress]:
+def _progress(text: str) -> Iterator[ReadProgress]:
     """Show a progress bar on a terminal.
 
     SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.

@@ -20,7 +20,7 @@ from largebatch.distributed.environment import available_cores
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import DEFAULT_DECODER, Cache, Execution
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import Progress, silent
+from largebatch.storage import ReadProgress, silent
 
 if TYPE_CHECKING:
     from largebatch.data.datasets.own import Items
@@ -45,7 +45,7 @@ def choose_decoding(
     backend: Backend,
     *,
     passes: float,
-    progress: Progress = silent,
+    progress: ReadProgress = silent,
 ) -> Decoding:
     """Open a cache of decoded images or choose a decoder, the same kind on all workers.
 
@@ -166,7 +166,7 @@ def _open_cached(
     indexes: Sequence[Index],
     backend: Backend,
     threads: int,
-    progress: Progress,
+    progress: ReadProgress,
     cache: Cache,
 ) -> OpenDecoder:
     """Open cached pixels; raise UnwritableError or DeviceFullError on all workers or on none."""

@@ -25,7 +25,7 @@ from largebatch.errors import DataError
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import Progress, silent
+from largebatch.storage import ReadProgress, silent
 
 if TYPE_CHECKING:
     from largebatch.data.datasets.own import Items
@@ -72,7 +72,7 @@ def read_images(
     *,
     folder: Path | str | None,
     dataset: str | None = None,
-    progress: Progress = silent,
+    progress: ReadProgress = silent,
 ) -> Images:
     """Read which images a recipe has, on all workers.
 
@@ -125,7 +125,7 @@ def divide_samples(
 
 
 def read_indexes(
-    data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: Progress
+    data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: ReadProgress
 ) -> tuple[Index, Index]:
     """Return the indexes of both splits; `every_file` compares all files with them."""
     if data.source == "synthetic":

@@ -25,7 +25,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import Progress, silent
+from largebatch.storage import ReadProgress, silent
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of the images on a GPU, by the recipe's precision."""
@@ -207,7 +207,7 @@ def open_images(
     *,
     folder: Path | str | None,
     dataset: str | None = None,
-    progress: Progress = silent,
+    progress: ReadProgress = silent,
 ) -> Pipeline:
     """Open the images of a recipe for a plan that is known: read, choose a decoding, and join them.
 

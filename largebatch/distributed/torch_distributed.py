@@ -38,7 +38,7 @@ _IN_GRAPHS = {"nccl"}
 waits for; the next operation outside of it, queued behind it, ends a run that lost a worker."""
 
 
-class _Pending:
+class _PendingWork:
     def __init__(self, work: dist.Work, worker: int) -> None:
         self._work = work
         self._worker = worker
@@ -59,7 +59,7 @@ class TorchGroup:
         self.world_size = dist.get_world_size(group)
         self.in_graphs = any(name in dist.get_backend_config(group) for name in _IN_GRAPHS)
 
-    def all_reduce(self, tensor: Tensor) -> _Pending:
+    def all_reduce(self, tensor: Tensor) -> _PendingWork:
         """Start to sum `tensor` over the group, in place."""
         return self._start(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
@@ -70,11 +70,11 @@ class TorchGroup:
         self._start(lambda: _all_gather(gathered, sent, group=self._group, async_op=True)).wait()
         return gathered.view(self.world_size, *tensor.shape)
 
-    def _start(self, begin: Callable[[], dist.Work | None]) -> _Pending:
+    def _start(self, begin: Callable[[], dist.Work | None]) -> _PendingWork:
         with lost_peers_named(self._worker, by=dist.DistError):  # others are wrong arguments
             work = begin()
         assert work is not None
-        return _Pending(work, self._worker)
+        return _PendingWork(work, self._worker)
 
 
 class RunningTorch(TorchGroup):

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work, in_graphs
 from largebatch.models import kernels
-from largebatch.models.batchnorm_functional import Moments, check, exact_type, normalise
+from largebatch.models.batchnorm_functional import MeanAndVariance, check, exact_type, normalise
 from largebatch.models.wrappers import describe_layer, has_own_hooks
 
 M = TypeVar("M", bound=nn.Module)
@@ -157,11 +157,11 @@ class SpanBatchNorm(_BatchNorm):
         elif counts:
             self.num_spans += num
         elif sums is not None and self.moments is None and not is_recomputed:
-            self._move_buffers(Moments(*(sums / num)))
+            self._move_buffers(MeanAndVariance(*(sums / num)))
         return out
 
     @torch.no_grad()
-    def _move_buffers(self, means: Moments) -> None:
+    def _move_buffers(self, means: MeanAndVariance) -> None:
         """Update the buffers once with the spans' mean moments, like PyTorch."""
         self.num_batches_tracked += 1
         average = (1 / self.num_batches_tracked).to(means.mean.dtype)  # PyTorch, if no momentum

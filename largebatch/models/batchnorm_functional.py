@@ -23,7 +23,7 @@ from largebatch.distributed.backend import Group
 _aten = torch.ops.aten
 
 
-class Moments(NamedTuple):
+class MeanAndVariance(NamedTuple):
     """Mean and variance of every channel, in float32 or longer."""
 
     mean: Tensor
@@ -65,7 +65,7 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
         own_sums = torch.zeros(sums.shape, dtype=exact, device=sums.device)
     parts = images.split(span) if group is None else (images,)
     if group is not None:
-        moments = None if own_sums is None else Moments(*own_sums)
+        moments = None if own_sums is None else MeanAndVariance(*own_sums)
         out: Tensor = _OverWorkers.apply(images, weight, bias, eps, group, moments)  # type: ignore[no-untyped-call]  # torch's
     else:
         gains = _for_each(parts, weight)
@@ -134,7 +134,7 @@ class _OverWorkers(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         group: Group,
-        moments: Moments | None,
+        moments: MeanAndVariance | None,
     ) -> Tensor:
         out, new, mean_and_inverse, num = _over_workers(
             images, (weight, bias), eps=eps, group=group
@@ -184,7 +184,7 @@ class _OverWorkers(torch.autograd.Function):
 
 def _over_workers(
     images: Tensor, affine: tuple[Tensor | None, Tensor | None], *, eps: float, group: Group
-) -> tuple[Tensor, Moments, Tensor, Tensor]:
+) -> tuple[Tensor, MeanAndVariance, Tensor, Tensor]:
     """Normalise one span over the workers of a group.
 
     Each worker computes its mean and squared deviations, which are then merged (Chan, Golub and
@@ -207,7 +207,7 @@ def _over_workers(
     out, _, _ = _aten.native_batch_norm(
         images, *affine, mean, var, training=False, momentum=0.0, eps=eps
     )
-    unbiased = Moments(mean, var * (num / (num - 1)))
+    unbiased = MeanAndVariance(mean, var * (num / (num - 1)))
     return out, unbiased, torch.stack([mean, (var + eps).rsqrt()]), num
 
 

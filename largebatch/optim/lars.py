@@ -48,7 +48,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from largebatch.errors import RecipeError
 from largebatch.optim.building import Weights
-from largebatch.optim.kernels import Rule, Update
+from largebatch.optim.kernels import GroupRule, UpdateFunction
 from largebatch.optim.kernels.tabled import SAVED, SHORT, Tabled, as_models
 from largebatch.recipe import optimizers as sections
 from largebatch.recipe.choices import Convention, Kernels
@@ -196,7 +196,11 @@ class LARS(Tabled):
         return loss
 
     def _update_others(
-        self, group: dict[str, Any], rule: Rule, scale: Tensor | None, found_inf: Tensor | None
+        self,
+        group: dict[str, Any],
+        rule: GroupRule,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         """Update the parameters of a group that are in no table, by type and device."""
         for (device, _), lists in self._gather(group).items():
@@ -213,7 +217,7 @@ class LARS(Tabled):
             if lists.rounded:
                 torch._foreach_copy_(lists.rounded, lists.exact)
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[GroupRule]:
         return [_rule(group) for group in self.param_groups]
 
     def trust_ratios(self) -> dict[Tensor, Tensor]:
@@ -230,7 +234,7 @@ class LARS(Tabled):
         }
 
 
-def _kernel(device: torch.device, kernels: Kernels) -> Update:
+def _kernel(device: torch.device, kernels: Kernels) -> UpdateFunction:
     match kernels:
         case "apex":
             from largebatch.optim.kernels import apex
@@ -248,13 +252,13 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
             assert_never(kernels)
 
 
-def _rule(group: dict[str, Any]) -> Rule:
+def _rule(group: dict[str, Any]) -> GroupRule:
     lr = _number(group, "lr")
     decay = _number(group, "weight_decay")
     convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
     place: Literal["inside", "outside"] = "outside" if convention == "outside" else "inside"
-    return Rule(
+    return GroupRule(
         momentum=_number(group, "momentum"),
         decay=decay,
         ratio_decay=decay * (_number(group, "base_lr") if convention == "fujitsu" else 1),

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
 from largebatch.optim.building import Weights
-from largebatch.optim.kernels import Rule, works
+from largebatch.optim.kernels import GroupRule, works
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import hidden_gradients
 from largebatch.recipe import optimizers as sections
@@ -53,12 +53,12 @@ class TabledSGD(Tabled, SGD):
         is_float = weight.dtype == torch.float32
         return bool(is_plain) and is_dense and is_float and super()._is_tabled(weight, group)
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[GroupRule]:
         return [_rule(group) for group in self.param_groups]
 
 
-def _rule(group: dict[str, Any]) -> Rule:
-    return Rule(
+def _rule(group: dict[str, Any]) -> GroupRule:
+    return GroupRule(
         momentum=group["momentum"],
         decay=group["weight_decay"],
         into=1.0,

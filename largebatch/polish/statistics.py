@@ -324,14 +324,14 @@ def _measure(
         for batch in batches:
             num_batches += 1
             if forward:
-                with _Watch(owners), _kept(others):
+                with _FunctionWatch(owners), _kept(others):
                     forward(model, batch)
                 continue
             for part in by_spans(as_input(images_of(batch)), model, together=together):
                 if replayed is not None:
                     replayed(part)
                     continue
-                with _Watch(owners), _kept(others):
+                with _FunctionWatch(owners), _kept(others):
                     model(part)
                 # A pass that fills the list of pending batches would merge it inside the graph.
                 if graph and max(owner.calls for owner in owners) < TOGETHER:
@@ -357,7 +357,7 @@ def _replayed(model: nn.Module, owners: list[_Statistics]) -> Callable[[Tensor],
     def moments_of(images: Tensor) -> Tensor:
         before = [owner.measured.swap_pending([]) for owner in owners]
         try:
-            with _Watch(owners):
+            with _FunctionWatch(owners):
                 model(images)
         finally:
             added = [
@@ -407,7 +407,7 @@ def _checked(
     return call
 
 
-class _Watch(TorchFunctionMode):
+class _FunctionWatch(TorchFunctionMode):
     """Measures what torch's functions normalise, and normalises it as in training.
 
     A function gets the batch's moments as running statistics, measured once. On a GPU they are

@@ -74,7 +74,7 @@ class Place(NamedTuple):
         return place + (f" (learning rate {self.rate:.3g})" if math.isfinite(self.rate) else "")
 
 
-class Epoch(NamedTuple):
+class EvaluationEpoch(NamedTuple):
     """Epoch of an evaluation; NaN if it is not known."""
 
     number: float
@@ -84,7 +84,7 @@ class Epoch(NamedTuple):
         return f"at epoch {self.number:.3g}" if known else "in one evaluation"
 
 
-class Progress(NamedTuple):
+class LossProgress(NamedTuple):
     """Course of the training loss at the end of a run."""
 
     fall: float
@@ -94,7 +94,7 @@ class Progress(NamedTuple):
     """True if the curves show that more epochs would help."""
 
 
-def _more_epochs(progress: Progress) -> str:
+def _more_epochs(progress: LossProgress) -> str:
     if progress.improves:
         return (
             f"train for more epochs: the training loss still fell by {progress.fall:.2g} in the "
@@ -267,11 +267,11 @@ CORRECTED: tuple[Rule[Corrected], ...] = (
 class ValidationLosses:
     """Validation losses of a model with BatchNorm beside that of guessing."""
 
-    infinite: Epoch | None
+    infinite: EvaluationEpoch | None
     """The first that was not finite; None if all are."""
 
     highest: float
-    highest_at: Epoch
+    highest_at: EvaluationEpoch
     end: float
     guess: Guess
     is_explained: bool
@@ -315,7 +315,7 @@ VALIDATION_LOSSES: tuple[Rule[ValidationLosses], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class FolderImages:
     """Training images of a folder, from which a network with random weights was trained."""
 
     samples: int
@@ -330,7 +330,7 @@ class Images:
         return self.samples / self.classes
 
 
-IMAGES: tuple[Rule[Images], ...] = (
+IMAGES: tuple[Rule[FolderImages], ...] = (
     Rule(
         check="few images",
         level="fault",
@@ -413,7 +413,7 @@ class Pair:
     factor: float
     """Factor to the epochs that the run needs; NaN if the small run does not show it."""
 
-    progress: Progress
+    progress: LossProgress
 
     @property
     def is_worse(self) -> bool:
@@ -500,7 +500,7 @@ class Gap:
     low: float
     """Lowest validation loss."""
 
-    low_at: Epoch
+    low_at: EvaluationEpoch
     end: float
     """Last validation loss."""
 
@@ -581,7 +581,7 @@ class TrainingEnd:
     floor: float
     guess: Guess
     updates: int | None
-    progress: Progress
+    progress: LossProgress
 
     @property
     def is_underfit(self) -> bool:

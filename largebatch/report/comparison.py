@@ -27,8 +27,8 @@ from largebatch.report.pages import (
     Column,
     Line,
     Page,
+    PageSection,
     Panel,
-    Section,
     Series,
     Table,
     columns_over,
@@ -36,8 +36,8 @@ from largebatch.report.pages import (
     series,
 )
 from largebatch.report.run import (
+    EvaluatedStage,
     Run,
-    Stage,
     change_from,
     images_per_second,
     read_run,
@@ -106,7 +106,7 @@ class Compared:
         return evaluations_of(self.run)
 
     @property
-    def ended(self) -> tuple[Stage, ...]:
+    def ended(self) -> tuple[EvaluatedStage, ...]:
         """Its stages that have ended; the last one may still be running."""
         stages = self.run.stages
         if stages and stages[-1].result is None and stages[-1].mistakes is None:
@@ -119,7 +119,7 @@ class Compared:
         return max(self.evaluated.top1, default=math.nan)
 
     @property
-    def last(self) -> Stage:
+    def last(self) -> EvaluatedStage:
         """The stage that left the model as it is, of a run whose accuracy was measured."""
         assert self.run.last_stage is not None
         return self.run.last_stage
@@ -454,11 +454,14 @@ def make_comparison_page(comparison: Comparison) -> Page:
         note=note,
         legend=("Runs", list(looks.values())),
         sections=[
-            Section(title="Left out", notes=comparison.left_out),
-            Section(title="Means over seeds", parts=[*map(_settings_table, by_seeds)]),
-            Section(title="Runs", parts=[_table(comparison, looks)], notes=[_RUNS]),
-            *(Section(title=chart.title, parts=[chart]) for chart in _charts(comparison, looks)),
-            Section(
+            PageSection(title="Left out", notes=comparison.left_out),
+            PageSection(title="Means over seeds", parts=[*map(_settings_table, by_seeds)]),
+            PageSection(title="Runs", parts=[_table(comparison, looks)], notes=[_RUNS]),
+            *(
+                PageSection(title=chart.title, parts=[chart])
+                for chart in _charts(comparison, looks)
+            ),
+            PageSection(
                 title="What differs",
                 parts=[Table(name="differences", columns=differing)] if rows else [],
                 notes=[] if rows else [_SAME],

@@ -26,7 +26,7 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.style import MUTED, require_png, write_chart
-from largebatch.storage import Progress, silent
+from largebatch.storage import ReadProgress, silent
 
 if TYPE_CHECKING:
     from largebatch.report.style import Figure
@@ -111,7 +111,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
 
 
 def write_sheet(
-    path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
+    path: Path, recipe: Recipe, *, folder: Path | None, progress: ReadProgress = silent
 ) -> None:
     """Write the contact sheet of a recipe, whose images may be in `folder`, as a PNG file.
 

@@ -119,16 +119,16 @@ def measure_validation(run: Record) -> causes.ValidationLosses | None:
     is_exact = last_stage is not None and last_stage.name == "statistics"
     first_infinite = float(run.val_epoch[infinite[0]]) if infinite.size else None
     return causes.ValidationLosses(
-        infinite=None if first_infinite is None else causes.Epoch(first_infinite),
+        infinite=None if first_infinite is None else causes.EvaluationEpoch(first_infinite),
         highest=float(losses[highest]),
-        highest_at=causes.Epoch(float(run.val_epoch[highest])),
+        highest_at=causes.EvaluationEpoch(float(run.val_epoch[highest])),
         end=float(losses[-1]),
         guess=_guess(run),
         is_explained=is_exact or _has_risen(run) or _training_end(run).is_underfit,
     )
 
 
-def measure_images(run: Record) -> causes.Images | None:
+def measure_images(run: Record) -> causes.FolderImages | None:
     """Count the images of a folder; None for other data, and for weights that were given."""
     folder = run.run
     recipe = folder.parsed if folder else None
@@ -137,7 +137,7 @@ def measure_images(run: Record) -> causes.Images | None:
     data = recipe.data
     if not isinstance(data, Data) or data.source != "folder":
         return None
-    return causes.Images(
+    return causes.FolderImages(
         samples=folder.plan.train_samples,
         classes=run.classes,
         image_size=data.image_size,
@@ -209,7 +209,7 @@ def measure_gap(run: Record) -> causes.Gap | None:
     return causes.Gap(
         has_risen=_has_risen(run),
         low=float(losses[lowest]),
-        low_at=causes.Epoch(float(run.val_epoch[lowest])),
+        low_at=causes.EvaluationEpoch(float(run.val_epoch[lowest])),
         end=end,
         training_end=run.end,
         training=recorded.loss if recorded else run.end,
@@ -272,7 +272,7 @@ def _has_risen(run: Record) -> bool:
     return not run.end >= run.trend[known][max(0, then)]
 
 
-def _progress(run: Record) -> causes.Progress:
+def _progress(run: Record) -> causes.LossProgress:
     """Return how the training loss falls at the end, and whether more epochs would help.
 
     They help if it still falls, and so does the validation loss, or top-1 rises beyond noise,
@@ -286,15 +286,15 @@ def _progress(run: Record) -> causes.Progress:
     # Plain numbers: NumPy warns of the difference of two infinite losses.
     fall = float(trend[-1 - rows // 4]) - float(trend[-1]) if rows >= 4 else math.nan
     if not fall > FALLS * run.unit:
-        return causes.Progress(fall, improves=False)
+        return causes.LossProgress(fall, improves=False)
     is_early = run.val_epoch <= 0.8 * run.epochs
     before = np.flatnonzero(is_early & (run.val_epoch >= 0.5 * run.epochs))
     if not before.size or is_early[-1]:
-        return causes.Progress(fall, improves=True)
+        return causes.LossProgress(fall, improves=True)
     top1_rise = float(run.top1[-1]) - float(run.top1[before[-1]])
     loss_fall = float(run.val_loss[before[-1]]) - float(run.val_loss[-1])
     improves = top1_rise > run.noise or loss_fall > FALLS * run.unit
-    return causes.Progress(fall, improves)
+    return causes.LossProgress(fall, improves)
 
 
 def epochs_factor(run: Record, small: Record) -> float | None:

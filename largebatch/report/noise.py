@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from largebatch.formatting import plural, three_digits
 from largebatch.report.run import Run
-from largebatch.tracking.events import Step
+from largebatch.tracking.events import StepEvent
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
 
 PARTS = 12  # into which the updates of a run are divided; each has its own estimate
@@ -51,11 +51,11 @@ def latest(run: Run) -> NoiseSegment:
     return part
 
 
-def _part(run: Run, steps: list[Step]) -> NoiseSegment:
+def _part(run: Run, steps: list[StepEvent]) -> NoiseSegment:
     return NoiseSegment(steps[0].step, steps[-1].step, over(run, steps))
 
 
-def over(run: Run, steps: list[Step]) -> NoiseScale:
+def over(run: Run, steps: list[StepEvent]) -> NoiseScale:
     """Return the noise scale over these updates; a resumed run may have other device batches."""
     squares = []
     for step in steps:
@@ -65,7 +65,7 @@ def over(run: Run, steps: list[Step]) -> NoiseScale:
     return estimate(squares)
 
 
-def measured(run: Run) -> list[Step]:
+def measured(run: Run) -> list[StepEvent]:
     """Return the updates whose noise scale was measured; those of the affine stage do not count."""
     return [
         step

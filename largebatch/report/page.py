@@ -34,7 +34,7 @@ from largebatch.report.pages import (
     Headline,
     Page,
     PagePart,
-    Section,
+    PageSection,
     Series,
     Table,
     columns_over,
@@ -68,22 +68,22 @@ def make_page(run: Run) -> str:
         is_sound=found.good,
         headlines=list(headlines(run)),
         sections=[
-            Section(title="What to change", parts=_remedies(found, drawn)),
-            Section(title="Stages", parts=_stages(run)),
+            PageSection(title="What to change", parts=_remedies(found, drawn)),
+            PageSection(title="Stages", parts=_stages(run)),
             *(
-                Section(title=chart.title, parts=[*_before(run, name), chart])
+                PageSection(title=chart.title, parts=[*_before(run, name), chart])
                 for name, chart in drawn.items()
             ),
-            Section(title="What polishing changed in BatchNorm", parts=_drift(run)),
-            Section(
+            PageSection(title="What polishing changed in BatchNorm", parts=_drift(run)),
+            PageSection(
                 title="Most frequent wrong predictions",
                 parts=list(wrong_predictions(run.final_mistakes)),
             ),
-            Section(
+            PageSection(
                 title="Recipe",
                 parts=[] if run.recipe is None else [Code("recipe.yaml", run.recipe)],
             ),
-            Section(title="Environment", parts=[Facts(_environment(run))]),
+            PageSection(title="Environment", parts=[Facts(_environment(run))]),
         ],
         source=f"the run folder {run.folder}",
     ).html()

@@ -374,7 +374,7 @@ PagePart = Table | Chart | Facts | Code | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """A heading with its parts and, below them, notes; one without either is left out."""
 
     title: str
@@ -413,7 +413,7 @@ class Page:
     legend: tuple[str, Sequence[Series]] = ("", ())
     """What the series are, such as "Policies", and the series."""
 
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     source: str
     """What the page was written from."""
 

@@ -29,8 +29,8 @@ from largebatch.tracking.events import (
     RECIPE,
     SUMMARY,
     Decision,
-    Drift,
-    Evaluation,
+    DriftEvent,
+    EvaluationEvent,
     Event,
     Finish,
     GeneralizationGap,
@@ -39,7 +39,7 @@ from largebatch.tracking.events import (
     StageName,
     StageResult,
     Start,
-    Step,
+    StepEvent,
     Summary,
     System,
 )
@@ -52,14 +52,14 @@ SCHEDULE = frozenset({"train", "clean"})  # the stages whose updates are those o
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class EvaluatedStage:
     """A stage as far as it was evaluated."""
 
     name: StageName
-    before: "Stage | None"
+    before: "EvaluatedStage | None"
     """The stage it continued from."""
 
-    after: Evaluation
+    after: EvaluationEvent
     result: StageResult | None
     """None where the stage, or the run, did not end by itself."""
 
@@ -82,9 +82,9 @@ class Run:
     path: Path
     folder: str  # its name
     starts: tuple[Start, ...]
-    steps: tuple[Step, ...]
-    evaluations: tuple[Evaluation, ...]
-    drift: Drift | None
+    steps: tuple[StepEvent, ...]
+    evaluations: tuple[EvaluationEvent, ...]
+    drift: DriftEvent | None
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
     gaps: tuple[GeneralizationGap, ...] = ()
@@ -149,25 +149,25 @@ class Run:
         return self.summary is not None and self.summary.diverged is not None
 
     @cached_property
-    def by_stage(self) -> dict[StageName, list[Step]]:
+    def by_stage(self) -> dict[StageName, list[StepEvent]]:
         """The updates of each stage, in order."""
-        steps: dict[StageName, list[Step]] = {}
+        steps: dict[StageName, list[StepEvent]] = {}
         for step in self.steps:
             steps.setdefault(step.stage, []).append(step)
         return steps
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[EvaluatedStage, ...]:
         """Each stage with the last evaluation in it."""
         results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
         mistakes = {event.stage: event for event in self.mistakes}
-        stages: list[Stage] = []
+        stages: list[EvaluatedStage] = []
         before = None
         for name, after in last.items():
             ends = results.get(name), decisions.get(name), mistakes.get(name)
-            stages.append(Stage(name, before, after, *ends))
+            stages.append(EvaluatedStage(name, before, after, *ends))
             # A stage that was rolled back left the model as it was, so the next one continues
             # from the one before it.
             before = stages[-1] if stages[-1].kept else before
@@ -184,7 +184,7 @@ class Run:
         return list(dict.fromkeys([*self.by_stage, *(stage.name for stage in self.stages)]))
 
     @property
-    def end_of_schedule(self) -> Stage | None:
+    def end_of_schedule(self) -> EvaluatedStage | None:
         """The last stage that was kept of those that the schedule has; else the first.
 
         Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
@@ -193,18 +193,18 @@ class Run:
         return of_schedule[-1] if of_schedule else next(iter(self.stages), None)
 
     @property
-    def polishing(self) -> tuple[Stage, ...]:
+    def polishing(self) -> tuple[EvaluatedStage, ...]:
         """The stages that come after the schedule, those that were discarded too."""
         return tuple(stage for stage in self.stages[1:] if stage.name not in SCHEDULE)
 
     @property
-    def last_stage(self) -> Stage | None:
+    def last_stage(self) -> EvaluatedStage | None:
         """The stage that left the model as it is; None if none was evaluated."""
         kept_stages = [stage for stage in self.stages if stage.kept]
         return kept_stages[-1] if kept_stages else None
 
     @property
-    def result(self) -> Evaluation | None:
+    def result(self) -> EvaluationEvent | None:
         """The last evaluation of the model as it was left; None if there was none."""
         return self.last_stage.after if self.last_stage else None
 
@@ -214,7 +214,7 @@ class Run:
         return self.last_stage.mistakes if self.last_stage else None
 
     @property
-    def kept_evaluations(self) -> list[Evaluation]:
+    def kept_evaluations(self) -> list[EvaluationEvent]:
         """The evaluations of the stages that were kept."""
         discarded = {stage.name for stage in self.stages if not stage.kept}
         return [evaluation for evaluation in self.evaluations if evaluation.stage not in discarded]
@@ -226,7 +226,7 @@ class Run:
         return next((gap for gap in self.gaps if gap.stage == name), None)
 
     @property
-    def timed(self) -> tuple[Step, ...]:
+    def timed(self) -> tuple[StepEvent, ...]:
         """The updates of which it is known what they waited for."""
         return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
@@ -252,7 +252,7 @@ class Change:
         return abs(self.images) > self.noise
 
 
-def change_from(before: Stage, after: Stage) -> Change:
+def change_from(before: EvaluatedStage, after: EvaluatedStage) -> Change:
     """Return what changed from the end of one stage to that of another on the same images.
 
     Where both were recorded image by image, chance is that of McNemar's test: each image that
@@ -326,9 +326,9 @@ def read_run(folder: Path) -> Run:
         path=folder,
         folder=folder.resolve().name,
         starts=starts,
-        steps=tuple(sorted(all_of(Step), key=attrgetter("step"))),
-        evaluations=all_of(Evaluation),
-        drift=next(iter(all_of(Drift)), None),
+        steps=tuple(sorted(all_of(StepEvent), key=attrgetter("step"))),
+        evaluations=all_of(EvaluationEvent),
+        drift=next(iter(all_of(DriftEvent)), None),
         decisions=all_of(Decision),
         mistakes=all_of(Mistakes),
         gaps=all_of(GeneralizationGap),
@@ -361,15 +361,15 @@ def _read_log(path: Path) -> list[Event]:
 def _key(event: Event, number: int) -> tuple[object, ...]:
     """Return the key of an event of its kind; the later of two with equal keys wins."""
     match event:
-        case Step() | System():
+        case StepEvent() | System():
             return (event.step,)
-        case Evaluation():
+        case EvaluationEvent():
             return event.stage, event.step
         case Decision() | Mistakes() | GeneralizationGap():
             return (event.stage,)
         case Note(kind="remark"):
             return event.stage, event.text
-        case Drift():
+        case DriftEvent():
             return ()
         case _:
             return (number,)
@@ -382,7 +382,7 @@ def _is_superseded(event: Event, resume_step: int) -> bool:
             return False
         case Note() if event.kind not in _REMADE:
             return False
-        case Step() | System():
+        case StepEvent() | System():
             return event.step >= resume_step
         case _:
             return event.step > resume_step

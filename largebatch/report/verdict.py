@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from largebatch.formatting import percent, plural
-from largebatch.report.run import Run, Stage, change_from, median, values_of
+from largebatch.report.run import EvaluatedStage, Run, change_from, median, values_of
 from largebatch.rules import Finding, Rule, decide
 
 
@@ -205,7 +205,7 @@ def _measure_ending(run: Run) -> Ending:
     )
 
 
-def _measure_finished(run: Run, last: Stage) -> Finished:
+def _measure_finished(run: Run, last: EvaluatedStage) -> Finished:
     # Only runs that finished are diagnosed, so that a run that pauses does not load the rules.
     from largebatch.report.diagnosis import find_causes
     from largebatch.report.record import record_of

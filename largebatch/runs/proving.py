@@ -36,7 +36,7 @@ from largebatch.models.of_recipe import build_model
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.kernels.trials import Build
 from largebatch.optim.kernels.trials import trials_of as trials_of_optimizer
-from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Finding, Trial, Trials
+from largebatch.proof import BATCHNORM, CROPS, GRAPH, OPTIMIZER, PARTS, Trial, Trials, TrialsResult
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
@@ -86,7 +86,7 @@ def settle(
     tried = [part for part, refusal in refusals.items() if refusal is None]
     settings, key = _settings(recipe, plan, pixels, options.imports)
 
-    def prove() -> dict[str, Finding]:
+    def prove() -> dict[str, TrialsResult]:
         if not tried:
             return {}
         accelerator.free_memory_bytes(device)  # gives the trials what the allocator has cached
@@ -112,8 +112,8 @@ def settle(
 
 
 def _findings_on_hosts(
-    prove: Callable[[], dict[str, Finding]], facts: Callable[[], str], backend: Backend
-) -> dict[str, Finding]:
+    prove: Callable[[], dict[str, TrialsResult]], facts: Callable[[], str], backend: Backend
+) -> dict[str, TrialsResult]:
     """Return the findings of this worker, or of its host's first one if it has the same facts.
 
     Otherwise all workers of a host would compile the same kernels at the same time.
@@ -131,11 +131,11 @@ def _findings_on_hosts(
         return findings
     for facts_there, record in filter(None, everyone):
         if facts_there == facts_here:
-            return {part: Finding(**fields) for part, fields in record.items()}
+            return {part: TrialsResult(**fields) for part, fields in record.items()}
     return prove()  # this worker's device is another one than that of the first
 
 
-def prove_again(recipe: Recipe, device: torch.device) -> dict[str, Finding]:
+def prove_again(recipe: Recipe, device: torch.device) -> dict[str, TrialsResult]:
     """Return the findings of new trials of a recipe on one device, of images in a cache."""
     side = recipe.data.image_size
     settings, key = _settings(recipe, make_plan(recipe), (side, side), ())
@@ -212,7 +212,7 @@ def _without_numbers(section: Any) -> Any:  # noqa: ANN401 -- any JSON
     return section
 
 
-def _line(agreed: Mapping[str, str | None], findings: Mapping[str, Finding]) -> str | None:
+def _line(agreed: Mapping[str, str | None], findings: Mapping[str, TrialsResult]) -> str | None:
     words = []
     for part, refusal in agreed.items():
         if refusal is not None:

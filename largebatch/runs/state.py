@@ -29,7 +29,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
-from largebatch.tracking.events import CHECKPOINTS, Note, Step, StopCause, System
+from largebatch.tracking.events import CHECKPOINTS, Note, StepEvent, StopCause, System
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
@@ -196,7 +196,7 @@ def build_step_log(
     backend: Backend,
     state: TrainState,
     *,
-    emit: Callable[[Step | System | Note], None],
+    emit: Callable[[StepEvent | System | Note], None],
     requests: Requests | None = None,
 ) -> StepLog:
     """Build what emits the records of updates; without `requests` nobody has any."""

@@ -16,13 +16,13 @@ from largebatch.formatting import TOP5, duration, four_decimals, plural, three_d
 from largebatch.recipe.arithmetic.plan import describe_division
 from largebatch.tracking.events import (
     Decision,
-    Evaluation,
+    EvaluationEvent,
     Event,
     Finish,
     GeneralizationGap,
     Note,
     Start,
-    Step,
+    StepEvent,
 )
 
 LINE_SECONDS = 5.0  # seconds between lines on training
@@ -48,9 +48,9 @@ class Console:
         match event:
             case Start():
                 self._show_start(event)
-            case Step():
+            case StepEvent():
                 self._show_step(event)
-            case Evaluation():
+            case EvaluationEvent():
                 top5 = f"  top-5 {event.top5:7.2%}" if self._shows_top5 else ""
                 self._show(
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  top-1 {event.top1:7.2%}{top5}  "
@@ -118,7 +118,7 @@ class Console:
             work = f"after {step} of {plan.steps} steps of {plan.global_batch} samples"
         self._show(f"{event.recipe}: {work}")
 
-    def _show_step(self, event: Step) -> None:
+    def _show_step(self, event: StepEvent) -> None:
         done = event.step + 1
         self._recent.append(event.step_seconds)
         every = BAR_SECONDS if self._is_notebook else LINE_SECONDS

@@ -69,7 +69,7 @@ class _StageEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(_StageEvent):
+class StepEvent(_StageEvent):
     """One optimizer update."""
 
     event: Literal["step"] = "step"
@@ -138,7 +138,7 @@ SYSTEM = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation(_StageEvent):
+class EvaluationEvent(_StageEvent):
     """An evaluation on the validation data after `step` updates; accuracies are fractions of 1."""
 
     event: Literal["evaluation"] = "evaluation"
@@ -227,7 +227,7 @@ class LayerDrift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift(_StageEvent):
+class DriftEvent(_StageEvent):
     """Changes by the statistics pass, layer by layer from the input on."""
 
     event: Literal["drift"] = "drift"
@@ -364,14 +364,14 @@ class Finish:
 
 Event = (
     Start
-    | Step
+    | StepEvent
     | System
-    | Evaluation
+    | EvaluationEvent
     | GeneralizationGap
     | Mistakes
     | Decision
     | Note
-    | Drift
+    | DriftEvent
     | Finish
 )
 EVENTS: TypeAdapter[Event] = TypeAdapter(

@@ -15,7 +15,7 @@ from largebatch.errors import clip
 from largebatch.formatting import dotted
 from largebatch.optional import require_mlflow
 from largebatch.recipe.keys import Tracking
-from largebatch.tracking.events import LOG, REPORT, Start, Step, Summary, System
+from largebatch.tracking.events import LOG, REPORT, Start, StepEvent, Summary, System
 from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.scalars import NewNumbers, Plotted, ScalarTracker, read_id, write_id
 
@@ -125,7 +125,7 @@ class MLflow(ScalarTracker):
         # A request for each update would cost a fast run more than its updates; other events are
         # rare.
         late = time.monotonic() - self._sent > FLUSH_SECONDS
-        if late or not isinstance(event, Step | System):
+        if late or not isinstance(event, StepEvent | System):
             self._send()
 
     def _send(self) -> None:

@@ -20,20 +20,20 @@ from largebatch.tracking.events import (
     METRICS,
     SYSTEM,
     Decision,
-    Drift,
-    Evaluation,
+    DriftEvent,
+    EvaluationEvent,
     Event,
     Finish,
     GeneralizationGap,
     Start,
-    Step,
+    StepEvent,
     Summary,
     System,
 )
 
 MOST_WORKERS = 16  # above them only the least, the mean and the most are plotted
 
-Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
+Plotted = StepEvent | EvaluationEvent | GeneralizationGap | Decision | DriftEvent | System
 """Events with numbers to plot."""
 
 _OF_A_STEP = (
@@ -122,7 +122,7 @@ class ScalarTracker(ABC):
             lacking: dict[str, float] = {}
             if isinstance(event, Plotted) and new.values:
                 lacking = self._lacking(new, event, position)
-                is_update = isinstance(event, Step | System)  # others follow their last update
+                is_update = isinstance(event, StepEvent | System)  # others follow their last update
                 comes_again = event.step >= start.resume_step + (not is_update)
                 if comes_again and lacking == new.values:  # not if a kill cut it in two
                     continue
@@ -166,19 +166,19 @@ def logged(log: Path) -> Iterator[Event]:
 def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of an event; NaN is left out, except for a loss."""
     match event:
-        case Step():
+        case StepEvent():
             values = {f"train/{key}": getattr(event, key) for key in _OF_A_STEP.split()}
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
             values |= {f"monitor/{name}": value for name, value in event.measured.items()}
-        case Evaluation():
+        case EvaluationEvent():
             values = {f"val/{key}": getattr(event, key) for key in METRICS}
         case GeneralizationGap():
             values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
             values["generalization/train_top1"] = event.top1
         case Decision():
             values = {"held_out/top1": event.after, "held_out/kept": float(event.kept)}
-        case Drift():
+        case DriftEvent():
             values = {
                 f"drift/{layer.name}/{key}": getattr(layer, key)
                 for layer in event.layers

@@ -20,7 +20,7 @@ from largebatch.formatting import plural
 from largebatch.optional import require_wandb
 from largebatch.recipe.keys import Tracking
 from largebatch.storage import write_whole
-from largebatch.tracking.events import LOG, METRICS, REPORT, Evaluation, Start, Summary
+from largebatch.tracking.events import LOG, METRICS, REPORT, EvaluationEvent, Start, Summary
 from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.scalars import (
     NewNumbers,
@@ -166,7 +166,7 @@ class Wandb(ScalarTracker):
         values_at_end["final"] = {name: values_at_end.pop(name) for name in METRICS}
         values_at_end["stages"] = {stage.pop("name"): stage for stage in values_at_end["stages"]}
         evaluations = [
-            event for event in logged(self._folder / LOG) if isinstance(event, Evaluation)
+            event for event in logged(self._folder / LOG) if isinstance(event, EvaluationEvent)
         ]
         for name, best in _BEST.items() if evaluations else ():  # W&B has those of this part
             values = [getattr(evaluation, name) for evaluation in evaluations]

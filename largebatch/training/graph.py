@@ -66,7 +66,7 @@ _SHAPES = 4
 
 
 @dataclass(slots=True)
-class _Graph:
+class _RecordedUpdate:
     """Recorded parts of an update, and what the host must know after they were replayed."""
 
     graph: accelerator.Graph
@@ -85,7 +85,7 @@ class _Graph:
 
 
 @dataclass(slots=True)
-class _Shape:
+class _BatchShape:
     form: object
     updates: int = 0
     batch: Batch | None = None
@@ -97,7 +97,7 @@ class _Shape:
     reads: dict[str, object] = field(default_factory=dict)
     """What the graphs have fixed, by its name; the same in every update that is replayed."""
 
-    graphs: dict[object, _Graph] = field(default_factory=dict)
+    graphs: dict[object, _RecordedUpdate] = field(default_factory=dict)
     """By whether the micro-batch is the first one of an update, and parts."""
 
 
@@ -133,8 +133,8 @@ class GraphedStep(EagerStep):
             "requires_grad of weights": self.reducer,
             "running statistics": self.spans,
         }
-        self._shapes: dict[object, _Shape] = {}
-        self._shape = _Shape(None)
+        self._shapes: dict[object, _BatchShape] = {}
+        self._shape = _BatchShape(None)
         self._failures = accelerator.Graph.failures
         self._replayed: list[Part] = []
         """Parts that were replayed since the last micro-batch began."""
@@ -197,7 +197,7 @@ class GraphedStep(EagerStep):
 
     def _begin_shape(self, batch: Batch) -> None:
         """Choose the graphs of an update."""
-        self._shape = _Shape(None)
+        self._shape = _BatchShape(None)
         for replayable in self._replayable.values():
             replayable.refresh()
         if self._has_watched:
@@ -219,7 +219,7 @@ class GraphedStep(EagerStep):
         if key not in self._shapes and self._pool() and self._is_crowded():
             # The first updates of a shape run without a graph, and cannot use the graphs' memory.
             self._shapes.clear()
-        self._shape = self._shapes.pop(key, _Shape(form))
+        self._shape = self._shapes.pop(key, _BatchShape(form))
         self._shapes[key] = self._shape  # now the last one; the first was not used for the longest
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
@@ -232,7 +232,7 @@ class GraphedStep(EagerStep):
         if self._shape.updates == _WARM_UP + 1 and Part.PASSES not in self._excluded:
             self._shape.batch = Batch(*map(torch.empty_like, batch))
 
-    def _graph_of_passes(self, batch: Batch, *, first: bool, last: bool) -> _Graph | None:
+    def _graph_of_passes(self, batch: Batch, *, first: bool, last: bool) -> _RecordedUpdate | None:
         """Return the graph of a micro-batch, which is recorded if it is new; None to do without."""
         shape = self._shape
         parts: list[Part] = []
@@ -251,7 +251,7 @@ class GraphedStep(EagerStep):
             return None  # another micro-batch before this one was smaller
         return graph
 
-    def _graph_of_optimizer(self) -> _Graph | None:
+    def _graph_of_optimizer(self) -> _RecordedUpdate | None:
         """Return the optimizer's own graph, where the sums have none; None to do without."""
         is_separate = Part.SUMS in self._excluded and Part.OPTIMIZER not in self._excluded
         if not is_separate or self._shape.updates <= _WARM_UP:
@@ -304,7 +304,7 @@ class GraphedStep(EagerStep):
 
     def _record(
         self, key: object, parts: list[Part], passes: Callable[[], object]
-    ) -> _Graph | None:
+    ) -> _RecordedUpdate | None:
         """Record parts on all workers; nothing is computed. Return None if that failed on any.
 
         Nothing then remains of it. Raises the error of a device without memory, also without a
@@ -324,7 +324,9 @@ class GraphedStep(EagerStep):
             self._say()
         return graph
 
-    def _record_here(self, parts: list[Part], passes: Callable[[], object]) -> _Graph | None:
+    def _record_here(
+        self, parts: list[Part], passes: Callable[[], object]
+    ) -> _RecordedUpdate | None:
         """Record parts on this worker, or exclude the one that cannot be recorded."""
         if Part.PASSES in parts and (name := self._shape.changed()):
             reason = f"{name} changes between updates, which a replay would not see"
@@ -350,7 +352,7 @@ class GraphedStep(EagerStep):
             if not self.reducer.is_placed:
                 # The gradients of those would stay in memory of the graph.
                 raise ValueError("a micro-batch reaches some of the weights only")
-            return _Graph(
+            return _RecordedUpdate(
                 graph=graph,
                 parts=parts,
                 results=_changes(result, self.result),
@@ -379,7 +381,7 @@ class GraphedStep(EagerStep):
             spans.counts = before
             spans.is_summed = has_sums
 
-    def _replay(self, graph: _Graph) -> None:
+    def _replay(self, graph: _RecordedUpdate) -> None:
         if Part.OPTIMIZER in graph.parts:
             self.reducer.in_passes = False
             assert isinstance(self.optimizer, Replayable), "see replay.refusal"
@@ -397,7 +399,7 @@ class GraphedStep(EagerStep):
     def _forget_shapes(self) -> None:
         """Drop all graphs; the rest of this update has none."""
         self._shapes.clear()
-        self._shape = _Shape(None)
+        self._shape = _BatchShape(None)
 
     def _pool(self) -> object:
         """Return the memory of the graphs; None without any, for torch then refuses it."""

@@ -25,8 +25,8 @@ from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import (
     Accuracy,
     Decision,
-    Drift,
-    Evaluation,
+    DriftEvent,
+    EvaluationEvent,
     GeneralizationGap,
     Mistakes,
     StageName,
@@ -143,7 +143,7 @@ class Judge:
         metrics = self.evaluator.validation(each)
         step = self.evaluator.state.progress.step
         self.log.emit(
-            Evaluation(
+            EvaluationEvent(
                 stage=stage,
                 step=step,
                 epoch=self.evaluator.pipeline.plan.epoch(step),
@@ -157,7 +157,7 @@ class Judge:
         """Measure the statistics and emit their drift."""
         drift = self.evaluator.statistics(section.samples)
         self.log.emit(
-            Drift(
+            DriftEvent(
                 stage=stage,
                 step=self.evaluator.state.progress.step,
                 samples=section.samples,

@@ -117,7 +117,7 @@ def polish_statistics(judge: Judge, section: Statistics) -> None:
     judge.end("statistics")
 
 
-class Stage(NamedTuple):
+class StageDefinition(NamedTuple):
     """A stage: where it ends, and what it does."""
 
     name: StageName
@@ -129,25 +129,28 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("train", lambda plan: plan.train_steps, partial(run_updates, "train", clean=False)),
-    Stage("clean", lambda plan: plan.steps, partial(run_updates, "clean")),
-    Stage("ema", lambda plan: plan.steps, partial(run_average, "ema", EMA)),
-    Stage("swa", lambda plan: plan.steps, partial(run_average, "swa", SWA)),
-    Stage(
+    StageDefinition(
+        "train", lambda plan: plan.train_steps, partial(run_updates, "train", clean=False)
+    ),
+    StageDefinition("clean", lambda plan: plan.steps, partial(run_updates, "clean")),
+    StageDefinition("ema", lambda plan: plan.steps, partial(run_average, "ema", EMA)),
+    StageDefinition("swa", lambda plan: plan.steps, partial(run_average, "swa", SWA)),
+    StageDefinition(
         "affine",
         lambda plan: plan.updates,
         partial(run_updates, "affine", begin=TrainState.begin_affine),
     ),
-    Stage("statistics", lambda plan: plan.updates, run_statistics),
+    StageDefinition("statistics", lambda plan: plan.updates, run_statistics),
 )
 
 
-def stages_of(polish: Polish) -> list[Stage]:
+def stages_of(polish: Polish) -> list[StageDefinition]:
     """Return the stages that a run may have, in order."""
     # The last one measures the statistics of the weights as they are left, so it stays the last.
     *ours, statistics = STAGES
     others = [
-        Stage(it.kind, lambda plan: plan.updates, partial(_run_other, it)) for it in polish.others
+        StageDefinition(it.kind, lambda plan: plan.updates, partial(_run_other, it))
+        for it in polish.others
     ]
     return [*ours, *others, statistics]
 

@@ -28,7 +28,7 @@ from largebatch.tracking.events import (
     Note,
     NoteKind,
     StageName,
-    Step,
+    StepEvent,
     StopCause,
     System,
     Tracker,
@@ -148,7 +148,9 @@ class DivergenceCheck:
         self._most_skipped = most_skipped
         self._num_skipped = 0
 
-    def check(self, step: Step, *, infinite: float = 0, bad: float = 0, ranks: float = 0) -> None:
+    def check(
+        self, step: StepEvent, *, infinite: float = 0, bad: float = 0, ranks: float = 0
+    ) -> None:
         """Raise DivergedError if the run cannot continue after this update.
 
         `infinite` is above 0 if a gradient is not finite. `bad` is the number of workers whose part
@@ -292,7 +294,7 @@ class Monitors:
         """
         return self._noise.add(step, *squares, loss_scale=loss_scale) if squares else {}
 
-    def system(self, step: Step, rows: Sequence[float]) -> System | None:
+    def system(self, step: StepEvent, rows: Sequence[float]) -> System | None:
         """Return the record of the rows of `sample`, summed over the workers; None without any."""
         if not rows:
             return None
@@ -416,10 +418,10 @@ class _Outcome(NamedTuple):
         return cls(bool(skipped), loss_scale, scaled_by, monitored=numbers[3:])
 
 
-class _Pending(NamedTuple):
+class _PendingUpdate(NamedTuple):
     """The last update that was counted, whose loss is still being summed."""
 
-    step: Step
+    step: StepEvent
     update: Update
     own_values: Tensor
     """The content of `outcome`, on the device; equal on every worker, so that it needs no sum."""
@@ -452,7 +454,7 @@ class StepLog:
         monitors: Monitors,
         requests: Requests,
         divergence: DivergenceCheck,
-        emit: Callable[[Step | System | Note], None],
+        emit: Callable[[StepEvent | System | Note], None],
         count_skipped: Callable[[], None],
     ) -> None:
         self.plan = plan
@@ -464,7 +466,7 @@ class StepLog:
         """Called once for each update that turns out to have been skipped."""
 
         self.monitors = monitors
-        self._pending: _Pending | None = None
+        self._pending: _PendingUpdate | None = None
         self._stream = accelerator.stream(backend.device)
         self.is_training = False
         """True from an update until something other than updates is done."""
@@ -490,7 +492,7 @@ class StepLog:
         # there would wait for what was queued since.
         made = None if self._stream is None else accelerator.event(self._backend.device)
         work = self._backend.all_reduce(sums)
-        step = Step(
+        step = StepEvent(
             stage=stage,
             step=update.step,
             epoch=self.plan.epoch(update.step + 1),
@@ -499,7 +501,7 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=self.plan.batch_at(update.step) / seconds,
         )
-        following = _Pending(step, update, own_values, sums, work.wait, made)
+        following = _PendingUpdate(step, update, own_values, sums, work.wait, made)
         # The record of the update before, whose sums came while this update was queued.
         try:
             self._record()
@@ -514,7 +516,7 @@ class StepLog:
             # A CPU has computed the update already, so nothing is gained by reading it later.
             self._record()
 
-    def add_record(self, step: Step) -> None:
+    def add_record(self, step: StepEvent) -> None:
         """Emit the record of an update that is known; raise DivergedError if it diverged."""
         self._backend.started()
         self._emit(step)

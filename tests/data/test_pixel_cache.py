@@ -20,7 +20,7 @@ from largebatch.data.decoders import pixel_cache
 from largebatch.data.index.index import Index
 from largebatch.data.types import Resources
 from largebatch.errors import DataError
-from largebatch.storage import Progress
+from largebatch.storage import ReadProgress
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_one_worker_of_each_folder_writes(
     written = []
     real, local = pixel_cache._write, threading.local()
 
-    def count(path: Path, index: Index, threads: int, progress: Progress) -> None:
+    def count(path: Path, index: Index, threads: int, progress: ReadProgress) -> None:
         written.append(local.rank)
         real(path, index, threads, progress)
 

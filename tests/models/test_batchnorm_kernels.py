@@ -341,7 +341,7 @@ def test_fake_tensors_and_tracers_see_the_operator() -> None:
 def test_compilation_tries_the_kernels_before_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: dict[tuple[str, torch.device], str | None] = {}
     monkeypatch.setattr(proof, "DECISIONS", tried)
-    monkeypatch.setattr(proof, "prove_alone", lambda *_: proof.Finding())
+    monkeypatch.setattr(proof, "prove_alone", lambda *_: proof.TrialsResult())
     for model in (nn.Linear(3, 4), with_span(nn.BatchNorm1d(4), 2)):
         compile_model(model.to(DEVICE), True, DEVICE, shares_spans=False)
         assert bool(tried) == isinstance(model, SpanBatchNorm)

@@ -15,8 +15,8 @@ from largebatch.report.pages import (
     Headline,
     Line,
     Page,
+    PageSection,
     Panel,
-    Section,
     Table,
     columns_over,
     line_chart,
@@ -58,9 +58,9 @@ def made(**page: object) -> Page:
         "findings": ["a is best."],
         "legend": ("Policies", looks),
         "sections": [
-            Section(title="Table", parts=[table], notes=["Means."]),
-            Section(title="Empty"),
-            Section(title="Chart", parts=[line_chart("loss", *panels, caption="The loss.")]),
+            PageSection(title="Table", parts=[table], notes=["Means."]),
+            PageSection(title="Empty"),
+            PageSection(title="Chart", parts=[line_chart("loss", *panels, caption="The loss.")]),
         ],
         "source": "nothing",
     }
@@ -101,7 +101,9 @@ def test_a_page_loads_nothing_and_has_a_script_only_if_it_has_a_table_that_sorts
     plain = made(
         legend=("", ()),
         headlines=[Headline("Top-1", "98.61", "%", "after polishing", "good")],
-        sections=[Section(title="A", parts=[fixed, Facts({"torch": "2"}), Code("r", "<x>"), "n"])],
+        sections=[
+            PageSection(title="A", parts=[fixed, Facts({"torch": "2"}), Code("r", "<x>"), "n"])
+        ],
     ).html()
     for html in (with_script, plain):
         assert "default-src 'none'" in html

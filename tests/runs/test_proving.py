@@ -28,7 +28,7 @@ from largebatch.cli.doctor import examine_kernels
 from largebatch.errors import RecipeError
 from largebatch.models import kernels
 from largebatch.optim.kernels import table
-from largebatch.proof import BATCHNORM, GRAPH, OPTIMIZER, Finding
+from largebatch.proof import BATCHNORM, GRAPH, OPTIMIZER, TrialsResult
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import proving
 from largebatch.tracking.environment import versions
@@ -68,8 +68,8 @@ def with_unlike_workers(recipe: Recipe, folder: Path) -> tuple[int, int]:
     device = prepare()
     reasons = {OPTIMIZER: "Failed to find C compiler"} if os.environ["RANK"] == "1" else {}
 
-    def prove(_: str, parts: Sequence[str], *__: object, **___: object) -> dict[str, Finding]:
-        return {part: Finding(refused=reasons.get(part), variants=1) for part in parts}
+    def prove(_: str, parts: Sequence[str], *__: object, **___: object) -> dict[str, TrialsResult]:
+        return {part: TrialsResult(refused=reasons.get(part), variants=1) for part in parts}
 
     with (
         mock.patch.object(proof, "prove", prove),
@@ -100,10 +100,10 @@ def on_one_host(recipe: Recipe, folder: Path) -> tuple[list[str], list[float]]:
 
     def prove(
         _: str, parts: Sequence[str], *__: object, seconds: float, **___: object
-    ) -> dict[str, Finding]:
+    ) -> dict[str, TrialsResult]:
         given.append(seconds)
         folder.with_name(f"tried by {os.environ['RANK']}").touch()
-        return {part: Finding(refused="planted" if part == GRAPH else None) for part in parts}
+        return {part: TrialsResult(refused="planted" if part == GRAPH else None) for part in parts}
 
     with mock.patch.object(proof, "prove", prove):
         run(recipe, out=folder, timeout=60.0)
@@ -206,7 +206,7 @@ def crash(*_: object, **__: object) -> Tensor:
 
 def with_a_kernel_that_crashes(recipe: Recipe, folder: Path) -> tuple[int, bool]:
     device = prepare()
-    with trials_in_forks((1.0, 2.0)), mock.patch.object(table.Table, "update", crash):
+    with trials_in_forks((1.0, 2.0)), mock.patch.object(table.TensorTable, "update", crash):
         run(recipe, out=folder)
     return launches_of_tables(), proof.uses(GRAPH, device)
 
@@ -232,13 +232,13 @@ def settings_of(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def findings(recipe: Recipe, parts: list[str], device: torch.device) -> dict[str, Finding]:
+def findings(recipe: Recipe, parts: list[str], device: torch.device) -> dict[str, TrialsResult]:
     """Return the findings of trials in this process."""
-    found: dict[str, Finding] = {}
+    found: dict[str, TrialsResult] = {}
 
     def write(**line: Any) -> None:  # noqa: ANN401 -- any JSON
         if "finding" in line:
-            found[line["part"]] = Finding(**line["finding"])
+            found[line["part"]] = TrialsResult(**line["finding"])
 
     job = {"module": proving.__name__, "parts": parts, "known": {}}
     with (
@@ -249,7 +249,7 @@ def findings(recipe: Recipe, parts: list[str], device: torch.device) -> dict[str
     return found
 
 
-def with_a_wrong_sum(recipe: Recipe) -> Finding:
+def with_a_wrong_sum(recipe: Recipe) -> TrialsResult:
     """Multiply a kernel's result where there is a sum, by less than a rounding of bf16 is large."""
     device = accelerator.simulate()
     accelerator.use_kernels()
@@ -273,7 +273,7 @@ def test_every_variant_of_a_network_is_tried() -> None:
     assert "with a sum" in found.refused
 
 
-def with_a_wrong_graph(recipe: Recipe) -> Finding:
+def with_a_wrong_graph(recipe: Recipe) -> TrialsResult:
     """Try updates in a graph that computes them, and moves some results besides."""
     device = accelerator.simulate()
     accelerator.use_graphs()
@@ -300,8 +300,8 @@ def examined() -> list[tuple[str, str]]:
     """Return what doctor prints of a GPU whose kernel is wrong, and whose graph is slow."""
     device = prepare()
     results = {
-        OPTIMIZER: Finding(refused="wrong: error 1"),
-        GRAPH: Finding(refused="not faster: 0.9 times", is_slow=True),
+        OPTIMIZER: TrialsResult(refused="wrong: error 1"),
+        GRAPH: TrialsResult(refused="not faster: 0.9 times", is_slow=True),
     }
 
     def run_apart(job: Mapping[str, Any], _: float) -> tuple[list[dict[str, Any]], None]:
@@ -310,7 +310,7 @@ def examined() -> list[tuple[str, str]]:
 
     with mock.patch.object(proof, "prove", PROVE), mock.patch.object(proof, "run_apart", run_apart):
         found = [*examine_kernels(device)]
-        results |= dict.fromkeys(results, Finding(variants=3))
+        results |= dict.fromkeys(results, TrialsResult(variants=3))
         found += examine_kernels(device)  # tried again
         os.environ[proof.VARIABLE] = "torch"
         return [*found, *examine_kernels(device)]

@@ -709,7 +709,7 @@ def simulate() -> torch.device:
     _autocast()
     _device_constructors()  # of torch, before some are replaced: torch.device("meta") needs them
     for target, name, replacement in (
-        (proof, "prove", lambda _, parts, *__, **___: {it: proof.Finding() for it in parts}),
+        (proof, "prove", lambda _, parts, *__, **___: {it: proof.TrialsResult() for it in parts}),
         (torch, "Event", Event),
         (torch, "Stream", Stream),
         (torch.accelerator, "synchronize", synchronize),

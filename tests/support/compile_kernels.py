@@ -21,8 +21,8 @@ from largebatch import accelerator, proof
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.types import Request, View
 from largebatch.models.kernels import batchnorm_launches as launches_of_batchnorm
-from largebatch.optim.kernels import Rule
-from largebatch.optim.kernels.table import Table
+from largebatch.optim.kernels import GroupRule
+from largebatch.optim.kernels.table import TensorTable
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -95,7 +95,7 @@ def main() -> None:
     launches_of_batchnorm.moments(x, 2)
     weight = torch.ones(64)
     short = torch.ones(64).bfloat16()
-    rule = Rule(
+    rule = GroupRule(
         momentum=0.9,
         decay=0.1,
         ratio_decay=0.1,
@@ -105,7 +105,7 @@ def main() -> None:
         out=1.0,
         ratio="inside",
     )
-    table = Table([weight], [short], [weight.clone()], [short], [0])
+    table = TensorTable([weight], [short], [weight.clone()], [short], [0])
     table.norms(torch.ones(()))
     table.update([rule], torch.ones(()), torch.zeros(()))
     proof.KERNEL_DEVICES[proof.CROPS] = {"cpu"}

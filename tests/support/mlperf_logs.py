@@ -17,7 +17,15 @@ from largebatch import load_recipe
 from largebatch.lab.mlperf.logger import MLPerf
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.events import Evaluation, Event, Finish, Start, Status, Step, Summary
+from largebatch.tracking.events import (
+    EvaluationEvent,
+    Event,
+    Finish,
+    Start,
+    Status,
+    StepEvent,
+    Summary,
+)
 
 IMAGENET = Path(__file__).parents[2] / "recipes" / "imagenet"
 POINTS: dict[str, dict[str, Any]] = json.loads(
@@ -41,12 +49,12 @@ def start(of: Recipe, *, step: int = 0) -> Start:
     )
 
 
-def update(step: int) -> Step:
-    return Step(stage="train", step=step, loss=6.9, lr=0.1, images_per_second=1.0)
+def update(step: int) -> StepEvent:
+    return StepEvent(stage="train", step=step, loss=6.9, lr=0.1, images_per_second=1.0)
 
 
-def evaluation(epoch: float, top1: float, *, step: int = 1) -> Evaluation:
-    return Evaluation(
+def evaluation(epoch: float, top1: float, *, step: int = 1) -> EvaluationEvent:
+    return EvaluationEvent(
         stage="train", step=step, epoch=epoch, top1=top1, top5=0.9, loss=1.0, samples=50_000,
         seconds=0.25,
     )  # fmt: skip

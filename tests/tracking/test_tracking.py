@@ -19,14 +19,14 @@ from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     EVENTS,
     Decision,
-    Drift,
-    Evaluation,
+    DriftEvent,
+    EvaluationEvent,
     Event,
     Finish,
     LayerDrift,
     StageResult,
     Start,
-    Step,
+    StepEvent,
     Summary,
 )
 from largebatch.tracking.log import JsonLines
@@ -48,7 +48,7 @@ NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
 START = Start(time=NOW, resume_step=0, recipe="digits-96", plan=PLAN)
 CONFIG = {"name": "digits-96", "seed": 1}
 STEPS = [
-    Step(
+    StepEvent(
         stage="train",
         step=step,
         epoch=step / 15,
@@ -61,12 +61,12 @@ STEPS = [
     )
     for step in range(2)
 ]
-EVALUATION = Evaluation(
+EVALUATION = EvaluationEvent(
     stage="clean", step=2, epoch=0.13, top1=0.975, top5=1.0, loss=0.25, samples=360, seconds=0.1
 )
 DECISION = Decision(stage="clean", step=2, samples=1200, before=0.95, after=0.94, kept=False)
 LAYER = LayerDrift(name="bn1", channels=4, mean_shift=0.5, log_variance_ratio=0.25)
-DRIFT = Drift(step=2, samples=9, layers=(LAYER,))
+DRIFT = DriftEvent(step=2, samples=9, layers=(LAYER,))
 STAGE = StageResult(name="train", steps=2, seconds=1.0, top1=0.975, top5=1.0, loss=0.25)
 SUMMARY = Summary(
     recipe="digits-96",
@@ -190,9 +190,9 @@ def test_what_is_no_number_is_null_in_the_log_and_nan_when_it_is_read(tmp_path: 
     assert step["loss"] is None
     assert drift["layers"][0]["mean_shift"] is None
     first, second, _ = read(path)
-    assert isinstance(first, Step)
+    assert isinstance(first, StepEvent)
     assert math.isnan(first.loss)
-    assert isinstance(second, Drift)
+    assert isinstance(second, DriftEvent)
     assert math.isnan(second.layers[0].mean_shift)
 
 

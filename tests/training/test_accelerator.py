@@ -33,7 +33,7 @@ from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.state import build_step_log
-from largebatch.tracking.events import Step
+from largebatch.tracking.events import StepEvent
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.graph import step_for
 from largebatch.training.loop import Update, cross_entropy, step_seeds, train
@@ -259,7 +259,7 @@ def test_an_optimizer_that_cannot_skip_is_waited_for_once(
     assert found["weights"] < 1e-6
 
 
-def logged(device: torch.device) -> tuple[list[Step], TrainState]:
+def logged(device: torch.device) -> tuple[list[StepEvent], TrainState]:
     """Log updates of which every other is skipped; return their records, and the state."""
     backend = Serial(device)
     recipe = load_recipe(DIGITS, ["precision=fp16", "monitor=[trust_ratios]"])

@@ -29,7 +29,7 @@ from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.models.of_recipe import build_model
 from largebatch.runs.state import build_step_log
-from largebatch.tracking.events import Note, Step, System
+from largebatch.tracking.events import Note, StepEvent, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import EagerStep, Stopwatch, Update, train
 from largebatch.training.session import log_update
@@ -195,9 +195,9 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
     assert ours.state["scaler"]["scale"] == scales[-1]
 
 
-def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[Step | System | Note]]:
+def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[StepEvent | System | Note]]:
     """Return a log, the state in which it counts, and where it puts its records."""
-    events: list[Step | System | Note] = []
+    events: list[StepEvent | System | Note] = []
     scaler, updater = GradScaler("cpu"), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(

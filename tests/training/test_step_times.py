@@ -18,7 +18,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
 from largebatch.runs.state import build_step_log
-from largebatch.tracking.events import Note, Step, System
+from largebatch.tracking.events import Note, StepEvent, System
 from largebatch.training import loop
 from largebatch.training.loop import EagerStep, Stopwatch, Update, train
 from largebatch.training.session import log_update
@@ -71,7 +71,7 @@ def updates_that_wait(clock: Clock, *, accumulation: int) -> Iterator[Update]:
 
 
 def a_log(
-    backend: Serial, emit: Callable[[Step | System | Note], None] = lambda _: None
+    backend: Serial, emit: Callable[[StepEvent | System | Note], None] = lambda _: None
 ) -> tuple[StepLog, TrainState]:
     """Return a log and the state it counts in."""
     scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
@@ -93,12 +93,14 @@ def test_an_update_has_its_waits_for_images_and_for_gradients(
 
 
 def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Step | System | Note] = []
+    events: list[StepEvent | System | Note] = []
     log, state = a_log(CPU, emit=events.append)
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
         log_update("train", update, state, log)
     assert [
-        (event.data_seconds, event.reduction_seconds) for event in events if isinstance(event, Step)
+        (event.data_seconds, event.reduction_seconds)
+        for event in events
+        if isinstance(event, StepEvent)
     ] == [(3.0, 7.0), (5.0, 7.0)]
 
 

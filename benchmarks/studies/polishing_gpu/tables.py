@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.measuring import RESULTS, newest, write
-from largebatch.report.pages import Column, Page, Section, Table
+from largebatch.report.pages import Column, Page, PageSection, Table
 from largebatch.report.seeds import difference, interval
 
 NAME = "polishing_gpu"
@@ -84,7 +84,7 @@ def page(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Page:
         findings=text or ["No way of polishing changed top-1 by more than the noise of seeds."],
         is_sound=all(row["top1"].number >= 3 for row in every),
         note=f"{len(clear)} of {len(gains)} differences are more than the noise of seeds.",
-        sections=[Section(title="Ends", parts=[Table(name="ends", columns=columns)])],
+        sections=[PageSection(title="Ends", parts=[Table(name="ends", columns=columns)])],
         source="the records of a study",
     )
 

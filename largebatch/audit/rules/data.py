@@ -161,7 +161,7 @@ NUMBERS_OF_BATCHES: tuple[Rule[NumbersOfBatches], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class BatchContents:
     """First batches of each worker, where samples have no numbers."""
 
     problem: str
@@ -196,16 +196,16 @@ class Batches:
         return max(self.counts)
 
 
-def _batches_of(e: Batches) -> str:
+def _batches_of(e: BatchContents) -> str:
     return plural(e.compared, "batch", "batches")
 
 
-def _numbers_of_batches(e: Batches) -> str:
+def _numbers_of_batches(e: BatchContents) -> str:
     most = f"more than {MOST_BATCHES}" if e.most > MOST_BATCHES else f"{e.most}"
     return f"workers have {e.fewest} to {most} batches in an epoch: the last updates wait"
 
 
-BATCHES: tuple[Rule[Batches], ...] = (
+BATCHES: tuple[Rule[BatchContents], ...] = (
     Rule(
         check="samples",
         level="unknown",

@@ -15,7 +15,7 @@ _EXACT_SHARES = "evaluate shares of any size without padding: largebatch.trainin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
+class ValidationCoverage:
     """Readings of validation samples, over all workers."""
 
     size: int
@@ -33,14 +33,14 @@ class Coverage:
     """True if the script's figure is that of each sample once: it leaves padding out."""
 
 
-def _coverage_text(e: Coverage) -> str:
+def _coverage_text(e: ValidationCoverage) -> str:
     moves = max(e.twice / max(1, e.size + e.twice), e.never / max(1, e.size))
     text = f"{plural(e.size, 'sample')}: {e.never:,} never read, {e.twice:,} read again"
     text += ", of data sets that differ between workers" * (not e.is_one_set)
     return f"{text}; top-1 may be off by {percent(moves)} points"
 
 
-COVERAGE: tuple[Rule[Coverage], ...] = (
+COVERAGE: tuple[Rule[ValidationCoverage], ...] = (
     Rule(
         check="evaluation samples",
         level="fine",
@@ -81,13 +81,13 @@ COVERAGE: tuple[Rule[Coverage], ...] = (
 )
 
 
-class Modes(NamedTuple):
+class TrainingLayers(NamedTuple):
     """Layers that ran in training mode, on the worker that has most of them."""
 
     layers: int
 
 
-MODES: tuple[Rule[Modes], ...] = (
+MODES: tuple[Rule[TrainingLayers], ...] = (
     Rule(
         check="evaluation mode",
         level="fault",
@@ -141,7 +141,7 @@ UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class EvaluationFigure:
     """The script's figure beside exact ones over each sample once."""
 
     value: float
@@ -161,7 +161,7 @@ class Figure:
         return abs(self.value - self.exact)
 
 
-FIGURE: tuple[Rule[Figure], ...] = (
+FIGURE: tuple[Rule[EvaluationFigure], ...] = (
     Rule(
         check="evaluation mean",
         level="fine",

@@ -503,7 +503,7 @@ several times; `changed early` is changed by a hook or by clipping on each worke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Direction:
+class WrongDirection:
     """A gradient of another direction than the exact one, equal on all workers."""
 
     likeness: Likeness
@@ -535,12 +535,12 @@ _SUM_SAMPLES = "sum the losses, and divide by the samples of all workers and mic
 _CHANGE_LATER = "change gradients after they are averaged, equally on all workers"
 
 
-def _changed_early(e: Direction) -> str:
+def _changed_early(e: WrongDirection) -> str:
     text = "each worker changes its own gradient before the average, by a hook or clipping"
     return f"{text}: {e.likeness}"
 
 
-DIRECTION: tuple[Rule[Direction], ...] = (
+DIRECTION: tuple[Rule[WrongDirection], ...] = (
     Rule(
         check="gradient direction",
         level="note",

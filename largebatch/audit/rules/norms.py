@@ -57,14 +57,14 @@ SPAN: tuple[Rule[Span], ...] = (
 )
 
 
-class Moves(NamedTuple):
+class StatisticsMoves(NamedTuple):
     """How often the running statistics move per update, with their momentum."""
 
     most: float
     momentum: float
 
 
-MOMENTUM: tuple[Rule[Moves], ...] = (
+MOMENTUM: tuple[Rule[StatisticsMoves], ...] = (
     Rule(
         check="batch norm momentum",
         level="note",

@@ -108,7 +108,7 @@ _STEP_ONCE = "step the scheduler once an update, or count its length in these st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class FirstRates:
     """Rates of the first updates beside the planned ones."""
 
     measured: tuple[float, ...]
@@ -117,14 +117,14 @@ class Schedule:
     """Steps an update in which the schedule moves; 0 if no number explains the rates."""
 
 
-def _rates_text(e: Schedule) -> str:
+def _rates_text(e: FirstRates) -> str:
     return (
         f"{', '.join(map(three_digits, e.measured))} instead of "
         f"{', '.join(map(three_digits, e.planned))}"
     )
 
 
-SCHEDULE: tuple[Rule[Schedule], ...] = (
+SCHEDULE: tuple[Rule[FirstRates], ...] = (
     Rule(
         check="warm-up",
         level="fine",
@@ -198,7 +198,7 @@ NO_MOVES: tuple[Rule[NoMoves], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class SchedulerMoves:
     """Moves of the scheduler that moves most in an update, and the lengths of the run."""
 
     scheduler: str
@@ -259,19 +259,19 @@ class Moves:
         return is_whole and self.length >= min(numbers)
 
 
-def _moves_text(e: Moves) -> str:
+def _moves_text(e: SchedulerMoves) -> str:
     text = f"{e.scheduler} moves {plural(e.times, 'step')} an update"
     return text + ", as many as there are workers" * (e.times == e.workers > 1)
 
 
-def _micro_batches_text(e: Moves) -> str:
+def _micro_batches_text(e: SchedulerMoves) -> str:
     text = f"{_moves_text(e)}, once in each micro-batch"
     if e.has_lengths:
         text += f"; its length is {e.length:,}, an epoch has {e.batches:,} batches"
     return text
 
 
-MOVES: tuple[Rule[Moves], ...] = (
+MOVES: tuple[Rule[SchedulerMoves], ...] = (
     Rule(
         check="warm-up",
         level="fault",
@@ -418,7 +418,7 @@ LENGTH: tuple[Rule[Length], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decay:
+class DecayedTensors:
     """Tensors with weight decay."""
 
     decayed: int
@@ -432,7 +432,7 @@ class Decay:
     """Largest decay of one of them."""
 
 
-DECAY: tuple[Rule[Decay], ...] = (
+DECAY: tuple[Rule[DecayedTensors], ...] = (
     Rule(
         check="weight decay",
         level="note",

@@ -300,7 +300,7 @@ REPLICAS: Mapping[str, tuple[Rule[Replicas], ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class UnequalSettings:
     """The first setting of the optimizers' groups that differs in an update."""
 
     name: str
@@ -317,7 +317,7 @@ class Settings:
         return max(abs(value - mean) for value in self.values) / max(abs(mean), 1e-30)
 
 
-SETTINGS: tuple[Rule[Settings], ...] = (
+SETTINGS: tuple[Rule[UnequalSettings], ...] = (
     Rule(
         check="learning rates",
         level="fault",
@@ -353,7 +353,7 @@ AVERAGE_MOVES: tuple[Rule[AverageMoves], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Modes:
+class EvaluatingLayers:
     """Layers that some workers train in evaluation mode."""
 
     layers: tuple[str, ...]
@@ -363,7 +363,7 @@ class Modes:
     workers: int
 
 
-MODES: tuple[Rule[Modes], ...] = (
+MODES: tuple[Rule[EvaluatingLayers], ...] = (
     Rule(
         check="training mode",
         level="fault",

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.storage import Progress
+from largebatch.storage import ReadProgress
 
 if TYPE_CHECKING:
     from largebatch.data.datasets.packing import DataSet
@@ -22,7 +22,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     out: Path,
     *,
     shard_bytes: int,
-    progress: Progress,
+    progress: ReadProgress,
     drop_bad: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Sequence[str]:

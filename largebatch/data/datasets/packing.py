@@ -23,7 +23,7 @@ from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.formatting import plural
-from largebatch.storage import PART, THREADS, Progress, new_folder
+from largebatch.storage import PART, THREADS, ReadProgress, new_folder
 
 AT_A_TIME = 32  # number of samples whose fingerprints are taken together; photographs are large
 
@@ -74,7 +74,12 @@ def open_packed(source: Path) -> Iterator[DataSet]:
 
 
 def write_shards(
-    data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
+    data_set: DataSet,
+    out: Path,
+    *,
+    shard_bytes: int,
+    progress: ReadProgress,
+    drop_bad: bool = False,
 ) -> list[str]:
     """Write a data set atomically into a new folder and return lines to print about it.
 

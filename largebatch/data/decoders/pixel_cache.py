@@ -46,7 +46,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.storage import (
     CHECKSUM_BYTES,
-    Progress,
+    ReadProgress,
     checksum,
     is_undamaged,
     silent,
@@ -102,7 +102,7 @@ class Uploaded(NamedTuple):
 
 
 def open_cache(
-    index: Index, *, backend: Backend, threads: int, progress: Progress = silent
+    index: Index, *, backend: Backend, threads: int, progress: ReadProgress = silent
 ) -> PixelCache:
     """Map the decoded pixels of an index; decode every image if there is no such file yet.
 
@@ -186,7 +186,7 @@ def _is_whole(path: Path, total: int) -> bool:
         return False
 
 
-def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
+def _write(path: Path, index: Index, threads: int, progress: ReadProgress) -> None:
     def written() -> Iterator[bytes | memoryview]:
         yield os.fsencode(path.name)  # so that the checksum is valid only under this name
         for done, pixels in enumerate(_decode_all(index, threads), start=1):

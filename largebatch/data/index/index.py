@@ -47,7 +47,7 @@ from largebatch.storage import (
     OF_THE_FILE,
     PART,
     THREADS,
-    Progress,
+    ReadProgress,
     checksum,
     read_again,
     silent,
@@ -219,7 +219,7 @@ def read_folder(root: Path, split: str) -> Index:
 
 
 def open_content(
-    root: Path, split: str, *, every_file: bool = False, progress: Progress = silent
+    root: Path, split: str, *, every_file: bool = False, progress: ReadProgress = silent
 ) -> Content:
     """Return the index stored for this folder; build and store one if there is none.
 
@@ -257,7 +257,9 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
                 yield Content(header, arrays, path)
 
 
-def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
+def make(
+    root: Path, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
+) -> Content:
     """Read the header of every image of a split and store the index, beside them or in the cache.
 
     Raises BadImagesError if there are bad images, unless `drop_bad`.
@@ -389,7 +391,7 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
 
 
 def _read(
-    root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent
+    root: Path, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
 ) -> Content:
     """Measure every image of a split, in threads, because they mostly wait for the storage."""
     try:
@@ -436,7 +438,7 @@ def _read(
 
 
 def _measure_folders(
-    root: Path, split: str, classes: Sequence[str], progress: Progress
+    root: Path, split: str, classes: Sequence[str], progress: ReadProgress
 ) -> tuple[Arrays, list[Unusable], list[int]]:
     folders = {name: scan_class(root / split, name) for name in classes}
     images = [image for _, class_images in folders.values() for image in class_images]
@@ -498,7 +500,7 @@ def _measure_file(path: str, num_bytes: int) -> Size:
 
 
 def _measure_shards(
-    folder: Path, shards: Sequence[File], num_classes: int, progress: Progress
+    folder: Path, shards: Sequence[File], num_classes: int, progress: ReadProgress
 ) -> tuple[Arrays, list[Unusable]]:
     def measure(number: int) -> tuple[IntArray, list[Unusable]]:
         path = folder / shards[number].name

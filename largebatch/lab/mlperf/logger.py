@@ -26,7 +26,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
-from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
+from largebatch.tracking.events import EvaluationEvent, Event, Finish, Start, StepEvent
 from largebatch.tracking.followed import FollowedRun
 from largebatch.tracking.log import Clock, drop_unfinished_line
 
@@ -82,9 +82,9 @@ class MLPerf(Clock):
         match event:
             case Start():
                 self._start(event)
-            case Step() if not self._over:
+            case StepEvent() if not self._over:
                 self._begin_block(event.step)
-            case Evaluation() if not self._over:
+            case EvaluationEvent() if not self._over:
                 self._evaluate(event)
             case Finish():
                 if event.summary.status == "finished" and not self._over:
@@ -147,7 +147,7 @@ class MLPerf(Clock):
         metadata = {"first_epoch_num": self._block, "epoch_count": count}
         self._log.start("block_start", metadata=metadata, time_ms=self._since)
 
-    def _evaluate(self, event: Evaluation) -> None:
+    def _evaluate(self, event: EvaluationEvent) -> None:
         end = _now()
         begin = end - round(1000 * event.seconds) if math.isfinite(event.seconds) else end
         metadata = {"epoch_num": round(event.epoch, 6)}

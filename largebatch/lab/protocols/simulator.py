@@ -129,7 +129,7 @@ def compute_times(
         yield from (factor * quantiles(times, uniform)).tolist()
 
 
-class Link(Section):
+class SimulatedLink(Section):
     """The network link of a host, the same in both directions."""
 
     bandwidth: Positive | None = None
@@ -163,10 +163,10 @@ class SimulatedCluster:
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factors on the time of all mini-batches of some learners, counted from 0."""
 
-    link: Link = field(default_factory=Link)
+    link: SimulatedLink = field(default_factory=SimulatedLink)
     """Link of every learner."""
 
-    server_link: Link | None = None
+    server_link: SimulatedLink | None = None
     """Link of every server on a host of its own; None: the same as of a learner."""
 
     serving: Serving | None = None
@@ -223,7 +223,7 @@ def simulate(
     return Simulation(arrivals, np.max([server.ends for server in engine.servers], axis=0))
 
 
-class Direction:
+class LinkDirection:
     """One direction of a link: first come, first served."""
 
     __slots__ = ("_seconds_per_byte", "bandwidth", "free_at")
@@ -244,9 +244,9 @@ class Direction:
 
 
 class _Host:
-    def __init__(self, link: Link) -> None:
-        self.inward = Direction(link.bandwidth)
-        self.outward = Direction(link.bandwidth)
+    def __init__(self, link: SimulatedLink) -> None:
+        self.inward = LinkDirection(link.bandwidth)
+        self.outward = LinkDirection(link.bandwidth)
         self.latency = link.latency
 
 
@@ -257,7 +257,7 @@ class _Server:
         self.host = host
         self.share = share
         self.clock = clock
-        self.work = Direction(1.0)  # in seconds
+        self.work = LinkDirection(1.0)  # in seconds
         self.arrived = 0  # with those that wait for the server
         self.pushed: list[_Connection] = []  # whose gradients the next update has so far
         self.ends: list[float] = []
@@ -450,8 +450,8 @@ _ROUNDING = 1e-9  # share of a message that is left by rounding when it ends
 
 
 @dataclass(eq=False, slots=True)
-class _Message:
-    ends: Sequence[Direction]
+class _SimulatedMessage:
+    ends: Sequence[LinkDirection]
     size: float
     arrive: Arrive
     left: float
@@ -467,20 +467,20 @@ class FairLinks:
 
     def __init__(self, env: "simpy.Environment") -> None:
         self._env = env
-        self._under_way: list[_Message] = []
+        self._under_way: list[_SimulatedMessage] = []
         self._at = 0.0
         """Time up to which what is left of the messages is known."""
 
         self._plans = 0
         """Number of times that the rates were set or are about to be; older events do nothing."""
 
-    def send(self, ends: Sequence[Direction], size: float, arrive: Arrive) -> None:
+    def send(self, ends: Sequence[LinkDirection], size: float, arrive: Arrive) -> None:
         """Send a message over the ends of links; without any it arrives immediately."""
         if not ends or not size:
             arrive(self._env.now)
             return
         self._advance()
-        self._under_way.append(_Message(ends, size, arrive, left=size))
+        self._under_way.append(_SimulatedMessage(ends, size, arrive, left=size))
         self._plan(0.0)
 
     def _advance(self) -> None:
@@ -513,8 +513,8 @@ class FairLinks:
             self._plan(min(one.left / one.rate for one in self._under_way))
 
 
-def _set_rates(messages: Sequence[_Message]) -> None:
-    users: dict[Direction, list[_Message]] = {}
+def _set_rates(messages: Sequence[_SimulatedMessage]) -> None:
+    users: dict[LinkDirection, list[_SimulatedMessage]] = {}
     for message in messages:
         for end in message.ends:
             users.setdefault(end, []).append(message)

@@ -28,7 +28,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole, writing
-from largebatch.tracking.events import Step
+from largebatch.tracking.events import StepEvent
 from largebatch.training.loop import Criterion, step_seeds
 from largebatch.training.session import StageSteps, Training, Updates
 from largebatch.training.state import TrainState
@@ -143,7 +143,7 @@ class _ProtocolSegment:
         losses = iter([arrival.loss for arrival in record.arrivals[0]])
         try:
             for update, lr, seconds in record.updates:
-                step = Step(
+                step = StepEvent(
                     stage=self._part.stage,
                     step=update,
                     epoch=plan.epoch(update + 1),

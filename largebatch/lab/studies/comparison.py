@@ -33,8 +33,8 @@ from largebatch.report.pages import (
     Column,
     Page,
     PagePart,
+    PageSection,
     Panel,
-    Section,
     Series,
     Table,
     columns_over,
@@ -473,7 +473,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
     is_of_settings = any(cell.cell.own_process for cell in cells)
     ranked = list[Ranked]()
     conclusions = list[StudyFinding]()
-    sections = list[Section]()
+    sections = list[PageSection]()
     for recipe, some in recipes.items():
         title = "Training time, s"
         parts = list[PagePart]()
@@ -499,7 +499,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         ]
         if points:
             parts.insert(0, trade_off(f"cost-{recipe}", title, points))
-        sections.append(Section(title=recipe, parts=parts))
+        sections.append(PageSection(title=recipe, parts=parts))
     # Settings run in processes of their own, in which time and memory are measured.
     if is_of_settings:
         title = "Settings"
@@ -511,7 +511,9 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         if len(recipes) > 1 and len(variants) > 1:
             tables = [matrix(cells, measure) for measure in MEASURES]
             sections.append(
-                Section(title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER])
+                PageSection(
+                    title="Does the best setting transfer?", parts=tables, notes=[_TRANSFER]
+                )
             )
     else:
         title = "Policies"
@@ -524,7 +526,7 @@ def draw(name: str, cells: Sequence[CellResults], targets: Sequence[float] = ())
         is_sound=not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=(title, list(looks.values())),
-        sections=[Section(title=title, parts=[table], notes=[note]), *sections],
+        sections=[PageSection(title=title, parts=[table], notes=[note]), *sections],
         source="the records of a study",
     )
 

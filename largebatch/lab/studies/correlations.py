@@ -14,7 +14,7 @@ from largebatch.lab.studies.trained import CellResults, TrainedRecord, value_at
 from largebatch.optional import require_scipy
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import differences
-from largebatch.report.pages import Column, Section, Table
+from largebatch.report.pages import Column, PageSection, Table
 from largebatch.report.seeds import CONFIDENCE
 
 _NOTE = (
@@ -170,7 +170,7 @@ def findings(
             )
 
 
-def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -> Section:
+def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -> PageSection:
     """Return a table of correlations for each recipe, with their intervals; empty without any."""
     tables = []
     for recipe, cells in recipes.items():
@@ -189,4 +189,4 @@ def section_of(recipes: Mapping[str, Sequence[CellResults]], results: Results) -
             )
         tables.append(Table(name=f"correlations-{recipe}", columns=columns))
     notes = [_NOTE] if tables else []
-    return Section(title="Correlations", parts=tables, notes=notes)
+    return PageSection(title="Correlations", parts=tables, notes=notes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from largebatch.errors import shorten
 from largebatch.formatting import plural
-from largebatch.lab.studies.records import Record
+from largebatch.lab.studies.records import StudyRecord
 from largebatch.report.run import short_commit
 from largebatch.report.seeds import ENOUGH_SEEDS
 
@@ -50,7 +50,7 @@ class CellRuns:
     name: str
     """As the finding names it."""
 
-    runs: Mapping[int, Record]
+    runs: Mapping[int, StudyRecord]
     """By seed."""
 
     seeds: int
@@ -64,7 +64,7 @@ def doubts_about(
     cells: Sequence[CellRuns],
     *,
     others: Sequence[CellRuns] = (),
-    study: Iterable[Record],
+    study: Iterable[StudyRecord],
     of_time: bool,
     run: str = "seed",
 ) -> list[str]:
@@ -95,7 +95,7 @@ def doubts_about(
     return [*doubts, *_disturbances(runs, study)] if of_time else doubts
 
 
-def _disturbances(runs: Sequence[Record], study: Iterable[Record]) -> list[str]:
+def _disturbances(runs: Sequence[StudyRecord], study: Iterable[StudyRecord]) -> list[str]:
     """Return what disturbed the times of runs."""
     doubts = []
     machines = sorted({f"{record.host} ({record.hardware})" for record in runs})
@@ -134,7 +134,7 @@ def in_no_order(best: str, level: Sequence[str], *, between: str = ", ") -> list
     return [f"within the noise of each other, so in no order: {names}"]
 
 
-def number_overlapping(runs: Sequence[Record], study: Iterable[Record]) -> int:
+def number_overlapping(runs: Sequence[StudyRecord], study: Iterable[StudyRecord]) -> int:
     """Return the number of runs during which another run of the study was on their machine."""
     every = list(study)
     return sum(

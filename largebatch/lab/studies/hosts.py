@@ -41,7 +41,7 @@ from largebatch.lab.studies.namespaces import (
     read_counters,
     run_on_hosts,
 )
-from largebatch.lab.studies.records import Count, Duration, Json, Record, Share, read_as
+from largebatch.lab.studies.records import Count, Duration, Json, Share, StudyRecord, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
     PROBED,
@@ -73,7 +73,7 @@ from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.launch import reporting_errors
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
-from largebatch.tracking.events import Event, Step
+from largebatch.tracking.events import Event, StepEvent
 from largebatch.training.loop import Criterion
 from largebatch.training.stages import STAGES
 
@@ -122,7 +122,7 @@ class PacedCriterion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartRecord(Record):
+class StartRecord(StudyRecord):
     """Record of one start of the workers of a cell."""
 
     seconds: Annotated[tuple[Duration, ...], Field(min_length=1)]
@@ -341,7 +341,7 @@ class StepTimes(list[float]):
 
     def record(self, event: Event) -> None:
         """Record one event."""
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self.append(event.step_seconds)
 
 
@@ -526,7 +526,7 @@ def doubts_about_rows(
     return doubts_about(list(compared.values()), study=study, of_time=of_time, run="start")
 
 
-def records_of(row: HostsRow) -> dict[int, Record]:
+def records_of(row: HostsRow) -> dict[int, StudyRecord]:
     """Return the records of a row by seed; none for a simulation."""
     return {seed: start.record for seed, start in row.starts.items() if start.record}
 

@@ -40,7 +40,7 @@ Duration = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class StudyRecord:
     """A run of a study of any kind; each kind adds its results."""
 
     recipe: str
@@ -68,10 +68,12 @@ class Record:
     """Fraction of gradients that took longer than their set time; 0 where none is set."""
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=StudyRecord)
 
 
-_ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}  # building one takes as long as 100 records
+_ADAPTERS: dict[
+    type[StudyRecord], TypeAdapter[Any]
+] = {}  # building one takes as long as 100 records
 
 
 def read_as(kind: type[R], record: Mapping[str, Any], *, source: str) -> R:

@@ -33,7 +33,7 @@ from largebatch.lab.studies.hosts import (
 from largebatch.lab.studies.namespaces import payload_bandwidth
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import Inside, Study
-from largebatch.report.pages import Page, Section, columns_over, series
+from largebatch.report.pages import Page, PageSection, columns_over, series
 
 INSIDE, HOSTS = "one-host", "hosts"
 
@@ -253,6 +253,6 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
         is_sound=equal and not any(finding.doubts for finding in conclusions),
         note=_NOTE,
         legend=("Places", list(looks.values())),
-        sections=[Section(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],
+        sections=[PageSection(title="Against the ideal", parts=[table, *charts], notes=[_TABLE])],
         source="the records of a study",
     )

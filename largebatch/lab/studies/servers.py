@@ -32,8 +32,8 @@ import numpy as np
 from largebatch.distributed.environment import BackendName
 from largebatch.lab.protocols.server import UpdateRule
 from largebatch.lab.protocols.simulator import (
-    Link,
     SimulatedCluster,
+    SimulatedLink,
     compute_times,
     expectation,
     simulate,
@@ -57,7 +57,7 @@ from largebatch.lab.studies.study import ALONE, Study
 from largebatch.lab.studies.words import shapes_of
 from largebatch.models import param_groups
 from largebatch.recipe.protocols import Centralised
-from largebatch.report.pages import Page, Section, columns_over, series
+from largebatch.report.pages import Page, PageSection, columns_over, series
 from largebatch.report.seeds import ratio
 
 UPDATES, REPEATS = 20, 5
@@ -284,7 +284,7 @@ def _simulate(cell: HostsCell, shares: Sequence[int], overhead: float) -> dict[i
         learners=cell.workers,
         compute=compute.factor,
         slow=dict.fromkeys(range(cell.workers), gradient),
-        link=Link(bandwidth=bandwidth),
+        link=SimulatedLink(bandwidth=bandwidth),
         shares=tuple(map(float, shares)),
         sharing="fair",
     )
@@ -469,7 +469,7 @@ def draw(
             column("Largest deviation, %", percent, ".2f"),
         ]
         table = table_of("cells", rows, looks, columns)
-        sections.append(Section(title="Layouts", parts=[table], notes=[_TABLE]))
+        sections.append(PageSection(title="Layouts", parts=[table], notes=[_TABLE]))
     for recipe in recipes:
         charts = []
         for sweep, (axis, _) in SWEEPS.items():
@@ -480,11 +480,11 @@ def draw(
                 charts.append(
                     chart_of(recipe, measured, looks, simulated=swept, by=sweep, axis=axis)
                 )
-        sections.append(Section(title=f"Speed-up: {recipe}", parts=charts))
+        sections.append(PageSection(title=f"Speed-up: {recipe}", parts=charts))
     points = [row for swept in simulated.values() for row in swept]
     if points:
         table = table_of("simulated", points, looks)
-        sections.append(Section(title="Simulated", parts=[table], notes=[_SIMULATED]))
+        sections.append(PageSection(title="Simulated", parts=[table], notes=[_SIMULATED]))
     conclusions = [*findings(rows), *simulated_findings(simulated, rows)]
     deviations = [Links(row).deviation for row in rows]
     is_near = all(deviation is None or deviation[0] <= NEAR for deviation in deviations)

@@ -31,7 +31,7 @@ from largebatch.lab.protocols.simulator import SimulatedCluster, Simulation, sim
 from largebatch.lab.protocols.stage import Gradients
 from largebatch.lab.studies.doubts import CellRuns, StudyFinding, doubts_about, in_no_order
 from largebatch.lab.studies.metrics import interval_line, point_with_intervals
-from largebatch.lab.studies.records import Count, Json, Record, Share, read_as
+from largebatch.lab.studies.records import Count, Json, Share, StudyRecord, read_as
 from largebatch.lab.studies.runner import Records
 from largebatch.lab.studies.study import (
     Cell,
@@ -54,8 +54,8 @@ from largebatch.report.pages import (
     Chart,
     Line,
     Page,
+    PageSection,
     Panel,
-    Section,
     Series,
     Table,
     columns_over,
@@ -67,7 +67,7 @@ from largebatch.runs.build import open_session
 from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
-from largebatch.tracking.events import Evaluation, Event
+from largebatch.tracking.events import EvaluationEvent, Event
 from largebatch.training.session import Session, StageSteps, Training
 from largebatch.training.stages import run_stages
 
@@ -255,7 +255,7 @@ class EvaluationTimes(list[float]):
 
     def record(self, event: Event) -> None:
         """Record one event."""
-        if isinstance(event, Evaluation):
+        if isinstance(event, EvaluationEvent):
             self.append(event.seconds)
 
 
@@ -373,7 +373,7 @@ def _require_any(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessRecord(Record):
+class StalenessRecord(StudyRecord):
     """Record of one run."""
 
     top1: Share
@@ -677,7 +677,7 @@ def speed_up_findings(rows: Sequence[SpeedUpRow]) -> Iterator[StudyFinding]:
         )
 
 
-def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) -> Section:
+def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) -> PageSection:
     """Return the table and the charts of speed-ups over learners."""
     column = columns_over(rows)
     columns = [
@@ -702,7 +702,7 @@ def speed_up_section(rows: Sequence[SpeedUpRow], looks: Mapping[str, Series]) ->
         charts.append(
             line_chart(f"speed-up-{place}", axes, title=f"Speed-up: {panel}", caption=panel)
         )
-    return Section(title="Speed-up", parts=[table, *charts], notes=[_SPEED_UP])
+    return PageSection(title="Speed-up", parts=[table, *charts], notes=[_SPEED_UP])
 
 
 def trade_off_chart(
@@ -777,10 +777,10 @@ def make_page(study: Study, folder: Path, records: Records) -> Page:
     table = Table(name="cells", columns=columns, series=[looks[row.cell.protocol] for row in rows])
     sections = []
     if rows:
-        sections.append(Section(title="Cells", parts=[table], notes=[_TABLE]))
-        sections.append(Section(title="Accuracy by time", parts=trade_offs, notes=[_TRADE_OFF]))
+        sections.append(PageSection(title="Cells", parts=[table], notes=[_TABLE]))
+        sections.append(PageSection(title="Accuracy by time", parts=trade_offs, notes=[_TRADE_OFF]))
     if histograms:
-        sections.append(Section(title="Staleness", parts=histograms, notes=[_TAU]))
+        sections.append(PageSection(title="Staleness", parts=histograms, notes=[_TAU]))
     if faster:
         sections.append(speed_up_section(faster, looks))
     conclusions = [one for name, inside in panels.items() for one in findings(name, inside)]

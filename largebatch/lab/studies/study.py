@@ -19,8 +19,8 @@ from largebatch.errors import DataError, LargebatchError, RecipeError, nearest
 from largebatch.lab.protocols.simulator import (
     ComputeTime,
     ConstantTime,
-    Link,
     Serving,
+    SimulatedLink,
     compute_times,
 )
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
@@ -45,7 +45,7 @@ Values = Mapping[str, float]
 
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Megabits = Annotated[float, Field(ge=1, le=1e6)]
-Kind = Literal["policies", "settings", "staleness", "servers", "scaling"]
+StudyKind = Literal["policies", "settings", "staleness", "servers", "scaling"]
 
 RATE = "schedule.peak_lr"
 """The key of the base rate, which every search has."""
@@ -245,8 +245,8 @@ class Machines(Section):
     sample: Positive
     """Seconds of a gradient: `overhead` once, and `sample` for each of its samples."""
 
-    link: Link = Link()
-    server_link: Link | None = None
+    link: SimulatedLink = SimulatedLink()
+    server_link: SimulatedLink | None = None
     """As of a simulated cluster; the weights are on one server of its own."""
 
     serving: Serving | None = None
@@ -413,9 +413,9 @@ class Study(Section):
     """For policies: accuracies whose cost is shown."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> StudyKind:
         """The section that varies."""
-        (kind,) = (name for name in get_args(Kind) if getattr(self, name) is not None)
+        (kind,) = (name for name in get_args(StudyKind) if getattr(self, name) is not None)
         return kind  # type: ignore[no-any-return]
 
     @property
@@ -427,9 +427,9 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
-        given = [kind for kind in get_args(Kind) if getattr(self, kind) is not None]
+        given = [kind for kind in get_args(StudyKind) if getattr(self, kind) is not None]
         if len(given) != 1:
-            kinds = ", ".join(get_args(Kind))
+            kinds = ", ".join(get_args(StudyKind))
             raise ValueError(f"expected one of {kinds}; found {', '.join(given) or 'none'}")
         if self.search is not None and self.kind not in {"policies", "settings"}:
             raise ValueError("search: is for studies of policies and settings")

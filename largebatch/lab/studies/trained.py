@@ -34,7 +34,7 @@ from largebatch.lab.studies.metrics import (
     measurements,
     robustness,
 )
-from largebatch.lab.studies.records import Json, Record, Share, as_json, read_as
+from largebatch.lab.studies.records import Json, Share, StudyRecord, as_json, read_as
 from largebatch.lab.studies.study import (
     RATE,
     TRIAL_SEED,
@@ -69,7 +69,7 @@ FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedRecord(Record):
+class TrainedRecord(StudyRecord):
     """Record of one run; accuracies are fractions."""
 
     values: Mapping[str, float]

@@ -71,7 +71,7 @@ def _stays(programs: int, tensors: int, bytes_of_each: int, device: torch.device
     return saves and programs >= running > 0 and running * tensors * bytes_of_each <= cache / 2
 
 
-class _Shape(NamedTuple):
+class _LaunchShape(NamedTuple):
     """Numbers of a launch: rows x channels are divided into spans, parts and blocks of channels."""
 
     spans: int
@@ -94,7 +94,9 @@ class _Shape(NamedTuple):
     """True if a part is a whole span, which its program reads twice."""
 
     @classmethod
-    def of(cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = False) -> "_Shape":
+    def of(
+        cls, x: Tensor, span: int, *, tensors: int = 1, in_parts: bool = False
+    ) -> "_LaunchShape":
         """Return the numbers for N x C x ... images with spans of `span` samples.
 
         `tensors` of this shape are read, twice if a part may be a whole span.
@@ -167,7 +169,7 @@ class _Shape(NamedTuple):
         return {"ROWS": self.tile, "COLS": self.cols, "UNIT": self.unit}
 
 
-class Settings(NamedTuple):
+class NormSettings(NamedTuple):
     """How a layer normalises its images."""
 
     eps: float
@@ -236,11 +238,13 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
         )
     )
     # With a group a worker holds a part of one span.
-    settings = Settings(eps, span if group is None else len(x), relu, group)
+    settings = NormSettings(eps, span if group is None else len(x), relu, group)
     return _apply(x, other, weight, bias, sums, settings=settings, is_traced=False)
 
 
-def _apply(*tensors: Tensor | None, settings: Settings, is_traced: bool) -> tuple[Tensor, Tensor]:
+def _apply(
+    *tensors: Tensor | None, settings: NormSettings, is_traced: bool
+) -> tuple[Tensor, Tensor]:
     """Call `_Normalise`, which takes no keywords."""
     result: tuple[Tensor, Tensor] = _Normalise.apply(*tensors, settings, is_traced)  # type: ignore[no-untyped-call]  # torch's
     return result
@@ -261,7 +265,7 @@ def _normalise_in_graph(  # noqa: PLR0913 -- a graph of torch.compile has no tup
     torch.compile's first stage does not look inside. The next one runs it, and records what it
     calls forward and backward.
     """
-    settings = Settings(eps, span, relu)
+    settings = NormSettings(eps, span, relu)
     return _apply(x, other, weight, bias, None, settings=settings, is_traced=True)
 
 
@@ -289,7 +293,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         sums: Tensor | None,
-        settings: Settings,
+        settings: NormSettings,
         is_traced: bool,  # noqa: FBT001 -- as above
     ) -> tuple[Tensor, Tensor]:
         if is_traced:
@@ -328,10 +332,10 @@ def _forward(
     other: Tensor | None,
     affine: Affine,
     sums: Tensor | None,
-    settings: Settings,
+    settings: NormSettings,
     launch: Launch,
 ) -> tuple[Tensor, Tensor]:
-    shape = _Shape.of(x, settings.span, in_parts=settings.group is not None)
+    shape = _LaunchShape.of(x, settings.span, in_parts=settings.group is not None)
     parts = shape.parts
     if shape.whole:
         # The moments of each span, which PyTorch adds up below.
@@ -370,7 +374,7 @@ def _backward(  # noqa: PLR0913 -- the tensors of a layer
     y: Tensor | None,
     affine: Affine,
     stat: Tensor,
-    settings: Settings,
+    settings: NormSettings,
     launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and of the tensor that was added, and of bias and weight: 2 x C.
@@ -380,7 +384,7 @@ def _backward(  # noqa: PLR0913 -- the tensors of a layer
     """
     group = settings.group
     num_tensors = 2 if y is None else 3
-    shape = _Shape.of(x, settings.span, tensors=num_tensors, in_parts=group is not None)
+    shape = _LaunchShape.of(x, settings.span, tensors=num_tensors, in_parts=group is not None)
     dy = dy.to(x.dtype).movedim(1, -1).contiguous().movedim(-1, 1)  # rows x channels in memory
     dz = None if y is None else torch.empty_like(x)
     part = stat.new_empty(shape.spans, shape.parts, 2, shape.channels)
@@ -448,7 +452,7 @@ def _present(tensors: list[Tensor | None], *, instead: Tensor) -> list[Tensor]:
     return [instead if tensor is None else tensor for tensor in tensors]
 
 
-def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+def _partial_moments(x: Tensor, shape: _LaunchShape, launch: Launch) -> Tensor:
     """Return mean and deviations of each part of the spans, and behind them the numbers of rows."""
     size = shape.spans * shape.parts * (2 * shape.channels + 1)
     part = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -456,7 +460,7 @@ def _partial_moments(x: Tensor, shape: _Shape, launch: Launch) -> Tensor:
     return part
 
 
-def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
+def _merged(part: Tensor, shape: _LaunchShape, launch: Launch) -> Tensor:
     """Return the moments of each span from those of its parts."""
     stat = part.new_empty(shape.spans, 3, shape.channels)
     _, *grid = shape.grid  # a program merges all parts
@@ -467,12 +471,12 @@ def _merged(part: Tensor, shape: _Shape, launch: Launch) -> Tensor:
 
 def moments(x: Tensor, span: int) -> Tensor:
     """Return mean, biased variance and number of values of each span: G x 3 x C, float32."""
-    shape = _Shape.of(x, span, in_parts=True)
+    shape = _LaunchShape.of(x, span, in_parts=True)
     part = _partial_moments(x, shape, accelerator.launch)
     return _merged(part, shape, accelerator.launch)
 
 
-def _over_workers(part: Tensor, shape: _Shape, group: Group, launch: Launch) -> Tensor:
+def _over_workers(part: Tensor, shape: _LaunchShape, group: Group, launch: Launch) -> Tensor:
     """Return the moments of each worker, as parts of the span that they share."""
     mean, variance, count = _merged(part, shape, launch)[0]
     # The same numbers as in `batchnorm_functional`, which another worker may use.
@@ -505,7 +509,7 @@ def _forward_operator(  # noqa: PLR0913 -- as above
     span: int,
     relu: bool,  # noqa: FBT001 -- as above
 ) -> tuple[Tensor, Tensor]:
-    settings = Settings(eps, span, relu)
+    settings = NormSettings(eps, span, relu)
     return _forward(x, other, (weight, bias), None, settings, _launch_in_operator)
 
 
@@ -531,7 +535,7 @@ def _backward_operator(  # noqa: PLR0913 -- as above
 
     An operator may not return what it was given.
     """
-    settings = Settings(eps, span, relu)
+    settings = NormSettings(eps, span, relu)
     dx, dz, grads = _backward(dy, x, y, (weight, bias), stat, settings, _launch_in_operator)
     return [dx, grads] if y is None else [dx, grads, dz]
 

@@ -29,7 +29,7 @@ Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class GroupRule:
     """Numbers of one parameter group, with all conventions as one formula.
 
         b = momentum b + into [r] (g + decay w)      w -= out [r] b
@@ -84,18 +84,24 @@ def agree_on_kernels(backend: Backend | None = None) -> str | None:
     return refusals[proof.OPTIMIZER]
 
 
-Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]
+UpdateFunction = Callable[[Tensors, Tensors, Tensors, GroupRule], Tensor | None]
 
 
 def momentum_step(
-    weights: Tensors, directions: Tensors, buffers: Tensors, rule: Rule, *, into: float, out: float
+    weights: Tensors,
+    directions: Tensors,
+    buffers: Tensors,
+    rule: GroupRule,
+    *,
+    into: float,
+    out: float,
 ) -> None:
     """Set b = momentum b + into d, then w = w - out b, on any device."""
     move_buffers(buffers, directions, rule, into=into)
     add(weights, buffers, rule, alpha=-out)
 
 
-def move_buffers(buffers: Tensors, directions: Tensors, rule: Rule, *, into: float) -> None:
+def move_buffers(buffers: Tensors, directions: Tensors, rule: GroupRule, *, into: float) -> None:
     """Set b = momentum b + into d, unless found_inf is 1."""
     momentum: float | Tensor = rule.momentum
     if rule.found_inf is not None:
@@ -104,7 +110,7 @@ def move_buffers(buffers: Tensors, directions: Tensors, rule: Rule, *, into: flo
     add(buffers, directions, rule, alpha=into)
 
 
-def add(tensors: Tensors, others: Tensors, rule: Rule, *, alpha: float) -> None:
+def add(tensors: Tensors, others: Tensors, rule: GroupRule, *, alpha: float) -> None:
     """Add alpha times the others, unless found_inf is 1: then no bit changes.
 
     torch's fused SGD without momentum is an addition that a number on the device can disable.
@@ -127,7 +133,7 @@ def add(tensors: Tensors, others: Tensors, rule: Rule, *, alpha: float) -> None:
     )
 
 
-def directions(grads: Tensors, weights: Tensors, rule: Rule) -> Tensors:
+def directions(grads: Tensors, weights: Tensors, rule: GroupRule) -> Tensors:
     """Return g + decay w, clipped: new tensors, or the gradients themselves if unchanged."""
     found = list(torch._foreach_add(grads, weights, alpha=rule.decay)) if rule.decay else grads
     if rule.clip_gradient is None:

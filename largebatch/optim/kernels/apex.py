@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors
+from largebatch.optim.kernels import GroupRule, Tensors
 from largebatch.optim.kernels.batched import times, trust_ratios
 from largebatch.optional import require_apex
 
@@ -40,7 +40,7 @@ def check(weights: Iterable[Tensor], *, clip_gradient: object) -> None:
             )
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: GroupRule) -> Tensor | None:
     """Update float32 tensors together; return their trust ratios."""
     check((), clip_gradient=rule.clip_gradient)  # a loaded state may have set it
     amp = require_apex()

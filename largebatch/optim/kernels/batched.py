@@ -15,13 +15,20 @@ import itertools
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors, add, directions, momentum_step, move_buffers
+from largebatch.optim.kernels import (
+    GroupRule,
+    Tensors,
+    add,
+    directions,
+    momentum_step,
+    move_buffers,
+)
 
 ROW = 1024
 """Number of elements per row of the scratch buffer; a row belongs to one tensor."""
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: GroupRule) -> Tensor | None:
     """Update tensors of any device together; return their trust ratios."""
     if rule.ratio == "none":
         steps = directions(grads, weights, rule)
@@ -47,7 +54,7 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
     return ratios
 
 
-def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule) -> Tensor:
+def trust_ratios(weights: Tensors, grads: Tensors, rule: GroupRule) -> Tensor:
     """Return eta |w| / (|g| + ratio_decay |w| + eps) per weight, or 1 if either norm is 0.
 
     Ratios are limited to clip_ratio.
@@ -71,7 +78,7 @@ def norms(tensors: Tensors) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, dtype=wide))
 
 
-def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule) -> None:
+def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: GroupRule) -> None:
     """Set b = momentum b + step, then w = w - out b, in one pass over memory."""
     if rule.momentum == 0:  # torch's kernel would not accept the buffers
         momentum_step(weights, steps, buffers, rule, into=1.0, out=rule.out)

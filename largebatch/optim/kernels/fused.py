@@ -9,14 +9,14 @@ import math
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors, directions, momentum_step
+from largebatch.optim.kernels import GroupRule, Tensors, directions, momentum_step
 
 ROW = 512
 """Number of elements per float32 sum. torch adds the squares of a float32 tensor in a few float32
 sums: the norm of 10 million equal numbers has an error of 0.8 %; with these rows it is 4e-7."""
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: GroupRule) -> Tensor | None:
     """Update CPU tensors and return their trust ratios, if the rule has any."""
     if rule.ratio == "none":
         _step(weights, grads, buffers, rule, into=rule.into, out=rule.out)
@@ -35,7 +35,7 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
     return torch.tensor(ratios, dtype=torch.float64)
 
 
-def trust_ratio(w: float, g: float, rule: Rule) -> float:
+def trust_ratio(w: float, g: float, rule: GroupRule) -> float:
     """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 if either norm is 0, clipped."""
     ratio = 1.0
     if w > 0 and g > 0:
@@ -69,7 +69,7 @@ def _length(tensor: Tensor) -> float:
 
 
 def _step(
-    weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule, *, into: float, out: float
+    weights: Tensors, grads: Tensors, buffers: Tensors, rule: GroupRule, *, into: float, out: float
 ) -> None:
     dampening = 1 - into
     # 1 - dampening has 16 decimal places, and a small `into` needs more; without momentum torch's

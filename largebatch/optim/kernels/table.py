@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.optim.kernels import Rule, Tensors
+from largebatch.optim.kernels import GroupRule, Tensors
 from largebatch.optim.kernels.numbers import Numbers, pinned
 
 CHUNK = 4096
@@ -27,7 +27,7 @@ _PLACES = {"none": 0.0, "inside": 1.0, "outside": 2.0}
 _ALIGNMENT = 16  # bytes of a load of several elements; its address and length must be multiples
 
 
-class Table:
+class TensorTable:
     """Tensors that are updated together, on one device.
 
     Each of `rounded` is the float16 or bfloat16 copy of a weight, or the weight itself, and has the
@@ -80,7 +80,7 @@ class Table:
             self._grads = addresses
             self._grads_are_aligned = _are_aligned(addresses)
 
-    def use(self, rules: Sequence[Rule]) -> Tensor:
+    def use(self, rules: Sequence[GroupRule]) -> Tensor:
         """Take the numbers of these rules from now on, and return them; see Numbers."""
         # later groups have no tensors
         return self._numbers.use([_numbers(rule) for rule in rules[: self._num_groups]])
@@ -93,7 +93,10 @@ class Table:
         return self._squares[:, 1]
 
     def update(
-        self, rules: Sequence[Rule], scale: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        rules: Sequence[GroupRule],
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> Tensor:
         """Update weights and buffers, and return the ratio of each weight, 1 if its rule has none.
 
@@ -128,7 +131,7 @@ def _are_aligned(addresses: Iterable[int]) -> bool:
     return all(address % _ALIGNMENT == 0 for address in addresses)
 
 
-def _numbers(rule: Rule) -> list[float]:
+def _numbers(rule: GroupRule) -> list[float]:
     return [
         *(rule.momentum, rule.decay, rule.ratio_decay, rule.eta, rule.eps, rule.into, rule.out),
         _PLACES[rule.ratio],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 
-from largebatch.optim.kernels import Rule, works
+from largebatch.optim.kernels import GroupRule, works
 
 SHORT = (torch.float16, torch.bfloat16)
 """Types that are too short to accumulate small steps."""
@@ -48,7 +48,7 @@ class Tabled(Optimizer):
         """True if there may be parameters outside the tables."""
 
     def _update_tables(
-        self, rules: Sequence[Rule], scale: Tensor | None, found_inf: Tensor | None
+        self, rules: Sequence[GroupRule], scale: Tensor | None, found_inf: Tensor | None
     ) -> list[tuple[list[Tensor], Tensor]]:
         """Update all parameters in tables, and return adapted ones with their ratios.
 
@@ -97,7 +97,7 @@ class Tabled(Optimizer):
         for table in self._tables:
             table.send(self._rules())
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[GroupRule]:
         """Return the rule of each group."""
         raise NotImplementedError
 
@@ -218,7 +218,7 @@ class DeviceTable:
     """The table of a GPU: made of lists, adapted parameters first, whose ratios are computed."""
 
     def __init__(self, device: torch.device, parts: list[tuple[int, bool, TensorLists]]) -> None:
-        from largebatch.optim.kernels.table import Table
+        from largebatch.optim.kernels.table import TensorTable
 
         # Adapted parameters first: the ratios of a step are then the first ones of the table.
         parts = sorted(parts, key=lambda part: not part[1])
@@ -244,7 +244,7 @@ class DeviceTable:
         # Copies of gradients must live until the step; references to others would keep memory.
         self._grads = [] if self.is_lasting else fitted
         groups = [number for number, _, lists in parts for _ in lists.weights]
-        self._table = Table(weights, fitted, buffers, rounded, groups)
+        self._table = TensorTable(weights, fitted, buffers, rounded, groups)
         self._has_norms = False
 
     def find_grads(self) -> None:
@@ -252,7 +252,7 @@ class DeviceTable:
         addresses = [it.grad.data_ptr() for it in self.parameters if it.grad is not None]
         self._table.use_grads(addresses)
 
-    def send(self, rules: Sequence[Rule]) -> None:
+    def send(self, rules: Sequence[GroupRule]) -> None:
         """Send the numbers of these rules to the device."""
         self._table.use(rules)
 
@@ -261,7 +261,9 @@ class DeviceTable:
         self._has_norms = True
         return self._table.norms().amax() < math.inf  # in float64, which has every square
 
-    def step(self, rules: Sequence[Rule], scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    def step(
+        self, rules: Sequence[GroupRule], scale: Tensor | None, found_inf: Tensor | None
+    ) -> Tensor:
         """Update the parameters; return the ratios of the adapted ones."""
         has_norms = self._has_norms and scale is None  # those are of gradients without a scale
         self._has_norms = False

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from largebatch.lab.protocols.exchange import ExchangeRecord
 from largebatch.lab.protocols.server import Arrival, UpdateRule, divide
-from largebatch.lab.protocols.simulator import Link, Lognormal, SimulatedCluster, simulate
+from largebatch.lab.protocols.simulator import Lognormal, SimulatedCluster, SimulatedLink, simulate
 
 MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
 
@@ -22,7 +22,7 @@ def record(rule: UpdateRule, *, updates: int) -> list[Arrival]:
     cluster = SimulatedCluster(
         learners=rule.learners,
         compute=Lognormal(kind="lognormal", median=0.7, sigma=0.8),
-        link=Link(bandwidth=50.0, latency=0.05),
+        link=SimulatedLink(bandwidth=50.0, latency=0.05),
         model_bytes=30.0,
     )
     return simulate(rule, cluster, servers=1, updates=updates, seed=7).arrivals[0]

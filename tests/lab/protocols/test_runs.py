@@ -18,7 +18,7 @@ from largebatch.lab.protocols.stage import _ProtocolSegment, require_tensors
 from largebatch.models import affine_parameters
 from largebatch.models.of_recipe import build_model
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.events import Step
+from largebatch.tracking.events import StepEvent
 from largebatch.training.step_log import StepLog
 
 STEPS = 7
@@ -123,7 +123,7 @@ def test_updates_that_cannot_be_recorded_are_undone(
         if fails == "log.jsonl":
             add_record = StepLog.add_record
 
-            def adding(log: StepLog, step: Step) -> None:
+            def adding(log: StepLog, step: StepEvent) -> None:
                 add_record(log, step)
                 if step.step == 2:
                     raise cannot

@@ -13,13 +13,13 @@ from largebatch.lab.protocols.server import UpdateRule
 from largebatch.lab.protocols.simulator import (
     ComputeTime,
     ConstantTime,
-    Direction,
     FairLinks,
-    Link,
+    LinkDirection,
     Lognormal,
     Recorded,
     Serving,
     SimulatedCluster,
+    SimulatedLink,
     Simulation,
     Stragglers,
     compute_times,
@@ -104,7 +104,7 @@ def test_a_central_server_saturates_where_shards_do_not() -> None:
     """At its limit a link of B bytes/s takes B / M gradients a second, however many learners."""
 
     def rate(learners: int, servers: int) -> float:
-        link = Link(bandwidth=1e6)
+        link = SimulatedLink(bandwidth=1e6)
         cluster = SimulatedCluster(learners=learners, compute=NARROW, link=link, model_bytes=1e5)
         found = simulate(
             softsync(learners, learners), cluster, servers=servers, updates=600, seed=1
@@ -120,8 +120,8 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
     cluster = SimulatedCluster(
         learners=1,
         compute=SECOND,
-        link=Link(bandwidth=100.0, latency=0.25),
-        server_link=Link(bandwidth=200.0, latency=0.5),
+        link=SimulatedLink(bandwidth=100.0, latency=0.25),
+        server_link=SimulatedLink(bandwidth=200.0, latency=0.5),
         model_bytes=50.0,
     )
     found = simulate(UpdateRule.hardsync(1), cluster, servers=1, updates=2, seed=1)
@@ -133,7 +133,7 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
 def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_last() -> None:
     """Learners that start together: a queue serves one after the other, TCP all at once."""
     cluster = SimulatedCluster(
-        learners=4, compute=SECOND, link=Link(bandwidth=100.0), model_bytes=50.0
+        learners=4, compute=SECOND, link=SimulatedLink(bandwidth=100.0), model_bytes=50.0
     )
     queue, fair = (
         simulate(UpdateRule.hardsync(4), one, servers=1, updates=3, seed=1)
@@ -146,7 +146,7 @@ def test_messages_that_share_a_link_fairly_all_arrive_when_a_queue_has_sent_the_
 def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
     """Two messages leave a slow host, one of them to a host that a third one reaches from afar."""
     env = simpy.Environment()
-    links, slow, fast, shared = FairLinks(env), *map(Direction, (10.0, 100.0, 30.0))
+    links, slow, fast, shared = FairLinks(env), *map(LinkDirection, (10.0, 100.0, 30.0))
     ends: dict[str, float] = {}
     for name, over, size in (
         ("alone", [slow], 50.0), ("both", [slow, shared], 50.0), ("last", [fast, shared], 275.0),
@@ -159,7 +159,11 @@ def test_fair_rates_are_those_of_the_fullest_link_first() -> None:
 def test_servers_may_have_unequal_shares() -> None:
     def seconds(*shares: float) -> float:
         cluster = SimulatedCluster(
-            learners=2, compute=SECOND, link=Link(bandwidth=100.0), shares=shares, sharing="fair"
+            learners=2,
+            compute=SECOND,
+            link=SimulatedLink(bandwidth=100.0),
+            shares=shares,
+            sharing="fair",
         )
         found = simulate(UpdateRule.hardsync(2), cluster, servers=len(shares), updates=1, seed=1)
         return seconds_of(found)
@@ -181,7 +185,7 @@ def test_a_link_serves_as_a_resource_of_simpy() -> None:
     generator = np.random.default_rng(0)
     begins = np.cumsum(generator.exponential(1.0, size=300))
     sizes = generator.exponential(90.0, size=300)
-    env, link, through = simpy.Environment(), Direction(100.0), []
+    env, link, through = simpy.Environment(), LinkDirection(100.0), []
     resource = simpy.Resource(env, capacity=1)
 
     def message(begin: float, size: float) -> simpy.events.ProcessGenerator:
