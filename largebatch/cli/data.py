@@ -182,11 +182,12 @@ def _progress(text: str) -> Iterator[ReadProgress]:
     SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.
     """
     from rich.console import Console
+    from rich.progress import Progress
 
     console = Console(stderr=True)
     with (
         answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
-        ReadProgress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -139,8 +139,8 @@ def measure(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> t
 
 def keep(folder: Path, backend: Backend, plan: Plan, *, reason: str = "") -> None:
     """Write the device batch of a run into its folder, for `kept_plan`; or CheckpointError."""
-    place = backend.world_size, backend.device.type
-    content = plan.device_batch, *place, reason, plan.evaluation_batch
+    machine = backend.world_size, backend.device.type
+    content = plan.device_batch, *machine, reason, plan.evaluation_batch
     with writing(folder):
         write_whole(folder / KEPT, _KEPT.dump_json(content))
 
@@ -155,18 +155,18 @@ def kept_plan(recipe: Recipe, folder: Path, backend: Backend) -> tuple[Plan | No
     with suppress(OSError):
         content = (folder / KEPT).read_bytes() if backend.rank == 0 else None
     try:
-        kept = _KEPT.validate_json(broadcast_bytes(content, backend))
+        saved = _KEPT.validate_json(broadcast_bytes(content, backend))
     except ValueError:  # a run of an earlier version has none
         return None, []
-    device_batch, *place, why, evaluated = kept
+    device_batch, *machine, why, evaluated = saved
     remark = f"device batch {device_batch:,}, as in this run before"
     remark = f"{why}; {remark}" if why else remark
     with suppress(PlanError):
-        if place == [backend.world_size, backend.device.type]:
+        if machine == [backend.world_size, backend.device.type]:
             resumed = recipe.with_execution(device_batch=device_batch)
             plan = make_plan(resumed, workers=backend.world_size, backend=backend.name)
             return _with_evaluations(plan, evaluated), [remark]
-    return None, [f"{remark}, was for {place[0]} x {place[1]}, and is chosen again"]
+    return None, [f"{remark}, was for {machine[0]} x {machine[1]}, and is chosen again"]
 
 
 def halve(session: Session, folder: Path) -> SmallerBatchError:

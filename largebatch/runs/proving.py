@@ -120,14 +120,18 @@ def _findings_on_hosts(
     findings = prove() if is_first else {}
     if backend.world_size == 1:
         return findings
-    own = facts()
-    sent = [own, {part: asdict(it) for part, it in findings.items()}] if is_first else None
+    own_facts = facts()
+    sent = [own_facts, {part: asdict(it) for part, it in findings.items()}] if is_first else None
     everyone = gather_values(sent, backend, backend.device)
     if is_first:
         return findings
-    of_the_same = (each[1] for each in everyone if each is not None and each[0] == own)
-    found = next(of_the_same, None)
-    return prove() if found is None else {part: TrialsResult(**it) for part, it in found.items()}
+    of_equal_machines = (
+        results for machine, results in filter(None, everyone) if machine == own_facts
+    )
+    results = next(of_equal_machines, None)
+    if results is None:
+        return prove()
+    return {part: TrialsResult(**fields) for part, fields in results.items()}
 
 
 def prove_again(recipe: Recipe, device: torch.device) -> dict[str, TrialsResult]:
@@ -144,13 +148,13 @@ def _parts_on(
     """Return the parts that this type of device has and the recipe may use."""
     graph = recipe.execution.graph is not False and recipe.sums_gradients
     is_cached = has_one_size and recipe.execution.cache in {None, "device"}
-    found = {
+    is_available = {
         BATCHNORM: has_spans and proof.has_kernels(BATCHNORM, device),
         OPTIMIZER: proof.has_kernels(OPTIMIZER, device),
         CROPS: is_cached and proof.has_kernels(CROPS, device),
         GRAPH: graph and device.type in accelerator.GRAPHS,
     }
-    return [part for part in PARTS if found[part]]
+    return [part for part in PARTS if is_available[part]]
 
 
 def _choice(recipe: Recipe, part: str) -> str | None:
@@ -170,7 +174,7 @@ def _settings(
 
     Seeds, learning rates and other numbers of the method do not: a study has one trial.
     """
-    given = recipe.with_execution(device_batch=plan.device_batch)
+    resolved = recipe.with_execution(device_batch=plan.device_batch)
     sides = {piece.image_size for piece in plan.sizes} | {recipe.data.image_size}
     sizes = [[plan.device_batch, side] for side in sorted(sides, reverse=True)]
     execution = recipe.execution
@@ -192,7 +196,7 @@ def _settings(
         "required": execution.graph is True,
     }
     settings = {
-        "recipe": given.model_dump(mode="json"),
+        "recipe": resolved.model_dump(mode="json"),
         "workers": plan.workers,
         "sizes": sizes,
         "pixels": pixels,
@@ -240,7 +244,8 @@ def trials(device: torch.device, settings: Mapping[str, Any]) -> Trials:
         return trials_of(uses, device)
 
     def optimizer() -> Iterator[Trial]:
-        model, scaled = build_model(recipe, device), recipe.precision == "fp16"
+        model = build_model(recipe, device)
+        scaled = recipe.precision == "fp16"
         is_apex = recipe.execution.kernels == "apex"
         builders: dict[str, Build] = {
             recipe.optimizer.kind: lambda model: build_optimizer(recipe, model, Serial(device))
@@ -307,9 +312,13 @@ class _Updates:
         graph: UseGraph,
         updates: int | None = None,
     ) -> None:
-        self._recipe, self._plan, self._device = recipe, plan, device
-        self._num, self._side = num, side
-        self._graph, self._updates = graph, updates or _UPDATES
+        self._recipe = recipe
+        self._plan = plan
+        self._device = device
+        self._num = num
+        self._side = side
+        self._graph = graph
+        self._updates = updates or _UPDATES
         self.seconds = 0.0
         """Median of the updates that a graph replays."""
 
@@ -321,7 +330,10 @@ class _Updates:
 
     def result(self) -> list[Tensor]:
         """Make the updates; return losses, weights, statistics and the optimizer's state."""
-        recipe, plan, device, group = self._recipe, self._plan, self._device, Serial(self._device)
+        recipe = self._recipe
+        plan = self._plan
+        device = self._device
+        group = Serial(device)
         model = build_model(recipe, device)
         if plan.sync_workers > 1:  # its part of a span is all of it here
             with_span(model, self._num)
@@ -359,7 +371,8 @@ class _Updates:
                 accumulation=accumulation,
                 seed=step_seeds(0, 0),
             )
-            losses, seconds = [], []
+            losses = []
+            seconds = []
             with closing(updates):
                 for _ in range(self._updates):
                     accelerator.synchronize(device)
