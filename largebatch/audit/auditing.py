@@ -134,19 +134,19 @@ def audit_from(
             f"model is a {kind}; expected audit(model, loader, loss_fn, optimizer, step)"
         )
     ranks = Ranks(_backend(model), progress)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        found += _check_world(ranks)
-        _run_checks(replace(_subject(ranks, words), read=read), ranks, found)
+        findings += _check_world(ranks)
+        _run_checks(replace(_subject(ranks, words), read=read), ranks, findings)
     except StoppedError as stopped:
-        found.append(stopped.finding)
+        findings.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
         remedy = "find the worker whose step failed; this process group is no longer usable"
-        found.append(unable("updates", text, remedy))
-        return _printed(Findings(tuple(found)))
-    findings = Findings(ranks.share(found))
-    return _printed(findings) if ranks.rank == 0 else findings
+        findings.append(unable("updates", text, remedy))
+        return _printed(Findings(tuple(findings)))
+    shared = Findings(ranks.share(findings))
+    return _printed(shared) if ranks.rank == 0 else shared
 
 
 def _printed(findings: Findings) -> Findings:
@@ -214,7 +214,7 @@ def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the
     subject.optimizer.step()
 
 
-def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
+def _run_checks(subject: Subject, ranks: Ranks, findings: list[Finding]) -> None:
     """Run all checks, restore everything after each, and add their findings to `found`."""
     objects = [subject.model, subject.averaged, subject.optimizer]
     loaders = [subject.loader, subject.val_loader]
@@ -225,10 +225,10 @@ def _run_checks(subject: Subject, ranks: Ranks, found: list[Finding]) -> None:
             enter = partial(stack.enter_context, copied)
             try:
                 ranks.attempt("gradient scale", "copying the model, to restore it,", enter)
-                found += check(subject, ranks)
+                findings += check(subject, ranks)
             except StoppedError as stopped:
-                if all(it.text != str(stopped) for it in found):  # several checks use the loader
-                    found.append(stopped.finding)
+                if all(it.text != str(stopped) for it in findings):  # several checks use the loader
+                    findings.append(stopped.finding)
 
 
 def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
@@ -259,18 +259,18 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
     is_audit = isinstance(subject.step, partial) and subject.step.func is _plain_step
-    found = decide(rules.StepMaker(is_audit), rules.STEP_MAKER)
+    findings = decide(rules.StepMaker(is_audit), rules.STEP_MAKER)
     batches: list[Any] = []
     with recorder.recording():
-        found += _make_updates(subject, ranks, recorder, batches)
+        findings += _make_updates(subject, ranks, recorder, batches)
     counts = ranks.gather(len(recorder.updates))
     number = min(counts)
     if number < max(counts):  # the step failed on some workers, after which they are not equal
-        return [*found, *unequal.values()]
+        return [*findings, *unequal.values()]
     after = compare_replicas(subject, optimizer, ranks, f"after {plural(number, 'update')}")
     after |= unequal
     # What makes gradients or rates unequal makes weights so: to correct them is to correct these.
-    causes = [it for it in found if it.level == "fault" and it.check in _MOVES_APART]
+    causes = [it for it in findings if it.level == "fault" and it.check in _MOVES_APART]
     for settings in compare_settings([it.settings for it in recorder.updates], ranks):
         after["learning rates"] = settings
         causes.insert(0, settings)
@@ -280,21 +280,21 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         if causes and may_follow and check in after and after[check].level == "fault":
             cause = f"correct the {causes[0].check} first, from which this may follow"
             after[check] = replace(after[check], remedy=cause)
-    found += after.values()
+    findings += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
-    found += check_moves(recorder.moves, ranks)
-    found += check_modes(model, recorder.evaluated, ranks)
-    found += norms.check_span(model, recorder.norm_samples, ranks)
+    findings += check_moves(recorder.moves, ranks)
+    findings += check_modes(model, recorder.evaluated, ranks)
+    findings += norms.check_span(model, recorder.norm_samples, ranks)
     micros = max((it.micros for it in recorder.updates), default=1)
-    found += norms.check_momentum(model, before, recorder.passes, micros=micros)
-    found += check_rates(subject, recorder.updates, ranks, recorder.schedule_steps)
-    found += norms.check_statistics(model, distances)
+    findings += norms.check_momentum(model, before, recorder.passes, micros=micros)
+    findings += check_rates(subject, recorder.updates, ranks, recorder.schedule_steps)
+    findings += norms.check_statistics(model, distances)
     if averaged is not None:
         try:  # the other findings on these updates are kept
-            found += norms.check_averaged(before, batches, subject, ranks)
+            findings += norms.check_averaged(before, batches, subject, ranks)
         except StoppedError as stopped:
-            found.append(stopped.finding)
-    return found
+            findings.append(stopped.finding)
+    return findings
 
 
 _CHECKS = (
@@ -319,7 +319,7 @@ def _make_updates(
     stopped: list[Finding] = []
     epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
     results: list[tuple[int, list[Finding]]] = []
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         for _ in range(steps * _MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
@@ -327,7 +327,7 @@ def _make_updates(
                 batches.append(batch)
             states = states_of(subject.inner)
             of_call = _call(batch, subject, ranks, recorder)
-            found = found or check_draws(states, states_of(subject.inner), ranks)
+            findings = findings or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
             # A loop that is given more batches than its epoch has may divide all of them by the
             # micro-batches of the last window.
@@ -340,13 +340,13 @@ def _make_updates(
     except StoppedError as error:
         stopped = [error.finding]
     if not stopped:
-        found += decide(epoch.evidence(), rules.EPOCH_END)
-    found += _worst(results)
-    if any(it.level == "fault" for it in found):
-        return found  # an error is a consequence
+        findings += decide(epoch.evidence(), rules.EPOCH_END)
+    findings += _worst(results)
+    if any(it.level == "fault" for it in findings):
+        return findings  # an error is a consequence
     if stopped:
-        return found + stopped
-    made = rules.Made(
+        return findings + stopped
+    evidence = rules.Made(
         calls=steps * _MOST_CALLS,
         updates=len(recorder.updates),
         skipped=recorder.skipped,
@@ -354,7 +354,7 @@ def _make_updates(
         tensors=len(weights),
         is_unchanged=all(map(torch.equal, weights, recorder.parameters)),
     )
-    return found + decide(made, rules.MADE)
+    return findings + decide(evidence, rules.MADE)
 
 
 def _call(
@@ -364,7 +364,7 @@ def _call(
     recorder: Recorder,
 ) -> list[tuple[int, list[Finding]]]:
     """Call the step once; return micro-batches and findings of the updates it made."""
-    made = len(recorder.updates)
+    earlier = len(recorder.updates)
     micros = len(recorder.micros) + 1  # with that of this call
     recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
@@ -376,11 +376,11 @@ def _call(
         raise StoppedError(unequal[0])
     named = {name: it for name, it in subject.inner.named_parameters() if it.requires_grad}
     results = []
-    for update in recorder.updates[made:]:
+    for update in recorder.updates[earlier:]:
         most = max(it.micros for it in recorder.updates)
         is_evaluated = "" in recorder.evaluated
-        found = check_gradient(update, named, ranks, most=most, is_evaluated=is_evaluated)
-        results.append((max(ranks.gather(micros)), found))
+        findings = check_gradient(update, named, ranks, most=most, is_evaluated=is_evaluated)
+        results.append((max(ranks.gather(micros)), findings))
         # Frees their memory, which is several times that of the weights.
         update.gradients = []
         update.reference = None

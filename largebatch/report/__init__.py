@@ -26,7 +26,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     from largebatch.report.page import make_page, write_overview  # jinja2, after the training
     from largebatch.report.run import read_run
 
-    run, out = read_run(run_folder), out or run_folder
+    run = read_run(run_folder)
+    out = out or run_folder
     if out.suffix == ".html" and not out.is_dir():
         raise CheckpointError(f"{out}: --out of one run names a folder, which holds the page")
     page = out / REPORT

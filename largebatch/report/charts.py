@@ -144,9 +144,9 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
     """Draw the noise scale with its intervals by step, and the global batch."""
     axes = figure.subplots()
     parts = course(run)
-    positive = [part for part in parts if part.found.value > 0]
+    positive = [part for part in parts if part.scale.value > 0]
     middle = [(part.first + part.last) / 2 for part in positive]
-    estimates = [part.found for part in positive]
+    estimates = [part.scale for part in positive]
     values, low, high = (values_of(estimates, name) for name in ("value", "low", "high"))
     top = 2 * max([*values, *high[np.isfinite(high)]], default=1.0)
     below = values - np.maximum(low, min(values, default=1.0) / 10)

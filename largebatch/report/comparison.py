@@ -542,16 +542,18 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
         for compared in comparison.runs
     ]
 
-    every = np.concatenate([at.loss for _, *both in shown for at in both])
-    log: Literal["", "y"] = "y" if needs_log_scale(every) else ""
+    all_losses = np.concatenate([curve.loss for _, *curves in shown for curve in curves])
+    log: Literal["", "y"] = "y" if needs_log_scale(all_losses) else ""
     accuracy = list[Panel]()
     loss = list[Panel]()
     for axis in ("Epoch", "Time, min"):
         top1s = list[Line]()
         losses = list[Line]()
-        for look, *both in shown:
-            x, x_updates = (at.epoch if axis == "Epoch" else at.seconds / 60 for at in both)
-            evaluated, updates = both
+        for look, evaluated, updates in shown:
+            x, x_updates = (
+                curve.epoch if axis == "Epoch" else curve.seconds / 60
+                for curve in (evaluated, updates)
+            )
             top1s.append(Line(series=look, x=x, y=evaluated.top1))
             losses.append(Line(series=look, x=x_updates, y=updates.loss, points=False))
             losses.append(Line(series=look, x=x, y=evaluated.loss, line=False))
@@ -565,7 +567,7 @@ def _charts(comparison: Comparison, looks: dict[str, Series]) -> Iterator[Chart]
             caption="Top-1 on the validation images, at every evaluation of what the run kept. "
             "Time is that of updates, evaluations and stages without updates, each counted once.",
         )
-    if every.size:
+    if all_losses.size:
         yield line_chart(
             "loss",
             *loss,

@@ -32,25 +32,25 @@ def find_causes(run: Record, small: Record | None = None) -> list[Finding]:
     """
     late = slice(run.early, None)
     early = slice(0, run.early)
-    found = decide(measure_lost(run), causes.LOST)
-    found += examine(measure_rise(run, slice(0, None)), causes.STAYED_UP, found)
-    found += examine(measure_rise(run, late), causes.AFTER_WARM_UP, found)
-    found += examine(measure_rise(run, early), causes.IN_WARM_UP, found)
-    found += examine(measure_corrected(run), causes.CORRECTED, found)
-    found += decide(measure_validation(run), causes.VALIDATION_LOSSES, found)
+    findings = decide(measure_lost(run), causes.LOST)
+    findings += examine(measure_rise(run, slice(0, None)), causes.STAYED_UP, findings)
+    findings += examine(measure_rise(run, late), causes.AFTER_WARM_UP, findings)
+    findings += examine(measure_rise(run, early), causes.IN_WARM_UP, findings)
+    findings += examine(measure_corrected(run), causes.CORRECTED, findings)
+    findings += decide(measure_validation(run), causes.VALIDATION_LOSSES, findings)
     if small is None:  # both runs of a pair have as few images
-        found += examine(measure_images(run), causes.IMAGES, found)
-    found += examine(measure_classes(run), causes.WEAK_CLASSES, found)
-    compared = decide(measure_pair(run, small), causes.PAIR, found)
-    found += compared
+        findings += examine(measure_images(run), causes.IMAGES, findings)
+    findings += examine(measure_classes(run), causes.WEAK_CLASSES, findings)
+    compared = decide(measure_pair(run, small), causes.PAIR, findings)
+    findings += compared
     # What a pair shows needs no other explanation by the end of the run alone.
     if not compared:
-        found += decide(measure_gap(run), causes.GAP_AT_END, found)
-    found += examine(measure_noise(run), causes.NOISE)
+        findings += decide(measure_gap(run), causes.GAP_AT_END, findings)
+    findings += examine(measure_noise(run), causes.NOISE)
     if not compared:
-        found += examine(measure_training_end(run), causes.TRAINING_END, found)
-    found += examine(measure_waits(run), causes.WAITS)
-    return found
+        findings += examine(measure_training_end(run), causes.TRAINING_END, findings)
+    findings += examine(measure_waits(run), causes.WAITS)
+    return findings
 
 
 def _guess(run: Record) -> causes.Guess:
@@ -226,7 +226,7 @@ def measure_noise(run: Record) -> causes.NoiseAtEnd | None:
         return None
     part = latest(folder)
     batch = folder.plan.batch_at(part.last)
-    return causes.NoiseAtEnd(part.found.value, part.found.high, batch)
+    return causes.NoiseAtEnd(part.scale.value, part.scale.high, batch)
 
 
 def measure_training_end(run: Record) -> causes.TrainingEnd | None:
@@ -308,8 +308,8 @@ def epochs_factor(run: Record, small: Record) -> float | None:
     reached = np.flatnonzero(small.trend <= run.end)
     if not reached.size or not run.updates or not small.updates:
         return None
-    made = float(small.step[reached[0]] - small.first_step) + 1
-    factor = small.updates / max(made, run.updates)
+    updates_made = float(small.step[reached[0]] - small.first_step) + 1
+    factor = small.updates / max(updates_made, run.updates)
     return factor if factor > 1 else None
 
 

@@ -20,7 +20,7 @@ class NoiseSegment(NamedTuple):
 
     first: int
     last: int
-    found: NoiseScale
+    scale: NoiseScale
 
 
 def course(run: Run) -> list[NoiseSegment]:
@@ -45,7 +45,7 @@ def latest(run: Run) -> NoiseSegment:
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
     part = _part(run, steps[-number:])
     # A few updates often give no upper bound. More of the end are taken, up to the whole run.
-    while not math.isfinite(part.found.high) and number < len(steps):
+    while not math.isfinite(part.scale.high) and number < len(steps):
         number = min(2 * number, len(steps))
         part = _part(run, steps[-number:])
     return part
@@ -77,7 +77,7 @@ def measured(run: Run) -> list[StepEvent]:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale at the end means for the batch, in two sentences."""
     part = latest(run)
-    scale = part.found
+    scale = part.scale
     batch = run.plan.batch_at(part.last)
     begin = f"Over the last {plural(scale.updates, 'update')} the gradient noise scale is "
     if not math.isfinite(scale.high):

@@ -54,21 +54,23 @@ from largebatch.tracking.events import OVERVIEW, Mistakes
 if TYPE_CHECKING:
     from largebatch.report.style import Figure
 
-_NOTES, _LAYERS, _PAIRS = 50, 10, 10  # the newest notes, most changed layers, frequent mistakes
+_NOTES = 50  # the newest ones
+_LAYERS = 10  # those that changed most
+_PAIRS = 10  # the most frequent mistakes
 
 
 def make_page(run: Run) -> str:
     """Return the HTML of a run's report."""
-    found = verdict(run)
+    outcome = verdict(run)
     drawn = charts_of(run)
     return Page(
         title=run.name,
         subtitle=_subtitle(run),
-        findings=[found.words],
-        is_sound=found.good,
+        findings=[outcome.words],
+        is_sound=outcome.good,
         headlines=list(headlines(run)),
         sections=[
-            PageSection(title="What to change", parts=_remedies(found, drawn)),
+            PageSection(title="What to change", parts=_remedies(outcome, drawn)),
             PageSection(title="Stages", parts=_stages(run)),
             *(
                 PageSection(title=chart.title, parts=[*_before(run, name), chart])
@@ -91,7 +93,9 @@ def make_page(run: Run) -> str:
 
 def headlines(run: Run) -> Iterator[Headline]:
     """Yield the six numbers that sum up a run."""
-    plan, last, rate = run.plan, run.result, images_per_second(run)
+    plan = run.plan
+    last = run.result
+    rate = images_per_second(run)
     polished = any(stage.kept for stage in run.polishing) and run.finished
     if last is None:
         yield Headline("Top-1 accuracy", MISSING, "", "never measured")
@@ -144,16 +148,16 @@ def _subtitle(run: Run) -> str:
     return " · ".join(words)
 
 
-def _remedies(found: Verdict, drawn: dict[str, Chart]) -> list[PagePart]:
+def _remedies(outcome: Verdict, drawn: dict[str, Chart]) -> list[PagePart]:
     shown = {*drawn, "drift"}
-    column = columns_over(found.causes)
-    links = [cause.chart if cause.chart in shown else "" for cause in found.causes]
+    column = columns_over(outcome.causes)
+    links = [cause.chart if cause.chart in shown else "" for cause in outcome.causes]
     columns = [
         column("Cause", lambda cause: cause.check, None),
-        Column("Measured", [cause.text for cause in found.causes], align="text", links=links),
-        Column("To change it", [cause.remedy for cause in found.causes], align="text"),
+        Column("Measured", [cause.text for cause in outcome.causes], align="text", links=links),
+        Column("To change it", [cause.remedy for cause in outcome.causes], align="text"),
     ]
-    return [Table(columns=columns, sortable=False)] if found.causes else []
+    return [Table(columns=columns, sortable=False)] if outcome.causes else []
 
 
 def _stages(run: Run) -> list[PagePart]:
@@ -189,7 +193,8 @@ def _stages(run: Run) -> list[PagePart]:
 
 
 def _stage_notes(run: Run) -> Iterator[str]:
-    gap, last = run.last_gap, run.result
+    gap = run.last_gap
+    last = run.result
     if last is not None and gap is not None and math.isfinite(gap.gap):
         yield (
             f"The generalization gap is {signed(gap.gap, '.4f')}: the validation loss, "
@@ -296,24 +301,24 @@ def _drift(run: Run) -> list[PagePart]:
     return [Table(name="drift", columns=columns, sortable=False), note]
 
 
-def wrong_predictions(found: Mistakes | None) -> Iterator[Table]:
+def wrong_predictions(mistakes: Mistakes | None) -> Iterator[Table]:
     """Yield the table of the classes that are mixed up most; nothing without mistakes."""
-    if found is None or not found.samples:
+    if mistakes is None or not mistakes.samples:
         return
-    counts = Counter(zip(found.labels, found.predicted, strict=True))
+    counts = Counter(zip(mistakes.labels, mistakes.predicted, strict=True))
     column = columns_over(sorted(counts, key=lambda pair: (-counts[pair], pair))[:_PAIRS])
     yield Table(
         columns=[
-            column("Class", lambda pair: found.classes[pair[0]], None),
-            column("Predicted as", lambda pair: _class_name(found, pair[1]), None),
-            column("Images", lambda pair: f"{counts[pair]:,} of {found.sizes[pair[0]]:,}", None),
+            column("Class", lambda pair: mistakes.classes[pair[0]], None),
+            column("Predicted as", lambda pair: _class_name(mistakes, pair[1]), None),
+            column("Images", lambda pair: f"{counts[pair]:,} of {mistakes.sizes[pair[0]]:,}", None),
         ],
         sortable=False,
     )
 
 
-def _class_name(found: Mistakes, label: int) -> str:
-    return "none: scores are NaN" if label < 0 else found.classes[label]
+def _class_name(mistakes: Mistakes, label: int) -> str:
+    return "none: scores are NaN" if label < 0 else mistakes.classes[label]
 
 
 def _environment(run: Run) -> dict[str, str]:
@@ -331,7 +336,8 @@ def _environment(run: Run) -> dict[str, str]:
 
 def write_overview(run: Run, folder: Path) -> None:
     """Write the six numbers and the charts as report.png, for a quick look."""
-    shown, left = list(charts_of(run).values()), MARGIN / 1120
+    shown = list(charts_of(run).values())
+    left = MARGIN / 1120
 
     def draw(figure: "Figure") -> None:
         grid = figure.add_gridspec(2, 1, height_ratios=[1, 4.2])

@@ -48,7 +48,7 @@ def test_the_records_hold_what_the_estimate_needs(folder: Path) -> None:
     parts = course(record)
     assert len(parts) == 60 // LEAST <= PARTS
     assert [(part.first, part.last) for part in parts] == [(0, 29), (30, 59)]
-    assert parts[1].found == estimate(squares[30:])
+    assert parts[1].scale == estimate(squares[30:])
 
 
 def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(

@@ -38,18 +38,27 @@ SAMPLE = 512  # number of training images whose colours are measured, spread eve
 UPDATES_PER_EPOCH = 16
 """Updates in an epoch, at least, so that a small data set does not make only two or three."""
 
-SMALLEST_BATCH, LARGEST_BATCH = 16, 256
+SMALLEST_BATCH = 16
+LARGEST_BATCH = 256
 LARGEST_SPAN = 32
 
-SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
-"""Images that a run sees, within these bounds of epochs."""
+SEEN = 400_000
+"""Images that a run sees, within the bounds of epochs."""
 
-EVALUATIONS, STATISTICS = 20, 10_000
-"""Evaluations of the validation images in a run, and most images of the statistics pass."""
+FEWEST_EPOCHS = 20
+MOST_EPOCHS = 80
 
-FEW, FEW_VALIDATING = 20, 100
-"""Images of a class, and of validation, below which `init` warns. Up to FEW_IMAGES of a class it
-takes pretrained weights."""
+EVALUATIONS = 20
+"""Evaluations of the validation images in a run."""
+
+STATISTICS = 10_000
+"""Largest number of images of the statistics pass."""
+
+FEW = 20
+"""Images of a class below which `init` warns; up to FEW_IMAGES it takes pretrained weights."""
+
+FEW_VALIDATING = 100
+"""Validation images below which `init` warns."""
 
 WEIGHTS = "timm:resnet18.a1_in1k"
 """Pretrained weights of ImageNet for few photographs: of the network that `init` takes without."""
@@ -57,8 +66,11 @@ WEIGHTS = "timm:resnet18.a1_in1k"
 UNEVEN = 4
 """Images of one class for each of another, on average, from which `init` warns."""
 
-LADDER, USED = (192, 160, 128, 96, 64), 0.85
-"""Image sizes that are tried for a number of minutes, and the part of them that a run may use."""
+LADDER = (192, 160, 128, 96, 64)
+"""Image sizes that are tried for a number of minutes."""
+
+USED = 0.85
+"""Part of the minutes that a run may use."""
 
 SMALL, MEDIUM, LARGE = 64, 146, 320
 """Median short sides in pixels; images up to SMALL are trained on at their size."""

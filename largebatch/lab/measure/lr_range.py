@@ -383,11 +383,11 @@ def describe(test: RangeTest) -> Iterator[str]:
         "turn": "it turns",
         "upper": f"mean of turn and turn / {test.overshoot:.2g}, by the momentum",
     }
-    known = {name: found for name, found in test.bounds.items() if found is not None}
+    known = {name: bound for name, bound in test.bounds.items() if bound is not None}
     rows = [("bound", "rate", "seeds", "meaning")]
-    for name, found in known.items():
-        seeds = f"{rate(found.low)} to {rate(found.high)}"
-        rows.append((name, rate(found.value), seeds, meanings[name]))
+    for name, bound in known.items():
+        seeds = f"{rate(bound.low)} to {rate(bound.high)}"
+        rows.append((name, rate(bound.value), seeds, meanings[name]))
     if known:
         yield from table(rows, right=[1]).split("\n")
     curves = test.curves
@@ -404,9 +404,9 @@ def describe(test: RangeTest) -> Iterator[str]:
         )
     elif flat:
         yield f"{flat} of {number}: no rise up to {high}, so no upper bound; give a higher --high"
-    for name, found in known.items():
-        if name != "turn" and found.high > APART * found.low:
-            yield f"{name}: seeds differ by a factor of {found.high / found.low:.1f}; more --steps"
+    for name, bound in known.items():
+        if name != "turn" and bound.high > APART * bound.low:
+            yield f"{name}: seeds differ by a factor of {bound.high / bound.low:.1f}; more --steps"
 
 
 def rate(value: float) -> str:

@@ -119,14 +119,14 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check_origin(self) -> Self:
-        found = self.measured
-        if (self.gpu is None) == (found is None):
+        measured = self.measured
+        if (self.gpu is None) == (measured is None):
             raise ValueError("give either gpu (from a data sheet) or measured (by --calibrate)")
         if self.nodes > 1 and self.network_gigabytes_per_second is None:
             raise ValueError("network_gigabytes_per_second: missing, and there are several nodes")
-        if found is not None and found.device == "cpu" and self.nodes > 1:
+        if measured is not None and measured.device == "cpu" and self.nodes > 1:
             raise ValueError(f"nodes: {self.nodes}: measured on CPUs, which predict one; give 1")
-        alone = found is not None and found.exchange_gigabytes_per_second is None
+        alone = measured is not None and measured.exchange_gigabytes_per_second is None
         if alone and self.gpus_per_node > 1:
             raise ValueError(f"gpus_per_node: {self.gpus_per_node}: measured with one; give 1")
         return self
@@ -142,8 +142,8 @@ def installed_clusters() -> dict[str, Cluster]:
     """Return the installed clusters by name."""
     folder = files("largebatch") / "lab" / "planner" / "clusters"
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
-    found = [parse_cluster((folder / name).read_text("utf-8"), source=name) for name in names]
-    return {cluster.name: cluster for cluster in found}
+    clusters = [parse_cluster((folder / name).read_text("utf-8"), source=name) for name in names]
+    return {cluster.name: cluster for cluster in clusters}
 
 
 def load_cluster(name: str) -> Cluster:
@@ -177,15 +177,16 @@ def parse_cluster(text: str, *, source: str) -> Cluster:
 
 def require_workers(cluster: Cluster, workers: int) -> None:
     """Raise ClusterError where a cluster has fewer workers, or not whole nodes of them."""
-    each = cluster.gpus_per_node
+    per_node = cluster.gpus_per_node
     if workers > cluster.workers:
         raise ClusterError(
             f"--workers {workers:,}: {cluster.name} has {cluster.workers:,} "
-            f"({plural(cluster.nodes, 'node')} of {each}); give at most that, or a larger cluster"
+            f"({plural(cluster.nodes, 'node')} of {per_node}); give at most that, or a larger "
+            "cluster"
         )
-    if workers > each and workers % each:
-        below = workers - workers % each
+    if workers > per_node and workers % per_node:
+        below = workers - workers % per_node
         raise ClusterError(
-            f"--workers {workers:,}: {cluster.name} has {each} workers in a node, and several "
-            f"nodes are used whole; give {below:,} or {below + each:,}"
+            f"--workers {workers:,}: {cluster.name} has {per_node} workers in a node, and several "
+            f"nodes are used whole; give {below:,} or {below + per_node:,}"
         )

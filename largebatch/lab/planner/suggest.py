@@ -26,8 +26,10 @@ from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
 
-IMAGES, VALIDATION = 1_281_167, 50_000
-"""Images of ImageNet."""
+IMAGES = 1_281_167
+"""Training images of ImageNet."""
+
+VALIDATION = 50_000
 
 LARGEST = 86_016
 """The largest batch with a run to 75.9 % that is known here: Fujitsu's, MLPerf v0.6."""

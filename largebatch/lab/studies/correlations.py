@@ -45,7 +45,7 @@ class Correlation(NamedTuple):
 
 
 def correlation(
-    one: Sequence[float], other: Sequence[float], *, together: int = 1
+    first: Sequence[float], second: Sequence[float], *, together: int = 1
 ) -> Correlation | None:
     """Return the correlation of pairs of numbers; None for few pairs or constant values.
 
@@ -56,7 +56,7 @@ def correlation(
     >>> found.rho, found.number
     (1.0, 5)
     """
-    pairs = [pair for pair in zip(one, other, strict=True) if all(map(math.isfinite, pair))]
+    pairs = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
     if len(pairs) < ENOUGH_SETTINGS:
         return None
     first, second = zip(*pairs, strict=True)
@@ -128,10 +128,10 @@ def correlations(
     values = {**settings, **measured}
     by_pair = {}
     for pair in pairs:
-        one, other = (values[title] for title in pair)
-        each = correlation(one, other, together=len(pairs))
-        if each is not None:
-            by_pair[pair] = each
+        first, second = (values[title] for title in pair)
+        result = correlation(first, second, together=len(pairs))
+        if result is not None:
+            by_pair[pair] = result
     return by_pair
 
 

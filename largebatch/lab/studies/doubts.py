@@ -19,9 +19,11 @@ from largebatch.report.seeds import ENOUGH_SEEDS
 LATE = 0.05
 """Largest fraction of late gradients at which times are still judged."""
 
-OTHER_CORES, OTHER_SHARE = 0.25, 0.05
-"""Cores that other programs may use at most, or this share of the cores of a run if that is more:
-what a desktop and its daemons use when nobody works on it."""
+OTHER_CORES = 0.25
+"""Cores that other programs may use at most: what a desktop and its daemons use when idle."""
+
+OTHER_SHARE = 0.05
+"""Fraction of the cores of a run that they may use if that is more than OTHER_CORES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

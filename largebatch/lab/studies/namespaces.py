@@ -43,12 +43,15 @@ CARD = "eth0"
 SWITCH = "10.9.255.254"
 """Address of the process that started the hosts, as seen from them."""
 
-_SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
+_SHORTEST_BURST = 16_384  # bytes
+_BURST_SECONDS = 0.001
 _QUEUE = 2**26  # length of a queue in bytes: more than the windows of all connections to a host
 
-_FRAME, _HEADERS = 1514, 66
-"""Bytes of a full frame with headers, and of its headers: Ethernet (14), IPv4 (20), and TCP with
-timestamps (32)."""
+_FRAME = 1514
+"""Bytes of a full frame, with headers."""
+
+_HEADERS = 66
+"""Bytes of its headers: Ethernet (14), IPv4 (20), and TCP with timestamps (32)."""
 
 
 def addresses(number: int) -> dict[str, str]:

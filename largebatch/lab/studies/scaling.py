@@ -164,9 +164,9 @@ def rate_finding(rows: Sequence[HostsRow]) -> StudyFinding | None:
     about = "Learning rates of the workers"
     differences = []
     for name, record in records.items():
-        found = unequal_rates(record)
-        if found:
-            differences.append(f"{name}: {found}")
+        unequal = unequal_rates(record)
+        if unequal:
+            differences.append(f"{name}: {unequal}")
     if differences:
         return StudyFinding(about=about, text=f"THEY DIFFER: {'; '.join(differences)}")
     updates = sum(len(record.rates[0]) for record in records.values())

@@ -60,8 +60,11 @@ from largebatch.recipe.protocols import Centralised
 from largebatch.report.pages import Page, PageSection, columns_over, series
 from largebatch.report.seeds import ratio
 
-UPDATES, REPEATS = 20, 5
-"""Updates of a simulation, and simulations of each point with other times of gradients."""
+UPDATES = 20
+"""Updates of a simulation."""
+
+REPEATS = 5
+"""Simulations of each point, with other times of gradients."""
 
 NEAR = 0.05
 """How far counters may be from the formulas, as a fraction of these."""
