@@ -49,7 +49,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from largebatch.errors import RecipeError
 from largebatch.optim.building import Weights
 from largebatch.optim.kernels import GroupRule, UpdateFunction
-from largebatch.optim.kernels.tabled import SAVED, SHORT, Tabled, as_models
+from largebatch.optim.kernels.tabled import SAVED, SHORT, Tabled, TensorLists, as_models
 from largebatch.recipe import optimizers as sections
 from largebatch.recipe.choices import Convention, Kernels
 
@@ -191,19 +191,22 @@ class LARS(Tabled):
         rules = self._rules()
         self._ratios = self._update_tables(rules, scale, found_inf)
         if self._others:
-            for group, rule in zip(self.param_groups, rules, strict=True):
-                self._update_others(group, rule, scale, found_inf)
+            # All of them first: a gradient that is refused then leaves every weight as it was.
+            gathered = [self._gather(group) for group in self.param_groups]
+            for group, rule, lists in zip(self.param_groups, rules, gathered, strict=True):
+                self._update_others(group, rule, lists, scale, found_inf)
         return loss
 
     def _update_others(
         self,
         group: dict[str, Any],
         rule: GroupRule,
+        gathered: dict[tuple[torch.device, torch.dtype], TensorLists],
         scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Update the parameters of a group that are in no table, by type and device."""
-        for (device, _), lists in self._gather(group).items():
+        """Update the parameters of a group that are in no table, by device and type."""
+        for (device, _), lists in gathered.items():
             grads = as_models(lists.grads, lists.weights)
             if scale is not None:
                 torch._foreach_div_(grads, scale.to(device))

@@ -253,7 +253,7 @@ def test_spans_that_stay_in_the_cache_of_an_h100_are_read_once(
 ) -> None:
     monkeypatch.setattr(accelerator, "multiprocessors", lambda _: (132, 50 * 2**20))
     images = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    of = kernels.batchnorm()._Shape.of
+    of = kernels.batchnorm()._LaunchShape.of
     shapes = [of(images, span, tensors=num) for num in (1, 2, 3)]
     assert [shape.whole for shape in shapes] == chosen
     assert not of(images, span, tensors=3, in_parts=True).whole

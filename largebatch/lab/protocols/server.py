@@ -26,7 +26,7 @@ from largebatch.schedules.functions import Schedule
 class UpdateRule:
     """The gradients and the learning rate of an update, and whether learners wait for it.
 
-    >>> rule = Rule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
+    >>> rule = UpdateRule(learners=30, gradients=2, waits=False, by_staleness=True)  # 15-softsync
     >>> [rule.factor(staleness) for staleness in (0, 1, 4)]
     [1.0, 1.0, 0.25]
     """
@@ -78,10 +78,10 @@ class MiniBatches:
     learner i gets the i-th part of the global batch of every update. Otherwise any learner gets the
     next one, and after update k all mini-batches before (k + 1) c have been used, in any order.
 
-    >>> them = MiniBatches(Rule(learners=3, gradients=2, waits=False), range(4, 6))
+    >>> them = MiniBatches(UpdateRule(learners=3, gradients=2, waits=False), range(4, 6))
     >>> [them.next(learner) for learner in (2, 0, 2, 1, 0)]
     [8, 9, 10, 11, None]
-    >>> them = MiniBatches(Rule.hardsync(2), range(4, 6))
+    >>> them = MiniBatches(UpdateRule.hardsync(2), range(4, 6))
     >>> [them.next(learner) for learner in (1, 0, 0, 1, 0)]
     [9, 8, 10, 11, None]
     """
