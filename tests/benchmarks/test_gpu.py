@@ -39,6 +39,7 @@ def written(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_resnet50_names_a_failing_rival_and_measures_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_resnet50_names_a_failing_rival_and_measures_the_others(
     assert not any(result["device"].values())
 
 
+@pytest.mark.long
 def test_the_roofline_compares_layers_with_a_copy_of_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_model_of_ours_is_its_weights_and_its_recipe(
     torch.testing.assert_close(found, weights(folder), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_onnx_gives_the_same_logits_for_any_number_of_images(
     trained: dict[str, Path], tmp_path: Path
 ) -> None:

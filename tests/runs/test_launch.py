@@ -228,6 +228,7 @@ def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_pages_are_imported_after_the_training(
     tmp_path: Path,
 ) -> None:

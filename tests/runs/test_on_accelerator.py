@@ -156,6 +156,7 @@ def in_little_memory(recipe: Recipe, folder: Path, stop: int | None) -> int:
     return measured.call_count
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_device_batch_and_ends_with_identical_bits(tmp_path: Path) -> None:
     """Stopped in the middle of the affine stage."""
     recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA, changes=("execution.cache=none",))
@@ -173,6 +174,7 @@ def on_simulated(case: str, folder: Path) -> None:
     with_and_without_graphs(case, folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_resumed_run_in_graphs_ends_with_the_bits_of_one_without(
     case: str, tmp_path: Path

@@ -142,6 +142,7 @@ def test_the_time_limit_is_that_of_all_starts_together(
     assert machine.limits == [250.0, 150.0, 0.0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ends")
 def test_after_one_worker_ran_out_of_memory_all_continue_with_half_of_the_device_batch(
     tmp_path: Path,

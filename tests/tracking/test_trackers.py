@@ -265,6 +265,7 @@ def sent(note: str) -> Server:
     return server
 
 
+@pytest.mark.long
 def test_one_printed_command_sends_a_run_that_was_resumed_twice_offline(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def shown_rows(server: Server) -> list[tuple[int, float | None]]:
     return [(row["step"], row.get("val/top1")) for row in rows]
 
 
+@pytest.mark.long
 def test_after_two_kills_wandb_has_every_number_once_offline(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_an_advice_names_the_square_root_rule_where_no_edge_was_found(tmp_path: 
     assert parse_recipe(draft(kept)).mathematics == named.mathematics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slower", [1, 3])
 def test_the_minutes_suffice_on_a_machine_that_others_slow_down(
     slower: int, tmp_path: Path, fixed_times: None, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @needs_hosts
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 def test_nothing_is_left_when_what_made_the_hosts_is_gone(
