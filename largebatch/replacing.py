@@ -9,14 +9,14 @@ from typing import Any
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Give an attribute of an object, class or module this value within the block."""
     # From the owner's own dictionary: getattr would bind a method, and find one of a base class.
-    own = vars(owner)
-    has_own = name in own
-    before = own.get(name)
+    attributes = vars(owner)
+    is_its_own = name in attributes
+    before = attributes.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if has_own:
+        if is_its_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

@@ -250,9 +250,9 @@ class _GradientComparison:
         references = [it for of_pass in self.passes for it in of_pass if it is not None]
         is_finite = all(bool(it.isfinite().all()) for it in references)
         of_workers = self.ranks.gather([bad, values, is_finite])
-        bad, values, _ = max(of_workers, key=lambda of_worker: of_worker[0])
+        worst = max(of_workers, key=lambda of_worker: of_worker[0])
         workers = tuple(str(rank) for rank, (*_, finite) in enumerate(of_workers) if not finite)
-        return rules.Finiteness(bad=bad, values=values, workers=workers)
+        return rules.Finiteness(bad=worst[0], values=worst[1], workers=workers)
 
     def _measure_underflow(self, exact: Fit) -> rules.Underflow:
         share = float(exact.lost.sum()) / max(1.0, float(exact.nonzero.sum()))
