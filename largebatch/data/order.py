@@ -30,6 +30,8 @@ class Stream(enum.IntEnum):
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
     TRANSLATION = 10
+    MIX = 11
+    MIX_BOX = 12
 
 
 def random_words(
