@@ -61,7 +61,8 @@ def symmetric_beta(concentration: FloatArray, u: FloatArray, v: FloatArray) -> F
     power = (1 - u) ** (1 / concentration)  # 1 - u is never 0
     cosine = np.cos(2 * np.pi * v)
     squared = (1 - power) * cosine**2
-    return (1 + np.copysign(np.sqrt(squared / (power + squared)), cosine)) / 2
+    distances: FloatArray = np.sqrt(squared / (power + squared))  # from the middle, 0 to 1
+    return (1 + np.copysign(distances, cosine)) / 2
 
 
 def boxes_of(pairs: MixedPairs, *, height: int, width: int) -> IntArray:
@@ -128,7 +129,8 @@ def shares_of_classes(labels: Tensor, shares: Tensor, *, classes: int) -> Tensor
     # label; and a scatter of two shares of one class would add them in any order.
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     is_partners = is_label.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-    return own * is_label + (1 - own) * is_partners
+    rows: Tensor = own * is_label + (1 - own) * is_partners
+    return rows
 
 
 def _inside(boxes: Tensor, *, height: int, width: int) -> Tensor:

@@ -158,6 +158,12 @@ class Data(Section):
         """Number of images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
 
+    @property
+    def unscheduled(self) -> Self:
+        """The section with images of one size and kind, for runs of another length."""
+        mix = self.mix and self.mix.model_copy(update={"until": None})
+        return self.model_copy(update={"resolution": (), "mix": mix})
+
     @field_validator("flip", mode="before")
     @classmethod
     def _flip_is_a_choice(cls, flip: object) -> object:
