@@ -53,6 +53,20 @@ class Mix(Section):
     """End of mixing, counted from the start of the run; epochs are rounded to whole updates. null:
     the end of training on augmented images."""
 
+    def describe(self) -> str:
+        """Describe the parts of the pairs that are mixed, and by what.
+
+        >>> Mix(mixup=0.2, cutmix=1.0, switch=0.25).describe()
+        'Mixup (0.2) in 75 %, CutMix (1) in 25 % of the pairs'
+        """
+        cut = self.probability * self.cutmix_part
+        parts = []
+        if self.mixup:
+            parts.append(f"Mixup ({self.mixup:g}) in {100 * (self.probability - cut):.3g} %")
+        if self.cutmix:
+            parts.append(f"CutMix ({self.cutmix:g}) in {100 * cut:.3g} %")
+        return f"{', '.join(parts)} of the pairs"
+
     @property
     def cutmix_part(self) -> float:
         """Part of the mixed pairs that get CutMix."""
