@@ -22,11 +22,10 @@ from largebatch.data.types import (
     Batches,
     BoolArray,
     DecodedBatches,
+    FloatArray,
     IntArray,
     Request,
 )
-
-FloatArray = npt.NDArray[np.float64]
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 

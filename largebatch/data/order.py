@@ -30,6 +30,8 @@ class Stream(enum.IntEnum):
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
     TRANSLATION = 10
+    ERASE = 14
+    ERASE_NOISE = 15
 
 
 def random_words(

@@ -12,6 +12,7 @@ from torch import Tensor
 from largebatch.recipe.data import Interpolation, Triple
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -28,6 +29,17 @@ Batches = Generator[Batch, None, None]
 """Batches for the model; closing the generator releases threads, files and device memory."""
 
 
+class Erasures(NamedTuple):
+    """Boxes to erase in the images of a batch, relative to the image: `erasing.erase` fills them.
+
+    Images have different numbers of boxes, so each box names its row of the batch.
+    """
+
+    rows: IntArray  # row of the batch, K
+    boxes: FloatArray  # height and width as parts of the side; top, left as parts of the rest, K x 4
+    keys: IntArray | None  # two 32-bit keys of the noise of each box, K x 2; None: the mean colour
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One device batch for a decoder: the images, and the numbers drawn for each of them.
@@ -42,6 +54,9 @@ class Request:
     flips: BoolArray  # True if an image is mirrored left to right after resizing, N
     shifts: IntArray | None = None
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
+
+    erasures: Erasures | None = None
+    """Boxes that are erased; None: none in any image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
