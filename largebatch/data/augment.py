@@ -1,4 +1,4 @@
-"""Crops, flips and translations: pure functions of the seed and the position in the run.
+"""Augmentation of training images: a pure function of the seed and the position in the run.
 
 `train_request` draws all numbers of a batch. A decoder crops and flips; `augment` does the rest on
 the device, behind any decoder, cache or prefetcher. A box is (top, left, height, width) in source
@@ -10,22 +10,29 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
+from largebatch.data.order import (
+    WORDS_PER_BLOCK,
+    Stream,
+    occurrences_at,
+    random_words,
+    samples_at,
+    uniform,
+)
 from largebatch.data.types import (
     Batch,
     Batches,
     BoolArray,
     DecodedBatches,
-    FloatArray,
     IntArray,
     Request,
 )
+from largebatch.recipe.data import Erase
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -39,12 +46,16 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    repeats: int = 1,
+    erasing: Erase | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
     Whole images are shown if `area` is None.
     """
-    samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
+    samples = samples_at(
+        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
+    )
     heights = index.heights[samples]
     widths = index.widths[samples]
     if area is None:
@@ -52,17 +63,19 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     if flip == "alternating":
-        # Every other epoch shows the mirror image (Jordan 2024, arXiv:2404.00498): with random
-        # flips half of the images look the same in two epochs in a row.
+        # Every other occurrence, which is every other epoch without repeats, shows the mirror
+        # image (Jordan 2024, arXiv:2404.00498): with random flips half of the images look the
+        # same in two epochs in a row.
         num_trained = len(index) if index.trained is None else len(index.trained)
-        epochs = np.arange(positions.start, positions.stop) // num_trained
-        flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
+        occurrences = occurrences_at(positions, num_samples=num_trained, repeats=repeats)
+        flips = first_flips(seed, len(index))[samples] ^ (occurrences % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
-    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts)
+    erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
+    return Request(samples, boxes, flips, shifts=shifts, erasures=erasures)
 
 
 def clean_request(
@@ -103,7 +116,7 @@ def random_boxes(
     words = random_words(
         seed, Stream.CROP, block=positions.start * ATTEMPTS, num_blocks=len(positions) * ATTEMPTS
     )
-    u_area, u_aspect, u_top, u_left = np.moveaxis(_uniform(words).reshape(-1, ATTEMPTS, 4), 2, 0)
+    u_area, u_aspect, u_top, u_left = np.moveaxis(uniform(words).reshape(-1, ATTEMPTS, 4), 2, 0)
     pixels = (heights * widths)[:, None] * (area[0] + (area[1] - area[0]) * u_area)
     narrowest, widest = np.log(aspect)
     shape = np.exp(narrowest + (widest - narrowest) * u_aspect)
@@ -140,7 +153,7 @@ def first_flips(seed: int, num_samples: int) -> BoolArray:
 def random_shifts(seed: int, positions: range, *, largest: int) -> IntArray:
     """Return N x 2 whole numbers, uniform from -largest to largest."""
     words = random_words(seed, Stream.TRANSLATION, block=positions.start, num_blocks=len(positions))
-    return (_uniform(words[:, :2]) * (2 * largest + 1)).astype(np.int64) - largest
+    return (uniform(words[:, :2]) * (2 * largest + 1)).astype(np.int64) - largest
 
 
 def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize: int) -> IntArray:
@@ -169,11 +182,6 @@ def _centered(
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
-def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
-    """Convert random words to float64 in [0, 1), from their upper 53 bits."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def augmented(decoded: DecodedBatches) -> Batches:
     """Yield the batches of a decoder, augmented; close the decoder with them."""
     with closing(decoded):
@@ -187,10 +195,12 @@ def augment(batch: Batch, request: Request) -> Batch:
     Nothing is drawn here and no other place changes decoded images, so the result is the same
     behind every decoder and on any number of workers. A clean request has no such numbers.
     """
-    if request.shifts is None:
-        return batch
-    (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
-    return batch._replace(images=translate(batch.images, shifts))
+    if request.shifts is not None:
+        (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
+        batch = batch._replace(images=translate(batch.images, shifts))
+    if request.erasures is not None:
+        batch = batch._replace(images=erase(batch.images, request.erasures))
+    return batch
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:

@@ -30,14 +30,18 @@ Batches = Generator[Batch, None, None]
 
 
 class Erasures(NamedTuple):
-    """Boxes to erase in the images of a batch, relative to the image: `erasing.erase` fills them.
+    """Boxes to erase in the images of a batch: `erasing.erase` fills them.
 
     Images have different numbers of boxes, so each box names its row of the batch.
     """
 
     rows: IntArray  # row of the batch, K
-    boxes: FloatArray  # height and width as parts of the side; top, left as parts of the rest, K x 4
-    keys: IntArray | None  # two 32-bit keys of the noise of each box, K x 2; None: the mean colour
+    boxes: FloatArray
+    """Height and width as parts of the image's side; top and left as parts of what they leave of
+    the side, K x 4."""
+
+    keys: IntArray | None
+    """Two 32-bit keys of the noise in each box, K x 2; None: the mean colour."""
 
 
 @dataclass(frozen=True, slots=True)
