@@ -291,7 +291,7 @@ def build_muon(section: sections.Muon, weights: Weights) -> Muon:
         name = type(weights.model).__name__
         raise RecipeError(f"optimizer.kind: muon: {name} has no hidden matrices; take another")
     others = _build_others(section.others, weights.model, matrices, muon_lr=weights.lr)
-    settings = section.model_dump(exclude={"kind", "others"})
+    settings = section.model_dump(exclude={*sections.OF_EVERY_KIND, "others"})
     return Muon(matrices, others, weights.workers, lr=weights.lr, **settings)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import CrossEntropy, Loss
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
@@ -235,6 +235,7 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    loss = recipe.loss if recipe else CrossEntropy()
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -249,7 +250,7 @@ def record_of(run: Run) -> Record:
         top1=values_of(evaluations, "top1"),
         val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
-        floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
+        floor=smoothing_floor(loss, classes) if classes else 0.0,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -278,11 +279,23 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
 def smoothing_floor(loss: Loss, num_classes: int) -> float:
     """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
 
-    >>> round(smoothing_floor(Loss(label_smoothing=0.1), 2), 3)
+    >>> round(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2), 3)
     0.199
     """
-    others = num_classes if loss.off_target == "all" else num_classes - 1
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
     off_target = loss.label_smoothing / others
     on_target = 1 - off_target * (num_classes - 1)
     targets = ((on_target, 1), (off_target, num_classes - 1))
-    return -sum(p * math.log(p) * count for p, count in targets if p)
+    if isinstance(loss, CrossEntropy):
+        return sum(_surprise(p) * count for p, count in targets)
+    if loss.target_threshold is not None:
+        return 0.0  # targets are 0 and 1
+    floor = sum((_surprise(p) + _surprise(1 - p)) * count for p, count in targets)
+    return floor / num_classes if loss.classes == "mean" else floor
+
+
+def _surprise(probability: float) -> float:
+    """Return -p ln p, the share of an entropy in nats that an outcome has."""
+    return -probability * math.log(probability) if probability else 0.0

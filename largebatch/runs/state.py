@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import assert_never
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from largebatch.optim.rates import own_groups
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Groups, GroupsByBytes
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy, Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -33,7 +34,7 @@ from largebatch.tracking.events import CHECKPOINTS, Note, StepEvent, StopCause, 
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
-from largebatch.training.loop import Criterion, cross_entropy
+from largebatch.training.losses import Criterion, binary_cross_entropy, cross_entropy
 from largebatch.training.session import Session, Updates, synchronous_updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
@@ -216,7 +217,17 @@ def build_step_log(
 
 def build_criterion(section: Loss) -> Criterion:
     """Build the loss."""
-    return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
+    match section:
+        case CrossEntropy():
+            return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
+        case BinaryCrossEntropy():
+            return binary_cross_entropy(
+                smoothing=section.label_smoothing,
+                target_threshold=section.target_threshold,
+                classes=section.classes,
+            )
+        case _:
+            assert_never(section)
 
 
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:

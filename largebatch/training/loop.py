@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, get_args
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -27,13 +26,11 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
-from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
+from largebatch.training.losses import Criterion as Criterion  # noqa: PLC0414 -- public names
+from largebatch.training.losses import cross_entropy as cross_entropy  # noqa: PLC0414
 
 T = TypeVar("T")
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Function (logits N x K, labels N) -> sum of the losses of the samples, 0-d."""
 
 
 class Stopwatch:
@@ -333,33 +330,3 @@ def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     """Return the seed of each step on one worker: counter-based, different on every worker."""
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
-
-
-def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
-    """Return a criterion that sums the smoothed cross-entropy over the samples of a batch.
-
-    With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
-    every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
-    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Raises ValueError if
-    smoothing is not in [0, 1); the criterion above 1 - 1/K.
-    """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
-    if off_target not in get_args(OffTarget):
-        known = ", ".join(get_args(OffTarget))
-        raise ValueError(f"off_target must be one of {known}, got {off_target!r}")
-
-    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        classes = logits.shape[-1]
-        if smoothing > 1 - 1 / classes:
-            raise ValueError(
-                f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
-                "likely"
-            )
-        mass = smoothing
-        if smoothing and off_target == "others":
-            mass = smoothing * classes / (classes - 1)
-        return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
-
-    return criterion
