@@ -41,7 +41,7 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_criterion, build_state
+from largebatch.runs.state import build_state, criterion_of_trial
 from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
 
@@ -183,6 +183,8 @@ def _settings(
         "model": recipe.model.model_dump(mode="json", exclude={"weights", "head_std"}),
         "classes": recipe.data.classes,
         "optimizer": _without_numbers(recipe.optimizer.model_dump(mode="json")),
+        "loss": _without_numbers(recipe.loss.model_dump(mode="json", exclude={"class_weights"})),
+        "weights classes": recipe.loss.class_weights is not None,
         "affine": recipe.polish is not None and recipe.polish.affine is not None,
         "precision": recipe.precision,
         "skips": recipe.nonfinite.action,
@@ -362,7 +364,7 @@ class _Updates:
             step = step_for(self._graph, device, note=self._note)(
                 model,
                 state.updater.optimizer,
-                build_criterion(recipe.loss),
+                criterion_of_trial(recipe, device),
                 state.updater.reducer,
                 spans,
                 scaler=state.scaler,

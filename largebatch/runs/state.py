@@ -7,11 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from largebatch.data.index.index import Index
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
@@ -34,7 +36,12 @@ from largebatch.tracking.events import CHECKPOINTS, Note, StepEvent, StopCause, 
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
-from largebatch.training.losses import Criterion, binary_cross_entropy, cross_entropy
+from largebatch.training.losses import (
+    Criterion,
+    binary_cross_entropy,
+    cross_entropy,
+    scaled_weights,
+)
 from largebatch.training.session import Session, Updates, synchronous_updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
@@ -153,13 +160,16 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         log=log,
         decides=polish.keep == "better",
         measures_gap="generalization_gap" in recipe.monitor,
+        weights_classes=recipe.loss.class_weights is not None,
     )
     return Session(
         state=state,
         plan=plan,
         pipeline=pipeline,
         backend=backend,
-        criterion=build_criterion(recipe.loss),
+        criterion=build_criterion(
+            recipe.loss, class_weights(recipe, pipeline.train_index, backend.device)
+        ),
         spans=Spans(state.model, group, sync_workers=plan.sync_workers),
         log=log,
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
@@ -215,16 +225,47 @@ def build_step_log(
     )
 
 
-def build_criterion(section: Loss) -> Criterion:
-    """Build the loss."""
+def class_weights(recipe: Recipe, images: Index, device: torch.device) -> Tensor | None:
+    """Return the weight of each class, of mean 1 over the training images; None without weights.
+
+    Raises RecipeError if weights are to be balanced and a class has no training image.
+    """
+    weights = recipe.loss.class_weights
+    if weights is None:
+        return None
+    labels = images.labels if images.trained is None else images.labels[images.trained]
+    counts = np.bincount(labels, minlength=recipe.data.classes)
+    try:
+        scaled = scaled_weights(None if weights == "balanced" else weights, counts)
+    except ValueError as error:
+        raise RecipeError(
+            f"loss.class_weights: balanced: {error}; remove the class from data.classes and the "
+            "folder, or give a list of weights"
+        ) from None
+    return torch.from_numpy(scaled).to(device)
+
+
+def criterion_of_trial(recipe: Recipe, device: torch.device) -> Criterion:
+    """Build the loss for random samples; weights of classes, if there are any, are 1."""
+    weights = None
+    if recipe.loss.class_weights is not None:
+        weights = torch.ones(recipe.data.classes, dtype=torch.float64, device=device)
+    return build_criterion(recipe.loss, weights)
+
+
+def build_criterion(section: Loss, weights: Tensor | None = None) -> Criterion:
+    """Build the loss, with the weights of the classes."""
     match section:
         case CrossEntropy():
-            return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
+            return cross_entropy(
+                smoothing=section.label_smoothing, off_target=section.off_target, weights=weights
+            )
         case BinaryCrossEntropy():
             return binary_cross_entropy(
                 smoothing=section.label_smoothing,
                 target_threshold=section.target_threshold,
                 classes=section.classes,
+                weights=weights,
             )
         case _:
             assert_never(section)
