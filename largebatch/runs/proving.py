@@ -370,6 +370,7 @@ class _Updates:
                 scaler=state.scaler,
                 global_batch=self._num * accumulation,
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+                clip_norm=recipe.optimizer.clip_norm,
                 follow=state.move_average,
             )
             updates = train(

@@ -21,7 +21,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters, classifier, norm_parameters
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import own_groups
+from largebatch.optim.rates import own_groups, scale_rate
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Groups, GroupsByBytes
@@ -177,6 +177,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         seed=recipe.seed,
         # In fp16 the scaler skips updates by itself, and lowers the scale.
         skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        clip_norm=recipe.optimizer.clip_norm,
         graph=recipe.execution.graph,
         updates=build_updates(recipe, state, backend),
         judge=judge,
@@ -214,10 +215,14 @@ def build_step_log(
     section = recipe.nonfinite
     in_fp16 = state.scaler.is_enabled()
     most = section.most if section.action == "skip" else 0
+    monitored = recipe.monitor
+    if recipe.optimizer.clip_norm is not None and "gradient_norm" not in monitored:
+        # It is measured anyway, and shows which updates were clipped.
+        monitored = (*monitored, "gradient_norm")
     return StepLog(
         plan,
         backend,
-        monitors=Monitors(recipe.monitor, plan, backend, state),
+        monitors=Monitors(monitored, plan, backend, state),
         requests=requests or Requests(backend),
         divergence=DivergenceCheck(plan, most_skipped=most, in_fp16=in_fp16, emit=emit),
         emit=emit,
@@ -303,8 +308,8 @@ def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: n
     backbone = [weight for weight in model.parameters() if weight not in head]
     after = 0 if section.frozen is None else plan.steps_in(section.frozen)
     for group in own_groups(optimizer, backbone):
-        factor = section.lr_factor * group.get("lr_factor", 1.0)
-        group |= {"lr_factor": factor, "after": after}
+        scale_rate(group, section.lr_factor)
+        group["after"] = after
 
 
 def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:

@@ -24,6 +24,7 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.clipping import clip_factor, gradient_norm
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
 from largebatch.schedules.functions import Schedule
@@ -93,7 +94,7 @@ class Result:
     """Squared lengths of gradients, if the reducer measures them: see Reducer.squares."""
 
     gradient_norm: Tensor | None = None
-    """Value returned by `measure_norm` of the step, if it is given."""
+    """Norm of the summed gradients before clipping, still scaled, if the step measures it."""
 
 
 class Update(NamedTuple):
@@ -143,8 +144,9 @@ class EagerStep:
     not wait for that result, except with optimizers that it must tell: all but LARS and torch's
     fused ones.
 
-    `measure_norm` is called after the gradients are summed, while they are still scaled, and before
-    the optimizer, which may overwrite them. `follow` is called at the end of an update, with
+    With `clip_norm` gradients are clipped after they are summed: once in an update, and before
+    anything of the optimizer reads them. `measure_norm` is called before that, while they are still
+    scaled, and without the gradients of `frozen`. `follow` is called at the end of an update, with
     `Result.skipped`.
 
     >>> from largebatch.distributed.serial import Serial
@@ -173,6 +175,7 @@ class EagerStep:
     global_batch: int
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     skip_nonfinite: bool = False
+    clip_norm: float | None = None
     measure_norm: Callable[[], Tensor] | None = None
     follow: Callable[[Tensor | None], object] = lambda _: None
     frozen: list[nn.Parameter] = field(default_factory=list, init=False)
@@ -229,8 +232,19 @@ class EagerStep:
             self.reducer.wait()
         self.spans.wait()
         self.result.squares = self.reducer.squares
-        if self.measure_norm is not None:
-            self.result.gradient_norm = self.measure_norm()
+        measure_norm = self.measure_norm
+        if measure_norm is None and self.clip_norm is not None:
+            measure_norm = partial(gradient_norm, self.reducer.parameters)
+        if measure_norm is not None:
+            with hidden_gradients(self.frozen):  # weights that this update does not change
+                self.result.gradient_norm = measure_norm()
+        if self.clip_norm is not None:
+            assert self.result.gradient_norm is not None
+            # Clipped here, and not with the optimizer: a graph of the optimizer alone would read
+            # the norm where it was when the graph was recorded. The scale is read from the scaler,
+            # whose memory stays.
+            norm = self.result.gradient_norm / self.scaler.scale(self._one)
+            self.reducer.scale(clip_factor(norm, self.clip_norm))
 
     def update_weights(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
