@@ -30,6 +30,7 @@ class Stream(enum.IntEnum):
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
     TRANSLATION = 10
+    OPERATIONS = 13
 
 
 def random_words(

@@ -13,6 +13,7 @@ from largebatch.recipe.data import Interpolation, Triple
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -26,6 +27,18 @@ class Batch(NamedTuple):
 
 Batches = Generator[Batch, None, None]
 """Batches for the model; closing the generator releases threads, files and device memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Operations on the pixels of a batch of N images, L for each, applied one after the other."""
+
+    kinds: IntArray  # values of operations.Operation, N x L
+    strengths: FloatArray  # in the unit of the operation, N x L
+    filters: IntArray  # values of operations.Filter, N x L; geometry uses them
+    centers: FloatArray  # centres of cut-out squares, down and right, in pixels, N x L x 2
+    fill: tuple[int, int, int]  # colour of pixels from outside of the image, 0 .. 255
+    shear_axis: float  # row or column, in pixels, that a shear leaves in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,9 @@ class Request:
     flips: BoolArray  # True if an image is mirrored left to right after resizing, N
     shifts: IntArray | None = None
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
+
+    operations: Operations | None = None
+    """Operations on the pixels of the decoded images, which are not normalised yet; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from largebatch.recipe.augment import Augment
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
 
 MAX_SIDE = 4096
@@ -88,6 +89,10 @@ class Data(Section):
     translate: Annotated[int, Field(ge=0, lt=MAX_SIDE)] = 0
     """Move training images by up to this many pixels of the model's input, up or down and left or
     right; the border is filled by reflection. 0: none."""
+
+    augment: Annotated[Augment, Field(discriminator="kind")] | None = None
+    """Operations on the pixels of training images: `rand_augment`, `trivial_augment`,
+    `color_jitter`. Their pixels are whole numbers from 0 to 255. null: none."""
 
     eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
     """Clean images (validation, polishing): the short side is resized to this, then the centre
