@@ -5,6 +5,7 @@ the device, behind any decoder, cache or prefetcher. A box is (top, left, height
 pixels, resized to the model's square input.
 """
 
+from concurrent.futures import Executor
 from contextlib import closing
 from functools import lru_cache
 from typing import Literal
@@ -16,17 +17,20 @@ from torch import Tensor
 
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
+from largebatch.data.operations.applying import operate
+from largebatch.data.operations.draws import draw
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
 from largebatch.data.types import (
     Batch,
     Batches,
     BoolArray,
     DecodedBatches,
+    FloatArray,
     IntArray,
     Request,
+    View,
 )
-
-FloatArray = npt.NDArray[np.float64]
+from largebatch.recipe.augment import Augment
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -40,10 +44,12 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    augment: Augment | None = None,
+    view: View | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
-    Whole images are shown if `area` is None.
+    Whole images are shown if `area` is None. `augment` needs the view of the model.
     """
     samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
     heights = index.heights[samples]
@@ -63,7 +69,11 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
-    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts)
+    operations = None
+    if augment is not None:
+        assert view is not None
+        operations = draw(augment, seed, positions, view)
+    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts, operations=operations)
 
 
 def clean_request(
@@ -175,23 +185,26 @@ def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def augmented(decoded: DecodedBatches) -> Batches:
+def augmented(decoded: DecodedBatches, pool: Executor | None = None) -> Batches:
     """Yield the batches of a decoder, augmented; close the decoder with them."""
     with closing(decoded):
         for request, batch in decoded:
-            yield augment(batch, request)
+            yield augment(batch, request, pool)
 
 
-def augment(batch: Batch, request: Request) -> Batch:
+def augment(batch: Batch, request: Request, pool: Executor | None = None) -> Batch:
     """Apply to a decoded batch, on its device, the numbers of its request that are left to apply.
 
     Nothing is drawn here and no other place changes decoded images, so the result is the same
-    behind every decoder and on any number of workers. A clean request has no such numbers.
+    behind every decoder and on any number of workers. A clean request has no such numbers. On the
+    host the threads of `pool` share the images.
     """
-    if request.shifts is None:
-        return batch
-    (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
-    return batch._replace(images=translate(batch.images, shifts))
+    if request.shifts is not None:
+        (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
+        batch = batch._replace(images=translate(batch.images, shifts))
+    if request.operations is not None:
+        batch = batch._replace(images=operate(batch.images, request.operations, pool))
+    return batch
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class Operations:
     centers: FloatArray  # centres of cut-out squares, down and right, in pixels, N x L x 2
     fill: tuple[int, int, int]  # colour of pixels from outside of the image, 0 .. 255
     shear_axis: float  # row or column, in pixels, that a shear leaves in its place
+    mean: Triple
+    std: Triple  # the images are normalised by them after their operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Request:
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
 
     operations: Operations | None = None
-    """Operations on the pixels of the decoded images, which are not normalised yet; None: none."""
+    """Operations on the pixels of the decoded images, which then are values from 0 to 255 and are
+    normalised afterwards; None: the decoder has normalised them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
