@@ -43,18 +43,6 @@ def _samples(recipe: Keys) -> Iterator[str]:
                 yield f"{key} ({number}) must not exceed the training images ({trained})"
 
 
-def _polish(polish: Polish, *, bn_span: int | None) -> Iterator[str]:
-    if bn_span is None:
-        for key in ("affine", "statistics"):
-            if getattr(polish, key) is not None:
-                yield f"polish.{key} is for models with BatchNorm: give batch.bn_span too"
-    elif polish.swa is not None and polish.statistics is None:
-        yield (
-            "polish.swa needs polish.statistics: the running statistics of an average belong to "
-            "other weights"
-        )
-
-
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
     batch = recipe.batch
     polish = recipe.polish
@@ -120,3 +108,15 @@ def _others(recipe: Keys) -> dict[str, bool]:
         # The label keeps 1 - s and the others share s: above 1 - 1 / classes each of them has more.
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,
     }
+
+
+def _polish(polish: Polish, *, bn_span: int | None) -> Iterator[str]:
+    if bn_span is None:
+        for key in ("affine", "statistics"):
+            if getattr(polish, key) is not None:
+                yield f"polish.{key} is for models with BatchNorm: give batch.bn_span too"
+    elif polish.swa is not None and polish.statistics is None:
+        yield (
+            "polish.swa needs polish.statistics: the running statistics of an average belong to "
+            "other weights"
+        )
