@@ -333,6 +333,9 @@ def ffcv(recipe: Recipe) -> Settings:
     assert isinstance(optimizer, SGD)
     assert isinstance(schedule.decay, Polynomial)
     assert (schedule.decay.power, schedule.start_lr) == (1.0, pytest.approx(1e-4 * 1.7))
+    assert crops_of_torchvision(recipe)
+    assert data.flip is True
+    assert data.image_size / crop_in_tests(recipe) == pytest.approx(224 / 256, abs=2e-3)
     small, large = data.resolution
     assert small.until is not None
     # The size is the larger one from the first epoch on that is nearer to it.
@@ -372,7 +375,8 @@ FORMATS: dict[str, Callable[[Recipe], Settings]] = {
 def test_a_recipe_has_the_published_settings(name: str) -> None:
     published = PUBLISHED[name]
     recipe = load_recipe(FOLDER / f"{name}.yaml")
-    assert recipe.data.train_samples == 1_281_167
+    sizes = (recipe.data.classes, recipe.data.train_samples, recipe.data.val_samples)
+    assert sizes == (1000, 1_281_167, 50_000)
     written = FORMATS[published["format"]](recipe)
     assert written.keys() == published["settings"].keys()
     for key, value in published["settings"].items():
