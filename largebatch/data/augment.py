@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.index.index import Index
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at
+from largebatch.data.mixing import draw_pairs, mix
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at, uniform
 from largebatch.data.types import (
     Batch,
     Batches,
@@ -25,8 +25,7 @@ from largebatch.data.types import (
     IntArray,
     Request,
 )
-
-FloatArray = npt.NDArray[np.float64]
+from largebatch.recipe.data import Mix
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -40,6 +39,7 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    mixed: Mix | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
@@ -63,7 +63,10 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
-    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts)
+    pairs = None
+    if mixed is not None:
+        pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
+    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts, mix=pairs)
 
 
 def clean_request(
@@ -104,7 +107,7 @@ def random_boxes(
     words = random_words(
         seed, Stream.CROP, block=positions.start * ATTEMPTS, num_blocks=len(positions) * ATTEMPTS
     )
-    u_area, u_aspect, u_top, u_left = np.moveaxis(_uniform(words).reshape(-1, ATTEMPTS, 4), 2, 0)
+    u_area, u_aspect, u_top, u_left = np.moveaxis(uniform(words).reshape(-1, ATTEMPTS, 4), 2, 0)
     pixels = (heights * widths)[:, None] * (area[0] + (area[1] - area[0]) * u_area)
     narrowest, widest = np.log(aspect)
     shape = np.exp(narrowest + (widest - narrowest) * u_aspect)
@@ -141,7 +144,7 @@ def first_flips(seed: int, num_samples: int) -> BoolArray:
 def random_shifts(seed: int, positions: range, *, largest: int) -> IntArray:
     """Return N x 2 whole numbers, uniform from -largest to largest."""
     words = random_words(seed, Stream.TRANSLATION, block=positions.start, num_blocks=len(positions))
-    return (_uniform(words[:, :2]) * (2 * largest + 1)).astype(np.int64) - largest
+    return (uniform(words[:, :2]) * (2 * largest + 1)).astype(np.int64) - largest
 
 
 def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize: int) -> IntArray:
@@ -170,11 +173,6 @@ def _centered(
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
-def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
-    """Convert random words to float64 in [0, 1), from their upper 53 bits."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def augmented(decoded: DecodedBatches) -> Batches:
     """Yield the batches of a decoder, augmented; close the decoder with them."""
     with closing(decoded):
@@ -188,10 +186,12 @@ def augment(batch: Batch, request: Request) -> Batch:
     Nothing is drawn here and no other place changes decoded images, so the result is the same
     behind every decoder and on any number of workers. A clean request has no such numbers.
     """
-    if request.shifts is None:
-        return batch
-    (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
-    return batch._replace(images=translate(batch.images, shifts))
+    if request.shifts is not None:
+        (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
+        batch = batch._replace(images=translate(batch.images, shifts))
+    if request.mix is not None:
+        batch = mix(batch, request.mix)
+    return batch
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:

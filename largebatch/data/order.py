@@ -12,7 +12,7 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.data.types import IntArray
+from largebatch.data.types import FloatArray, IntArray
 
 WORDS_PER_BLOCK = 4  # number of 64-bit words per value of Philox's counter
 
@@ -30,6 +30,8 @@ class Stream(enum.IntEnum):
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
     TRANSLATION = 10
+    MIX = 11
+    MIX_BOX = 12
 
 
 def random_words(
@@ -40,6 +42,11 @@ def random_words(
     counter = np.array([block, part, 0, 0], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(num_blocks * WORDS_PER_BLOCK)
     return words.reshape(num_blocks, WORDS_PER_BLOCK)
+
+
+def uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
+    """Convert random words to float64 in [0, 1), from their upper 53 bits."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:

@@ -152,6 +152,7 @@ class Pipeline:
             aspect=self.data.crop_aspect,
             flip=self.data.flip,
             translate=self.data.translate,
+            mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
