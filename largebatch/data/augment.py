@@ -1,4 +1,4 @@
-"""Crops, flips and translations: pure functions of the seed and the position in the run.
+"""Augmentation of training images: a pure function of the seed and the position in the run.
 
 `train_request` draws all numbers of a batch. A decoder crops and flips; `augment` does the rest on
 the device, behind any decoder, cache or prefetcher. A box is (top, left, height, width) in source
@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
 from largebatch.data.mixing import draw_pairs, mix
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at, uniform
+from largebatch.data.order import (
+    WORDS_PER_BLOCK,
+    Stream,
+    occurrences_at,
+    random_words,
+    samples_at,
+    uniform,
+)
 from largebatch.data.types import (
     Batch,
     Batches,
@@ -25,7 +33,7 @@ from largebatch.data.types import (
     IntArray,
     Request,
 )
-from largebatch.recipe.data import Mix
+from largebatch.recipe.data import Erase, Mix
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -39,13 +47,17 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    repeats: int = 1,
+    erasing: Erase | None = None,
     mixed: Mix | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
     Whole images are shown if `area` is None.
     """
-    samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
+    samples = samples_at(
+        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
+    )
     heights = index.heights[samples]
     widths = index.widths[samples]
     if area is None:
@@ -53,20 +65,22 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     if flip == "alternating":
-        # Every other epoch shows the mirror image (Jordan 2024, arXiv:2404.00498): with random
-        # flips half of the images look the same in two epochs in a row.
+        # Every other occurrence, which is every other epoch without repeats, shows the mirror
+        # image (Jordan 2024, arXiv:2404.00498): with random flips half of the images look the
+        # same in two epochs in a row.
         num_trained = len(index) if index.trained is None else len(index.trained)
-        epochs = np.arange(positions.start, positions.stop) // num_trained
-        flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
+        occurrences = occurrences_at(positions, num_samples=num_trained, repeats=repeats)
+        flips = first_flips(seed, len(index))[samples] ^ (occurrences % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
+    erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
     pairs = None
     if mixed is not None:
         pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
-    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts, mix=pairs)
+    return Request(samples, boxes, flips, shifts=shifts, erasures=erasures, mix=pairs)
 
 
 def clean_request(
@@ -189,6 +203,8 @@ def augment(batch: Batch, request: Request) -> Batch:
     if request.shifts is not None:
         (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
         batch = batch._replace(images=translate(batch.images, shifts))
+    if request.erasures is not None:
+        batch = batch._replace(images=erase(batch.images, request.erasures))
     if request.mix is not None:
         batch = mix(batch, request.mix)
     return batch

@@ -115,7 +115,11 @@ class Pipeline:
         )
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once per epoch, none held out."""
+        """Return the images at these positions of the run: each once per epoch, none held out.
+
+        Those of clean updates and statistics: data.repeats is for augmented images, because clean
+        copies of an image would be equal.
+        """
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
 
@@ -152,6 +156,8 @@ class Pipeline:
             aspect=self.data.crop_aspect,
             flip=self.data.flip,
             translate=self.data.translate,
+            repeats=self.data.repeats,
+            erasing=self.data.erase,
             mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
         )
 

@@ -31,6 +31,19 @@ Batches = Generator[Batch, None, None]
 """Batches for the model; closing the generator releases threads, files and device memory."""
 
 
+class Erasures(NamedTuple):
+    """Boxes to erase in the images of a batch: `erasing.erase` fills them.
+
+    Images have different numbers of boxes, so each box names its row of the batch.
+    """
+
+    rows: IntArray  # row of the batch, K
+    boxes: FloatArray
+    """Height and width as parts of the image's side; top and left as parts of what they leave of
+    the side, K x 4."""
+
+    keys: IntArray | None
+    """Two 32-bit keys of the noise in each box, K x 2; None: the mean colour."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPairs:
     """The numbers that mix the pairs of a batch: images 2k and 2k + 1 with each other."""
@@ -64,6 +77,8 @@ class Request:
     shifts: IntArray | None = None
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
 
+    erasures: Erasures | None = None
+    """Boxes that are erased; None: none in any image."""
     mix: MixedPairs | None = None
     """How the images of each pair are mixed; None: no image is, and labels are class numbers."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from largebatch.recipe.data import REPEATED
 from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.keys import Keys
 from largebatch.recipe.polish import Polish
@@ -34,6 +35,11 @@ def _samples(recipe: Keys) -> Iterator[str]:
         yield f"data.held_out.samples ({data.val_split}) leave none of data.train_samples ({total})"
     elif polish is not None and trained < 1:
         yield f"polish.held_out ({polish.held_out}) leave none of the images ({data.train_split})"
+    elif data.repeats > 1 and trained < REPEATED:
+        yield (
+            f"data.repeats ({data.repeats}) needs {REPEATED} or more training images, which follow "
+            f"{data.repeats} times together; there are {trained}: leave data.repeats out"
+        )
     else:
         statistics = polish.statistics if polish is not None else None
         samples = {
