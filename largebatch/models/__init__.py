@@ -13,15 +13,25 @@ from largebatch.errors import RecipeError
 from largebatch.models import networks, zoo
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
+from largebatch.models.blurred import resnet50_blurred
 from largebatch.optional import require_timm
 
 _DEPTHS = (8, 20, 32, 44, 56, 110)
+
+
+def _big_vision_vit(num_classes: int, **arguments: Any) -> nn.Module:  # noqa: ANN401 -- passed on
+    from largebatch.models.vision_transformer import BigVisionViT  # its blocks are timm's
+
+    return BigVisionViT(num_classes, **arguments)
+
 
 _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "lenet5": (networks.LeNet5, {}),
     "cifar_quick": (networks.CifarQuick, {}),
     "cifar_resnet9": (networks.CifarResNet9, {}),
     "airbench": (networks.Airbench, {}),
+    "big_vision_vit_s16": (_big_vision_vit, {}),
+    "resnet50_blurred": (resnet50_blurred, {}),
     **{f"cifar_resnet{depth}": (networks.CifarResNet, {"depth": depth}) for depth in _DEPTHS},
 }
 """Class by name, and the arguments that a recipe cannot change."""

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from largebatch.recipe.data import REPEATED
 from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.keys import BinaryCrossEntropy, Keys
+from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 
 
 def find_conflicts(recipe: Keys) -> Iterator[str]:
     """Yield every conflict between the sections of a recipe; none if it is valid."""
     yield from _samples(recipe)
+    if recipe.polish is not None:
+        yield from _polish(recipe.polish, bn_span=recipe.batch.bn_span)
     yield from _pairs(recipe)
     if recipe.protocol is not None:
         yield from _protocol(recipe, recipe.protocol)
@@ -150,8 +153,6 @@ def _others(recipe: Keys) -> dict[str, bool]:
         "model.backbone.frozen would keep random weights: give model.weights too": (
             backbone is not None and backbone.frozen is not None and recipe.model.weights is None
         ),
-        "polish is for models with BatchNorm: give batch.bn_span too": recipe.polish is not None
-        and recipe.batch.bn_span is None,
         f"execution.cache: {cache} would not be used: data.source: synthetic has no files": (
             cache in {"memory", "device"} and recipe.data.source == "synthetic"
         ),
@@ -162,3 +163,15 @@ def _others(recipe: Keys) -> dict[str, bool]:
             "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
         ),
     }
+
+
+def _polish(polish: Polish, *, bn_span: int | None) -> Iterator[str]:
+    if bn_span is None:
+        for key in ("affine", "statistics"):
+            if getattr(polish, key) is not None:
+                yield f"polish.{key} is for models with BatchNorm: give batch.bn_span too"
+    elif polish.swa is not None and polish.statistics is None:
+        yield (
+            "polish.swa needs polish.statistics: the running statistics of an average belong to "
+            "other weights"
+        )
