@@ -4,13 +4,25 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from largebatch.recipe.augment import Augment
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
 
 MAX_SIDE = 4096
 """Side of the largest image in pixels; in fp32 one takes 200 MB."""
 
+MAX_ERASED = 16
+"""Boxes that are erased in an image; the numbers of all of them are drawn for every image."""
+
+REPEATED = 64
+"""Images that follow together several times with `repeats`; the last ones of an epoch are more."""
+
+MAX_REPEATS = 10
+"""Largest `repeats`: 66 images have this many orders in which no two are neighbours twice."""
+
 Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Concentration = Annotated[float, Field(ge=0, le=100)]
 Interpolation = Literal["bilinear", "bicubic"]
 Triple = tuple[float, float, float]
 
@@ -24,6 +36,88 @@ class Resolution(Section):
 
     image_size: Side
     """Side of the square the model sees, in pixels."""
+
+
+class Erase(Section):
+    """Random erasing of training images (Zhong et al. 2020, arXiv:1708.04896), as in timm."""
+
+    probability: Fraction
+    """Share of the training images of which a part is erased."""
+
+    fill: Literal["constant", "noise"]
+    """Pixels of the erased part. `constant`: 0 after normalisation, which is the mean colour.
+    `noise`: standard normal after normalisation, drawn for each pixel and channel."""
+
+    area: tuple[Fraction, Fraction] = (0.02, 1 / 3)
+    """Smallest and largest erased part of the image's area."""
+
+    aspect: tuple[Aspect, Aspect] = (0.3, 10 / 3)
+    """Flattest and tallest erased box, height over width."""
+
+    count: Annotated[int, Field(ge=1, le=MAX_ERASED)] = 1
+    """Largest number of boxes in an image. An image has 1 to `count` of them, which share the
+    area."""
+
+
+class Mix(Section):
+    """Mixed training images, with shares of two classes as their label.
+
+    The images at positions 2k and 2k + 1 of the run are partners, as in timm's `mixup_mode: pair`,
+    so every device batch is even. Their numbers are drawn from the seed and k.
+    """
+
+    mixup: Concentration | None = None
+    """Mixup (arXiv:1710.09412): the mean of both images, weighted with a share from the
+    distribution Beta(mixup, mixup). null or 0: off."""
+
+    cutmix: Concentration | None = None
+    """CutMix (arXiv:1905.04899): both images exchange a box whose part of the area is from the
+    distribution Beta(cutmix, cutmix) before it is cut off at the border. null or 0: off."""
+
+    probability: Probability = 1.0
+    """Part of the pairs that are mixed."""
+
+    switch: Probability | None = None
+    """Part of the mixed pairs that get CutMix, where both kinds are on; null: half of them."""
+
+    until: Duration | None = None
+    """End of mixing, counted from the start of the run; epochs are rounded to whole updates. null:
+    the end of training on augmented images."""
+
+    def describe(self) -> str:
+        """Describe the parts of the pairs that are mixed, and by what.
+
+        >>> Mix(mixup=0.2, cutmix=1.0, switch=0.25).describe()
+        'Mixup (0.2) in 75 %, CutMix (1) in 25 % of the pairs'
+        """
+        cut = self.probability * self.cutmix_part
+        parts = []
+        if self.mixup:
+            parts.append(f"Mixup ({self.mixup:g}) in {100 * (self.probability - cut):.3g} %")
+        if self.cutmix:
+            parts.append(f"CutMix ({self.cutmix:g}) in {100 * cut:.3g} %")
+        return f"{', '.join(parts)} of the pairs"
+
+    @property
+    def cutmix_part(self) -> float:
+        """Part of the mixed pairs that get CutMix."""
+        if not self.cutmix:
+            return 0.0
+        if not self.mixup:
+            return 1.0
+        return 0.5 if self.switch is None else self.switch
+
+    @model_validator(mode="after")
+    def _has_a_kind(self) -> Self:
+        if not self.mixup and not self.cutmix:
+            raise ValueError(
+                "nothing is mixed: give mixup (such as 0.2) or cutmix (such as 1.0), or leave "
+                "data.mix out"
+            )
+        if self.switch is not None and not (self.mixup and self.cutmix):
+            missing = "cutmix" if self.mixup else "mixup"
+            raise ValueError(f"switch chooses between two kinds: give {missing} too, or no switch")
+        return self
 
 
 class HeldOut(Section):
@@ -89,6 +183,22 @@ class Data(Section):
     """Move training images by up to this many pixels of the model's input, up or down and left or
     right; the border is filled by reflection. 0: none."""
 
+    augment: Annotated[Augment, Field(discriminator="kind")] | None = None
+    """Operations on the pixels of training images: `rand_augment`, `trivial_augment`,
+    `color_jitter`. Their pixels are whole numbers from 0 to 255. null: none."""
+
+    erase: Erase | None = None
+    """Random erasing; null: none. Boxes are relative to the image, so they follow its size."""
+
+    repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)] = 1
+    """Repeated augmentation (arXiv:1901.09335, DeiT): how many times each 64 images of the order
+    follow, each time with other crops and other neighbours. An epoch remains train_samples
+    positions, so it has 1 / `repeats` of the images, and in `repeats` epochs every image occurs
+    `repeats` times. Clean updates and statistics have every image once in an epoch. 1: none."""
+
+    mix: Mix | None = None
+    """Mixup and CutMix; null: training images are not mixed."""
+
     eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
     """Clean images (validation, polishing): the short side is resized to this, then the centre
     of image_size is cut out; null shows the whole image."""
@@ -105,6 +215,12 @@ class Data(Section):
     def val_split(self) -> int:
         """Number of images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
+
+    @property
+    def unscheduled(self) -> Self:
+        """The section with images of one size and kind, for runs of another length."""
+        mix = self.mix and self.mix.model_copy(update={"until": None})
+        return self.model_copy(update={"resolution": (), "mix": mix})
 
     @field_validator("flip", mode="before")
     @classmethod
@@ -123,8 +239,10 @@ class Data(Section):
             raise ValueError(
                 f"translate ({self.translate}) must be below the smallest image_size ({smallest})"
             )
-        for key in ("crop_area", "crop_aspect"):
-            bounds = getattr(self, key)
+        intervals = {"crop_area": self.crop_area, "crop_aspect": self.crop_aspect}
+        if self.erase is not None:
+            intervals |= {"erase.area": self.erase.area, "erase.aspect": self.erase.aspect}
+        for key, bounds in intervals.items():
             if bounds is not None and bounds[0] > bounds[1]:
                 raise ValueError(f"{key}: the first bound must not exceed the second, got {bounds}")
         if self.eval_resize is not None and self.eval_resize < self.image_size:

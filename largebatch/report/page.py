@@ -172,6 +172,10 @@ def _stages(run: Run) -> list[PagePart]:
 
     shows_top5 = run.classes is None or run.classes > TOP5
     top5s = [f"{percent(one.after.top5)} %" if shows_top5 else None for one in run.stages]
+    balanced = [
+        f"{percent(one.after.balanced_top1)} %" if math.isfinite(one.after.balanced_top1) else None
+        for one in run.stages
+    ]
     columns = [
         column("Stage", lambda one: one.name + " (discarded)" * (not one.kept), None),
         column("Updates", lambda one: one.result and one.result.steps, ",d"),
@@ -179,6 +183,7 @@ def _stages(run: Run) -> list[PagePart]:
                align="number"),
         scores("Top-1", [f"{percent(one.after.top1)} %" for one in run.stages],
                [percent(one.top1) if one else "" for one in befores]),
+        Column("Mean of classes", balanced, align="number"),
         Column("Change", [one.before and points(one.before.after.top1, one.after.top1)
                           for one in run.stages], align="number"),
         scores("Held out", [one and f"{percent(one.after)} %" for one in decisions],
@@ -234,7 +239,8 @@ def charts_of(run: Run) -> dict[str, Chart]:
               draw=lambda figure: draw_loss(figure, run),
               caption="Training loss of every update (faint) and its running median; validation "
               "loss (dots); learning rate (below). The two losses need not meet: only training "
-              "images are augmented, and only the training loss may be label-smoothed."),
+              "images are augmented, and only the training loss may be label-smoothed."
+              + _caption_of_mixing(run)),
         Chart(name="accuracy", title="Accuracy", draw=lambda figure: draw_accuracy(figure, run),
               caption="Accuracy on the validation images. A hollow mark is a stage that was "
               "discarded."),
@@ -255,6 +261,17 @@ def charts_of(run: Run) -> dict[str, Chart]:
     # fmt: on
     shown = run.steps, run.evaluations, run.steps, has_course(run), run.measured
     return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
+
+
+def _caption_of_mixing(run: Run) -> str:
+    end = run.plan.mix_steps
+    if not end:
+        return ""
+    until = f" before step {end:,}" if end < run.plan.train_steps else ""
+    return (
+        f" Training images{until} are mixed in pairs (data.mix): the loss there is that of shares "
+        "of two classes, which no model brings to 0."
+    )
 
 
 def _before(run: Run, name: str) -> list[PagePart]:

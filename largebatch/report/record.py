@@ -6,8 +6,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import CrossEntropy, Loss
+from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
@@ -27,6 +29,8 @@ highest and lowest running median of five are 2.5 (150 updates) to 4.0 (10,000) 
 
 OUTLIER = 8  # standard deviations above the low with which a rise of one update is not noise
 LEAST_ROWS = 6  # smallest number of rows before a rise that alone give its scatter
+
+PAIRS = 10_000  # pairs whose labels' mean entropy is the floor of the loss: known to 1 %
 
 DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute value
 
@@ -79,7 +83,10 @@ class Record:
     """Updates of the warm-up; None: until the highest rate."""
 
     floor: float = 0.0
-    """The training loss that label smoothing alone leaves, in nats."""
+    """The training loss that smoothed and mixed labels alone leave at the end, in nats."""
+
+    mixed: bool = False
+    """True if the training loss at the end is of mixed images."""
 
     normalised: bool = True
     """False if the recipe states that the model has no BatchNorm."""
@@ -235,6 +242,13 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    loss = recipe.loss if recipe else CrossEntropy()
+    mixed = recipe is not None and bool(steps) and steps[-1].mixed
+    floor = 0.0
+    if recipe is not None and mixed:
+        floor = mixing_floor(recipe)
+    elif classes:
+        floor = smoothing_floor(loss, classes)
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -249,7 +263,8 @@ def record_of(run: Run) -> Record:
         top1=values_of(evaluations, "top1"),
         val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
-        floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
+        floor=floor,
+        mixed=mixed,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -278,11 +293,48 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
 def smoothing_floor(loss: Loss, num_classes: int) -> float:
     """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
 
-    >>> round(smoothing_floor(Loss(label_smoothing=0.1), 2), 3)
+    >>> round(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2), 3)
     0.199
     """
-    others = num_classes if loss.off_target == "all" else num_classes - 1
+    one_label = np.array([1.0, 0.0])
+    return float(_floor_of_shares(loss, one_label, np.array([1, num_classes - 1])))
+
+
+def mixing_floor(recipe: Recipe) -> float:
+    """Return the lowest loss that mixed and smoothed labels leave: their mean entropy, in nats.
+
+    It is the mean of PAIRS pairs as the recipe draws them; partners of one class are as frequent as
+    in classes of equal sizes.
+    """
+    # Needs torch, and most reports need no drawing.
+    from largebatch.data.mixing import draw_pairs, shares_of
+
+    data = recipe.data
+    assert data.mix is not None
+    pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
+    first = shares_of(pairs, height=data.image_size, width=data.image_size)
+    shares = np.stack([first, 1 - first, np.zeros_like(first)], axis=-1)
+    two_classes = _floor_of_shares(recipe.loss, shares, np.array([1, 1, data.classes - 2]))
+    one_class = smoothing_floor(recipe.loss, data.classes)
+    return float(two_classes.mean() + (one_class - two_classes.mean()) / data.classes)
+
+
+def _floor_of_shares(loss: Loss, shares: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
+    """Return the lowest loss of images: `counts` classes have each of these shares, ... x G."""
+    num_classes = int(counts.sum())
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
     off_target = loss.label_smoothing / others
-    on_target = 1 - off_target * (num_classes - 1)
-    targets = ((on_target, 1), (off_target, num_classes - 1))
-    return -sum(p * math.log(p) * count for p, count in targets if p)
+    targets = off_target + (1 - num_classes * off_target) * shares
+    if isinstance(loss, CrossEntropy):
+        return np.asarray(_surprise(targets) @ counts)
+    if loss.target_threshold is not None:
+        return np.zeros(shares.shape[:-1])  # targets are 0 and 1
+    floor = (_surprise(targets) + _surprise(1 - targets)) @ counts
+    return np.asarray(floor / num_classes if loss.classes == "mean" else floor)
+
+
+def _surprise(probabilities: FloatArray) -> FloatArray:
+    """Return -p ln p of each, the share of an entropy in nats that an outcome has."""
+    return -probabilities * np.log(np.where(probabilities > 0, probabilities, 1.0))

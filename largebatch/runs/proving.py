@@ -41,7 +41,8 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
-from largebatch.runs.state import build_criterion, build_state
+from largebatch.runs.passes import random_labels
+from largebatch.runs.state import build_state, criterion_of_trial
 from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
 
@@ -182,7 +183,10 @@ def _settings(
     key = {
         "model": recipe.model.model_dump(mode="json", exclude={"weights", "head_std"}),
         "classes": recipe.data.classes,
+        "mixes": recipe.data.mix is not None,
         "optimizer": _without_numbers(recipe.optimizer.model_dump(mode="json")),
+        "loss": _without_numbers(recipe.loss.model_dump(mode="json", exclude={"class_weights"})),
+        "weights classes": recipe.loss.class_weights is not None,
         "affine": recipe.polish is not None and recipe.polish.affine is not None,
         "precision": recipe.precision,
         "skips": recipe.nonfinite.action,
@@ -353,7 +357,8 @@ class _Updates:
         images = torch.randn(self._num, 3, self._side, self._side, device=device)
         if recipe.execution.channels_last(device.type):
             images = images.contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(recipe.data.classes, (self._num,), device=device)
+        mixes = recipe.data.mix is not None
+        labels = random_labels(self._num, recipe.data.classes, device, mixes=mixes)
         with closing(build_state(recipe, plan, model, group)) as state:
             # One worker alone: layers that share spans in the run must not wait for others here.
             spans = Spans(model, group)
@@ -362,12 +367,13 @@ class _Updates:
             step = step_for(self._graph, device, note=self._note)(
                 model,
                 state.updater.optimizer,
-                build_criterion(recipe.loss),
+                criterion_of_trial(recipe, device),
                 state.updater.reducer,
                 spans,
                 scaler=state.scaler,
                 global_batch=self._num * accumulation,
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+                clip_norm=recipe.optimizer.clip_norm,
                 follow=state.move_average,
             )
             updates = train(
