@@ -99,6 +99,7 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
         operations=operations,
         erasures=erasures,
         mix=pairs,
+        start=positions.start,
     )
 
 

@@ -19,7 +19,7 @@ from largebatch.data.index.index import (
     share_index,
 )
 from largebatch.data.order import Stream, divide
-from largebatch.data.types import IntArray
+from largebatch.data.types import HostCache, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.recipe.data import Data
@@ -72,13 +72,15 @@ def read_images(
     *,
     folder: Place | str | None,
     dataset: str | None = None,
+    cache: HostCache | None = None,
     progress: ReadProgress = silent,
 ) -> Images:
     """Read which images a recipe has, on all workers.
 
     They come from `folder`, which may be an address such as "s3://bucket/imagenet", or from
-    `dataset`, a function as in datasets/own.py. `progress` reports the indexing of a folder without
-    an index. Raises DataError if the folder or the data set does not match the recipe.
+    `dataset`, a function as in datasets/own.py. `cache` is where a host keeps what it reads from an
+    address, and `progress` reports the indexing of a folder without an index. Raises DataError if
+    the folder or the data set does not match the recipe.
     """
     data = recipe.data
     folder = None if folder is None else place_of(folder)
@@ -90,6 +92,8 @@ def read_images(
         # Where pixels are cached, training reads no files: all are compared with the index now.
         caches = recipe.execution.cache in {"memory", "device"}
         train, val = read_indexes(data, backend, folder, every_file=caches, progress=progress)
+        train = replace(train, cache=cache)
+        val = replace(val, cache=cache)
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
     return Images(
         train=replace(train, trained=trained),

@@ -7,7 +7,7 @@ only turns the requests into tensors.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Literal
 
@@ -23,7 +23,16 @@ from largebatch.data.images import Images, read_images
 from largebatch.data.index.index import Index
 from largebatch.data.operations.applying import of_values
 from largebatch.data.order import samples_at
-from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import (
+    Batches,
+    Decode,
+    HostCache,
+    IntArray,
+    Request,
+    Resources,
+    TrainingOrder,
+    View,
+)
 from largebatch.distributed.backend import Backend
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
@@ -238,23 +247,43 @@ class Pipeline:
             yield samples[start : start + size]
 
 
-def open_images(
+def open_images(  # noqa: PLR0913 -- those of read_images
     recipe: Recipe,
     plan: Plan,
     backend: Backend,
     *,
     folder: Place | str | None,
     dataset: str | None = None,
+    cache: HostCache | None = None,
     progress: ReadProgress = silent,
 ) -> Pipeline:
     """Open the images of a recipe for a plan that is known: read, choose a decoding, and join them.
 
     Arguments and errors are those of read_images and choose_decoding.
     """
-    images = read_images(recipe, backend, folder=folder, dataset=dataset, progress=progress)
+    images = read_images(
+        recipe, backend, folder=folder, dataset=dataset, cache=cache, progress=progress
+    )
     passes = plan.epoch(plan.updates)
     decoding = choose_decoding(recipe, images, backend, passes=passes, progress=progress)
     return open_pipeline(recipe, plan, images, decoding, backend)
+
+
+def _with_order(index: Index, recipe: Recipe, plan: Plan, backend: Backend) -> Index:
+    """Return the index with the order of training, by which its cache keeps blocks."""
+    if index.cache is None:
+        return index
+    first = backend.rank - backend.local_rank
+    order = TrainingOrder(
+        seed=recipe.seed,
+        num_samples=len(index),
+        trained=index.trained,
+        repeats=recipe.data.repeats,
+        device_batch=plan.device_batch,
+        ranks=range(first, first + backend.local_size),
+        workers=plan.workers,
+    )
+    return replace(index, cache=replace(index.cache, order=order))
 
 
 def open_pipeline(
@@ -274,7 +303,7 @@ def open_pipeline(
         plan=plan,
         rank=backend.rank,
         data=recipe.data,
-        train_index=images.train,
+        train_index=_with_order(images.train, recipe, plan, backend),
         val_index=images.validation,
         open_decoder=lambda index, view: decoding.open(index, view, resources),
         channels_last=execution.channels_last(device.type),

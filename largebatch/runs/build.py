@@ -15,6 +15,7 @@ from largebatch import accelerator
 from largebatch.data.decoding import choose_decoding
 from largebatch.data.images import read_images
 from largebatch.data.pipeline import Pipeline, open_images, open_pipeline
+from largebatch.data.types import HostCache
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -90,7 +91,13 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         _require_model(recipe, draft, model)
         require_graphs(recipe.execution.graph, device)
 
-        images = read_images(recipe, backend, folder=options.data, dataset=options.dataset)
+        images = read_images(
+            recipe,
+            backend,
+            folder=options.data,
+            dataset=options.dataset,
+            cache=host_cache(options, backend),
+        )
         # Cached images take memory of a GPU, so the device batch is measured after them.
         passes = draft.epoch(draft.updates)
         decoding = choose_decoding(recipe, images, backend, passes=passes)
@@ -144,6 +151,18 @@ def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
 
 
+def host_cache(options: Options, backend: Backend) -> HostCache | None:
+    """Return where this worker keeps what it reads from a bucket; None without --cache-dir."""
+    if options.cache_dir is None:
+        return None
+    share = None
+    if options.cache_gb is not None:
+        share = int(options.cache_gb * 1e9) // backend.local_size
+    return HostCache(
+        options.cache_dir, share, worker=backend.local_rank, workers=backend.local_size
+    )
+
+
 @contextmanager
 def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run on any number of workers."""
@@ -156,7 +175,14 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             workers=backend.world_size, device_batch=recipe.execution.device_batch
         )
         model = build_model(recipe, backend.device)
-        opened = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
+        opened = open_images(
+            recipe,
+            plan,
+            backend,
+            folder=options.data,
+            dataset=options.dataset,
+            cache=host_cache(options, backend),
+        )
         with closing(opened) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(portable, plan, model, backend)) as state:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from cyclopts import Group, Parameter, Token
 from pydantic import PlainSerializer, PlainValidator
 
-from largebatch.address import Place, place_of
+from largebatch.address import Address, Place, place_of
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError
 from largebatch.recipe.installed import installed
@@ -182,6 +182,12 @@ class MachineOptions(Changes, Workers):
     data: Annotated[DataPlace | None, OF_DATA] = None
     """Images for data.source: folder, as DIR/{train,val}/<class>/* or *.tar, or s3:// of shards."""
 
+    cache_dir: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
+    """Folder on each host that keeps what it reads from the address of --data, for all its runs."""
+
+    cache_gb: Annotated[Number | None, OF_DATA, Parameter(metavar="N")] = None
+    """Bytes that a run keeps in --cache-dir on a host, in 10^9 (all)."""
+
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
     """Images instead from module:function, which returns data sets (train, val)."""
 
@@ -189,6 +195,13 @@ class MachineOptions(Changes, Workers):
         """Raise LargebatchError for images that no record can name."""
         if isinstance(self.data, Path):
             _require_utf8(self.data, "data")
+        if self.cache_dir is not None and not isinstance(self.data, Address):
+            raise LargebatchError(
+                f"--cache-dir {self.cache_dir}: keeps what is read from an address, such as --data "
+                "s3://bucket/birds; leave it out"
+            )
+        if self.cache_gb is not None and self.cache_dir is None:
+            raise LargebatchError(f"--cache-gb {self.cache_gb:g}: name the folder: --cache-dir DIR")
 
     def options(self, *, out: Path) -> "Options":
         """Return the options of a run in `out` on this machine, all changes among its overrides."""

@@ -73,6 +73,8 @@ def run(  # noqa: PLR0913 -- the options of a run
     decoder: str | None = None,
     imports: Sequence[str] = (),
     data: Place | str | None = None,
+    cache_dir: Path | str | None = None,
+    cache_gb: float | None = None,
     dataset: str | None = None,
     out: Path | str = NEW_FOLDER,
     resume: Resume = False,
@@ -95,6 +97,9 @@ def run(  # noqa: PLR0913 -- the options of a run
     timm. Images are those of the folder `data`, or address such as
     "s3://bucket/imagenet", or of `dataset`, "module:function", which returns a
     training and a validation data set.
+
+    With an address, each host keeps what its workers read in the folder `cache_dir`, at most
+    `cache_gb` x 10^9 bytes, and reads it from there in later epochs and runs.
 
     The run folder is `out`. `resume` continues the run in it; "auto" starts one if there is no
     checkpoint. The run stops after `max_steps` updates in all or before `time_limit` seconds, and
@@ -125,6 +130,8 @@ def run(  # noqa: PLR0913 -- the options of a run
         decoder=decoder,
         imports=tuple(imports),
         data=None if data is None else place_of(data),
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        cache_gb=cache_gb,
         dataset=dataset,
         out=Path(out),
         resume=resume,

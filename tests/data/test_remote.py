@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 from class_folders import fields, imported, png, write_classes
-from s3_server import Storage, serving
-from slow_proxy import Proxy, Seen, proxied
+from s3_server import Storage, connected, upload
+from slow_proxy import Proxy, Seen
 
-from largebatch import bucket as buckets
-from largebatch import storage
 from largebatch.address import Address, place_of
 from largebatch.data.datasets import import_data
 from largebatch.data.decoders.reader import read
@@ -43,27 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> Iterator[tuple[Storage, Proxy]]:
-    """An empty bucket behind a proxy, and the variables of its client."""
-    monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
-    with serving() as objects, proxied(("127.0.0.1", objects.port)) as proxy:
-        for name, value in objects.environment(proxy.port).items():
-            monkeypatch.setenv(name, value)
-        buckets.open_bucket.cache_clear()
-        yield objects, proxy
-        buckets.open_bucket.cache_clear()
-
-
-def upload(folder: Path, objects: Storage) -> None:
-    """Copy a folder's shards, without its index, as other programs do."""
-    for name in NAMES:
-        objects.objects[f"small/{name}"] = (folder / name).read_bytes()
-
-
-def upload_all(folder: Path, objects: Storage) -> None:
-    """Copy all visible files of a folder."""
-    for path in folder.rglob("[!.]*"):
-        if path.is_file():
-            objects.objects[f"small/{path.relative_to(folder)}"] = path.read_bytes()
+    with connected(monkeypatch) as both:
+        yield both
 
 
 def length_of(range_: str) -> int:
@@ -117,7 +96,7 @@ def test_the_index_of_a_bucket_is_that_of_the_folder(
     folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
     objects, proxy = server
-    upload(folder, objects)
+    upload(folder, objects, to="small")
     for split in ("train", "val"):
         here, there = load_or_read(folder, split), load_or_read(PLACE, split)
         assert plain(there) == plain(here)
@@ -137,7 +116,7 @@ def test_an_index_reads_a_part_of_large_images(
     for split in ("train", "val"):
         write_classes(tmp_path / split, cat=6, dog=6, side=160)
     shards = imported(tmp_path, tmp_path / "shards", name="webdataset", size=10**7)
-    upload_all(shards, objects)
+    upload(shards, objects, to="small")
     load_or_read(PLACE, "train")
     length = len(objects.objects["small/train/000000.tar"])
     parts = [range_ for path, range_ in proxy.ranges if path.endswith("train/000000.tar")]
@@ -151,7 +130,9 @@ def test_a_run_of_small_images_is_read_in_long_ranges(
     objects, proxy = server
     for split in ("train", "val"):
         write_classes(tmp_path / split, cat=99, dog=99)
-    upload_all(imported(tmp_path, tmp_path / "shards", name="webdataset", size=10**7), objects)
+    upload(
+        imported(tmp_path, tmp_path / "shards", name="webdataset", size=10**7), objects, to="small"
+    )
     load_or_read(PLACE, "train")
     length = len(objects.objects["small/train/000000.tar"])
     parts = [range_ for path, range_ in proxy.ranges if path.endswith("train/000000.tar")]
@@ -213,7 +194,7 @@ def test_a_file_address_is_a_bucket_too(folder: Path, tmp_path: Path, own_cache:
 
 def test_a_changed_shard_is_refused_by_name(folder: Path, server: tuple[Storage, Proxy]) -> None:
     objects, _ = server
-    upload(folder, objects)
+    upload(folder, objects, to="small")
     index = load_or_read(PLACE, "train")
     name = "small/train/000002.tar"
     objects.objects[name] = objects.objects[name][:-1] + b"x"  # of the same length
@@ -232,7 +213,7 @@ def test_an_index_of_files_is_not_one_of_objects(
     folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
     objects, _ = server
-    upload(folder, objects)
+    upload(folder, objects, to="small")
     make(folder, "train")
     name = ".largebatch-train.index"
     objects.objects[f"small/{name}"] = (folder / name).read_bytes()
@@ -247,7 +228,7 @@ def test_a_request_that_fails_is_repeated(
     fault: str, folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
     objects, proxy = server
-    upload(folder, objects)
+    upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
     failing = iter([True, True])
     proxy.fault = lambda _: fault if next(failing, False) else None  # type: ignore[assignment,return-value]
@@ -259,7 +240,7 @@ def test_denied_access_ends_with_one_line_without_the_secret(
     folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
     objects, proxy = server
-    upload(folder, objects)
+    upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
     proxy.fault = lambda _: "403"
     with pytest.raises(DataError, match="access is denied; renew the credentials") as caught:

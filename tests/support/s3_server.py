@@ -12,8 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
+
+import pytest
+from slow_proxy import Proxy, proxied
+
+from largebatch import storage
+from largebatch.bucket import open_bucket
 
 PAGE = 3  # keys in a page of a list: S3 has 1,000
 DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
@@ -167,14 +174,33 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def serving(bucket: str = "photos") -> Iterator[Storage]:
     """Run a server with one empty bucket on a free port of this machine."""
-    storage = Storage(bucket)
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"storage": storage}))
-    storage.port = server.server_address[1]
+    content = Storage(bucket)
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"storage": content}))
+    content.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield storage
+        yield content
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Storage, Proxy]]:
+    """Run an empty bucket behind a proxy, and set what a client needs to find it."""
+    monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
+    with serving() as objects, proxied(("127.0.0.1", objects.port)) as proxy:
+        for name, value in objects.environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        open_bucket.cache_clear()
+        yield objects, proxy
+        open_bucket.cache_clear()
+
+
+def upload(folder: Path, objects: Storage, *, to: str) -> None:
+    """Copy the visible files of a folder into a bucket, without its index."""
+    for path in folder.rglob("[!.]*"):
+        if path.is_file():
+            objects.objects[f"{to}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()

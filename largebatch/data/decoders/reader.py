@@ -5,6 +5,7 @@ reusable buffer: allocating memory costs more than reading cached files.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -80,6 +81,16 @@ class Reader:
         self._sharing = min(reads, FIRST_READS)
         self._source = open_source(index)
 
+    def announced(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield the requests; the source may be told of them earlier, to fetch what they need."""
+        waiting: deque[Request] = deque()
+        for request in requests:
+            self._source.expect(request)
+            waiting.append(request)
+            while waiting and self._source.is_full:
+                yield waiting.popleft()
+        yield from waiting
+
     def start(self, request: Request) -> Reading:
         """Start reading the images of a request; `finish` waits for them."""
         assert self._index.num_bytes is not None, "synthetic images are not read"
@@ -110,6 +121,10 @@ class Reader:
         """Return the buffer of a reading for reuse; its images must not be used any more."""
         self._free.append(reading.buffer)
 
+    def close(self) -> None:
+        """Drop the requests that were announced and not read."""
+        self._source.close()
+
     def _read(self, reading: Reading, rows: slice) -> float:
         start = time.monotonic()
         samples = reading.request.samples[rows].tolist()
@@ -127,13 +142,14 @@ def open_reader(index: Index, reads: int) -> Iterator[Reader]:
     finally:
         # Without waiting: a read of a lost network file may hang for minutes.
         reader.pool.shutdown(wait=False, cancel_futures=True)
+        reader.close()
 
 
 def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
     """Yield each request with its images, while the images of the next are being read."""
     # One request ahead: its reads overlap with the decoding of the one before it.
     waiting: Reading | None = None
-    for request in requests:
+    for request in reader.announced(requests):
         started = reader.start(request)
         if waiting is not None:
             reader.finish(waiting)

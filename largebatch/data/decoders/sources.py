@@ -10,7 +10,7 @@ import numpy as np
 from largebatch.address import Address
 from largebatch.bucket import open_bucket
 from largebatch.data.index.index import Index, Location
-from largebatch.data.types import Bytes
+from largebatch.data.types import Bytes, Request
 
 KEPT_OPEN = 256  # shards that a reader keeps open: a quarter of the usual limit of files
 
@@ -20,6 +20,16 @@ class Source(Protocol):
 
     hint: str
     """What to check if an image cannot be read."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more requests are to be announced now."""
+
+    def expect(self, request: Request) -> None:
+        """Take note of a request before its images are read."""
+
+    def close(self) -> None:
+        """Drop the requests that were announced and not read."""
 
     def read(self, content: Bytes, location: Location) -> None:
         """Fill `content` with an image.
@@ -33,9 +43,25 @@ class Source(Protocol):
 
 def open_source(index: Index) -> Source:
     """Return what the images of an index are read from."""
-    if isinstance(index.root, Address):
+    if not isinstance(index.root, Address):
+        return Files()
+    if index.cache is None:
         return Objects(index.root, index.versions)
-    return Files()
+    from largebatch.data.decoders.host_cache import Blocks
+
+    return Blocks(index, index.cache)
+
+
+class _WithoutAnnouncements:
+    """Source that reads each image when it is needed."""
+
+    is_full = True
+
+    def expect(self, request: Request) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class _OpenFile:
@@ -49,7 +75,7 @@ class _OpenFile:
             os.close(self.number)
 
 
-class Files:
+class Files(_WithoutAnnouncements):
     """Files and shards on this machine or a file system that it mounts."""
 
     hint = "check the disk and that the file has not changed"
@@ -99,7 +125,7 @@ def fill(content: Bytes, file: int, offset: int) -> None:
         raise OSError(f"its file has {done:,} of its {num_bytes:,} bytes")
 
 
-class Objects:
+class Objects(_WithoutAnnouncements):
     """Shards in a bucket or on a web server: each image is a request for a range of bytes."""
 
     hint = "check the network, the credentials and that the object has not changed"

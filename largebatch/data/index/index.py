@@ -39,7 +39,7 @@ from largebatch.data.index.remote import (
     write_place,
 )
 from largebatch.data.index.shards import Unusable, read_shard
-from largebatch.data.types import Bytes, IntArray
+from largebatch.data.types import Bytes, HostCache, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError, shorten
@@ -145,6 +145,9 @@ class Index:
 
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Numbers of ignored files, by suffix, at the time the index was built."""
+
+    cache: HostCache | None = None
+    """Where this host keeps blocks of a bucket; None: every image is a request."""
 
     digest: str = ""  # digest of the content: indexes with the same digest list the same images
     trained: IntArray | None = None
