@@ -79,7 +79,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     for name in os.environ:
         if re.match(
-            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name
+            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|AWS_|PYTHON$|IMAGE$",
+            name,
         ):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -326,7 +327,8 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
     libraries = ["LD_LIBRARY_PATH", "PYTHONPATH"]
     libraries += [] if kind == "pbs" else ["OMP_NUM_THREADS"]  # PBS sets it to a node's cores
     names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
-    names += ["AWS_SECRET"] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
+    names += ["AWS_SECRET_ACCESS_KEY"]
+    names += [] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))

@@ -31,7 +31,15 @@ from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Changes, Count, DataPlace, Given, RecipeFile, Seconds
+from largebatch.runs.options import (
+    Changes,
+    Count,
+    DataPlace,
+    Given,
+    RecipeFile,
+    Seconds,
+    require_cached_address,
+)
 
 TEMPLATES = Path(str(files("largebatch") / "launch"))
 BY_TORCH = sorted(path.stem for path in (TEMPLATES / "torch").iterdir())
@@ -166,7 +174,13 @@ class Job(Changes):
     """Workers of each host."""
 
     data: DataPlace | None = None
-    """Images, as for `train`; in pods a folder below /data, which is the default."""
+    """Images, as for `train`; in pods a folder below /data, which is the default, or an address."""
+
+    cache_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Folder on each host's own disk that keeps what is read from the address of --data."""
+
+    cache_gb: Annotated[float | None, Parameter(metavar="N")] = None
+    """Bytes of --cache-dir on a host, in 10^9 (all)."""
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Run folder (runs/NAME); in pods a folder below /runs."""
@@ -356,6 +370,8 @@ def _container(kind: str, paths: dict[str, Path], job: Job) -> tuple[list[str], 
         # A folder below the current one is seen with it, and may not exist yet.
         and not (key == "--out" and path.is_relative_to(Path.cwd()))
     ]
+    if job.cache_dir is not None:
+        folders.append(job.cache_dir)
     mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
     image = str(paths.get("--image") or job.image or "")
     if not image:
@@ -418,6 +434,11 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
 def _options(job: Job) -> list[str]:
     words = ["--resume", "auto"]
     words += [word for change in job.changes for word in ("--set", change)]
+    require_cached_address(job.data, job.cache_dir, job.cache_gb)
+    if job.cache_dir is not None:
+        words += ["--cache-dir", str(job.cache_dir)]
+    if job.cache_gb is not None:
+        words += ["--cache-gb", f"{job.cache_gb:g}"]
     return words + [word for module in job.imports for word in ("--import", module)]
 
 

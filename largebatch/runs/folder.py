@@ -332,6 +332,8 @@ def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
     if isinstance(options.data, Path):  # the next command may be given in another folder
         options = replace(options, data=options.data.absolute())
+    if options.cache_dir is not None:
+        options = replace(options, cache_dir=options.cache_dir.absolute())
     text = _OPTIONS.dump_json(options, indent=1)
     with writing(folder):
         write_whole(folder / OPTIONS, text)

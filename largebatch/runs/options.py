@@ -76,6 +76,19 @@ def _place(_: object, tokens: Sequence[Token]) -> Place:
     return place_of(tokens[0].value)
 
 
+def require_cached_address(
+    data: Place | None, cache_dir: Path | None, cache_gb: float | None
+) -> None:
+    """Raise LargebatchError for a cache of images that are not read from an address."""
+    if cache_dir is not None and not isinstance(data, Address):
+        raise LargebatchError(
+            f"--cache-dir {cache_dir}: keeps what is read from an address, such as --data "
+            "s3://bucket/birds; leave it out"
+        )
+    if cache_gb is not None and cache_dir is None:
+        raise LargebatchError(f"--cache-gb {cache_gb:g}: name the folder: --cache-dir DIR")
+
+
 DataPlace = Annotated[
     Place,
     PlainValidator(place_of),
@@ -195,13 +208,7 @@ class MachineOptions(Changes, Workers):
         """Raise LargebatchError for images that no record can name."""
         if isinstance(self.data, Path):
             _require_utf8(self.data, "data")
-        if self.cache_dir is not None and not isinstance(self.data, Address):
-            raise LargebatchError(
-                f"--cache-dir {self.cache_dir}: keeps what is read from an address, such as --data "
-                "s3://bucket/birds; leave it out"
-            )
-        if self.cache_gb is not None and self.cache_dir is None:
-            raise LargebatchError(f"--cache-gb {self.cache_gb:g}: name the folder: --cache-dir DIR")
+        require_cached_address(self.data, self.cache_dir, self.cache_gb)
 
     def options(self, *, out: Path) -> "Options":
         """Return the options of a run in `out` on this machine, all changes among its overrides."""

@@ -81,7 +81,7 @@ def contents(index: Index, *, batches: range, worker: int = 0, workers: int = 1)
     """Read these batches of 8 images in the order of training, those of one worker."""
     requests = (
         train_request(
-            index, range(8 * batch, 8 * batch + 8), seed=0, area=None, aspect=None, flip=False
+            index, range(8 * batch, 8 * batch + 8), seed=0, area=None, aspect=(1.0, 1.0), flip=False
         )
         for batch in batches[worker::workers]
     )
