@@ -27,6 +27,7 @@ CONNECT_SECONDS = timedelta(seconds=5)
 REQUEST_SECONDS = timedelta(seconds=30)
 """Limits of one request with its retries: of 5xx, of connections refused or cut, and time-outs."""
 
+_EXPIRED = "ExpiredToken"  # S3's code, with status 400
 _LONGEST_REASON = 200
 
 
@@ -138,7 +139,7 @@ class Bucket:
         try:
             yield
         except FileNotFoundError:
-            raise FileNotFoundError(f"{place}: there is no such object") from None
+            raise FileNotFoundError(f"{place}: there is no such object or bucket") from None
         except exceptions.PreconditionError:
             raise ChangedError(
                 f"{place}: was changed since it was indexed; run: largebatch data index "
@@ -149,6 +150,10 @@ class Bucket:
                 f"{place}: access is denied; renew the credentials in the environment"
             ) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
+            if _EXPIRED in str(error):
+                raise PermissionError(
+                    f"{place}: the credentials have expired; renew them in the environment"
+                ) from None
             raise OSError(f"{place}: {_reason(error)}") from None
 
 

@@ -8,13 +8,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from class_folders import fields, imported, png, write_classes
 from s3_server import Storage, connected, upload
-from slow_proxy import Proxy, Seen
+from slow_proxy import Fault, Proxy, Seen
 
+from largebatch import bucket as buckets
 from largebatch.address import Address, place_of
 from largebatch.data.datasets import import_data
 from largebatch.data.decoders.reader import read
@@ -223,10 +225,14 @@ def test_an_index_of_files_is_not_one_of_objects(
     assert len(load_or_read(PLACE, "train")) == 18
 
 
-@pytest.mark.parametrize("fault", ["503", "reset", "cut"])
+@pytest.mark.parametrize("fault", ["503", "reset", "cut", "hang"])
 def test_a_request_that_fails_is_repeated(
-    fault: str, folder: Path, server: tuple[Storage, Proxy]
+    fault: Fault,
+    folder: Path,
+    server: tuple[Storage, Proxy],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(buckets, "REQUEST_SECONDS", timedelta(seconds=1))
     objects, proxy = server
     upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
@@ -236,18 +242,34 @@ def test_a_request_that_fails_is_repeated(
     assert proxy.faults == {fault: 2}
 
 
+def test_a_server_that_refuses_connections_ends_with_one_line(
+    server: tuple[Storage, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "RETRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with pytest.raises(DataError, match=r"s3://photos/small/.largebatch-val.index: ") as caught:
+        load_or_read(PLACE, "val")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("403", "access is denied; renew"), ("expired", "the credentials have expired; renew")],
+)
 def test_denied_access_ends_with_one_line_without_the_secret(
-    folder: Path, server: tuple[Storage, Proxy]
+    fault: Fault, reason: str, folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
     objects, proxy = server
     upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
-    proxy.fault = lambda _: "403"
-    with pytest.raises(DataError, match="access is denied; renew the credentials") as caught:
+    proxy.fault = lambda _: fault
+    with pytest.raises(DataError, match=reason) as caught:
         read(index.locate(0), open_source(index))
     assert "\n" not in str(caught.value)
     assert "testing" not in str(caught.value)
-    with pytest.raises(DataError, match=r"largebatch-val\.index: access is denied"):
+    with pytest.raises(DataError, match=rf"largebatch-val\.index: {reason}"):
         load_or_read(PLACE, "val")
 
 

@@ -11,9 +11,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Fault = Literal["reset", "503", "403", "cut", "hang"]
+Fault = Literal["reset", "503", "403", "expired", "cut", "hang"]
 """What happens to a request: the connection is reset before the response, a response of this
-status, a connection that ends in the middle of the content, no response."""
+status, or of S3 to expired credentials, a connection that ends in the middle of the content, no
+response."""
+
+STATUSES = {
+    "503": ("503 Slow Down", ""),
+    "403": ("403 Forbidden", ""),
+    "expired": ("400 Bad Request", "<Error><Code>ExpiredToken</Code></Error>"),
+}
 
 CHUNK = 2**16
 
@@ -68,8 +75,10 @@ class Proxy:
                     break
                 if fault == "hang":
                     await asyncio.sleep(3600)
-                if fault in {"503", "403"}:
-                    writer.write(f"HTTP/1.1 {fault} Fault\r\nContent-Length: 0\r\n\r\n".encode())
+                if fault in STATUSES:
+                    status, text = STATUSES[fault]
+                    length = f"Content-Length: {len(text)}"
+                    writer.write(f"HTTP/1.1 {status}\r\n{length}\r\n\r\n{text}".encode())
                     await writer.drain()
                     continue
                 up[1].write(head + body)
