@@ -70,8 +70,8 @@ CASES = {
     "batch schedule": "batchnorm",
     "mixed images": "plain",
 }
-"""The net of each case on several workers. Where spans are shared and in the batch schedule a worker
-holds half of a span."""
+"""The net of each case on several workers. Where spans are shared, and in the batch schedule, a
+worker holds half of a span."""
 
 LARGER = (BatchPiece(step=2, position=2 * GLOBAL_BATCH, global_batch=96),)
 SIZES = (GLOBAL_BATCH, GLOBAL_BATCH, 96, 96)
