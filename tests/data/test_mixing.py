@@ -20,6 +20,8 @@ from largebatch.data.mixing import boxes_of, draw_pairs, mix, shares_of
 from largebatch.data.order import Stream
 from largebatch.data.types import Batch, Request
 from largebatch.errors import PlanError, RecipeError
+from largebatch.lab.measure.batch import at_constant_rate
+from largebatch.lab.studies.study import of_few_updates
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.choices import OffTarget
@@ -264,6 +266,17 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(change: str, message: str) 
 def test_mixing_cannot_outlast_augmented_images() -> None:
     with pytest.raises(RecipeError, match=r"data\.mix\.until \(step 9\) .* 8"):
         make_plan(digits("data.mix.until={steps: 9}"))
+
+
+def test_measurements_of_another_length_mix_throughout() -> None:
+    recipe = digits(
+        "data.mix.until={steps: 5}", "data.resolution=[{until: {steps: 3}, image_size: 8}]"
+    )
+    assert make_plan(recipe).mix_steps == 5
+    for short in (of_few_updates(recipe), at_constant_rate(recipe, updates=4)):
+        plan = make_plan(short)
+        assert plan.mix_steps == plan.train_steps
+        assert not plan.sizes
 
 
 def test_positions_that_divide_a_pair_are_refused() -> None:
