@@ -118,6 +118,11 @@ def _require_device_batch(recipe: Recipe) -> None:
                 f"execution.device_batch: {device_batch} does not divide {key} ({size}), so no "
                 "number of workers can use it; give a divisor, or leave it out"
             )
+    if recipe.data.mix is not None and device_batch % 2 and recipe.execution.device_batch:
+        raise RecipeError(
+            f"execution.device_batch: {device_batch} must be even, because data.mix mixes pairs of "
+            "images; give an even divisor, or leave it out"
+        )
 
 
 def _describe(rules: "Sequence[Finding]", optimizer: Optimizer) -> str:

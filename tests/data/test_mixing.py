@@ -239,6 +239,12 @@ def test_device_batches_are_even_whatever_fits() -> None:
     # A worker's 15 samples are not pairs, and 12 workers' pairs would have two halves of a span.
     with pytest.raises(PlanError, match=r"data\.mix.*possible workers: 6"):
         make_plan(recipe, workers=12)
+    asked = recipe.with_execution(device_batch=45)
+    with pytest.raises(PlanError, match=r"execution\.device_batch: 45 .*data\.mix.* 30 or 60"):
+        make_plan(asked)
+    # An evaluation takes any number of images at a time.
+    measuring = make_plan(asked.mathematics).measuring(workers=1, device_batch=45)
+    assert measuring.device_batch == 45
     plain = digits("batch={global_batch: 180, bn_span: 15}", "data.mix=null")
     assert make_plan(plain, workers=12).device_batch == 15
 
@@ -253,7 +259,6 @@ def test_device_batches_are_even_whatever_fits() -> None:
         ("data.mix={mixup: 1, cutmix: 1, switch: -0.1}", r"data\.mix\.switch"),
         ("data.mix={cutmix: 1, switch: 0.5}", "data.mix: .*mixup"),
         ("batch={global_batch: 45, bn_span: 15}", r"batch\.global_batch \(45\).* 30 or 60"),
-        ("execution.device_batch=3", r"execution\.device_batch \(3\).* 2 or 4"),
         ("protocol={kind: hardsync, learners: 2}", r"data\.mix .*protocol"),
     ],
 )
