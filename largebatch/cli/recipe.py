@@ -207,6 +207,8 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
+    if recipe.data.mix is not None:
+        rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"
     if recipe.polish:
         polish = recipe.polish.model_dump(mode="json", exclude_unset=True)
         rows["polish"] = dump_tree(polish, flow=True).strip()

@@ -16,6 +16,7 @@ from torch import Tensor
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
+from largebatch.data.mixing import draw_pairs, mix
 from largebatch.data.order import (
     WORDS_PER_BLOCK,
     Stream,
@@ -32,7 +33,7 @@ from largebatch.data.types import (
     IntArray,
     Request,
 )
-from largebatch.recipe.data import Erase
+from largebatch.recipe.data import Erase, Mix
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -48,6 +49,7 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     translate: int = 0,
     repeats: int = 1,
     erasing: Erase | None = None,
+    mixed: Mix | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
@@ -75,7 +77,10 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
     erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
-    return Request(samples, boxes, flips, shifts=shifts, erasures=erasures)
+    pairs = None
+    if mixed is not None:
+        pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
+    return Request(samples, boxes, flips, shifts=shifts, erasures=erasures, mix=pairs)
 
 
 def clean_request(
@@ -200,6 +205,8 @@ def augment(batch: Batch, request: Request) -> Batch:
         batch = batch._replace(images=translate(batch.images, shifts))
     if request.erasures is not None:
         batch = batch._replace(images=erase(batch.images, request.erasures))
+    if request.mix is not None:
+        batch = mix(batch, request.mix)
     return batch
 
 

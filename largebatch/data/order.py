@@ -33,6 +33,8 @@ class Stream(enum.IntEnum):
     COMPUTE_TIME = 8
     FIRST_FLIP = 9
     TRANSLATION = 10
+    MIX = 11
+    MIX_BOX = 12
     ERASE = 14
     ERASE_NOISE = 15
 

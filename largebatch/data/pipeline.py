@@ -158,6 +158,7 @@ class Pipeline:
             translate=self.data.translate,
             repeats=self.data.repeats,
             erasing=self.data.erase,
+            mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:

@@ -22,7 +22,9 @@ class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
     images: Tensor  # N x C x H x W, normalised, in the type of the view
-    labels: Tensor  # int64, N
+    labels: Tensor
+    """Class numbers, int64, N; of a batch with mixed images the share of each class in each image,
+    of a floating type, N x K. F.cross_entropy takes both."""
 
 
 Batches = Generator[Batch, None, None]
@@ -42,6 +44,22 @@ class Erasures(NamedTuple):
 
     keys: IntArray | None
     """Two 32-bit keys of the noise in each box, K x 2; None: the mean colour."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPairs:
+    """The numbers that mix the pairs of a batch: images 2k and 2k + 1 with each other."""
+
+    shares: FloatArray
+    """Drawn share of an image in its own place, N / 2; 1 for a pair that is not mixed. The box of
+    CutMix is cut off at the border, so fewer pixels than that may be exchanged."""
+
+    is_cut: BoolArray
+    """True for a pair that exchanges a box (CutMix), False for a blended one (Mixup), N / 2."""
+
+    centers: FloatArray
+    """Centre of the box from the top and the left, in parts of height and width, N / 2 x 2."""
+
+    classes: int
+    """Number of classes, K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,8 @@ class Request:
 
     erasures: Erasures | None = None
     """Boxes that are erased; None: none in any image."""
+    mix: MixedPairs | None = None
+    """How the images of each pair are mixed; None: no image is, and labels are class numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

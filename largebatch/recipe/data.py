@@ -20,6 +20,8 @@ MAX_REPEATS = 10
 
 Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Concentration = Annotated[float, Field(ge=0, le=100)]
 Interpolation = Literal["bilinear", "bicubic"]
 Triple = tuple[float, float, float]
 
@@ -54,6 +56,65 @@ class Erase(Section):
     count: Annotated[int, Field(ge=1, le=MAX_ERASED)] = 1
     """Largest number of boxes in an image. An image has 1 to `count` of them, which share the
     area."""
+class Mix(Section):
+    """Mixed training images, with shares of two classes as their label.
+
+    The images at positions 2k and 2k + 1 of the run are partners, as in timm's `mixup_mode: pair`,
+    so every device batch is even. Their numbers are drawn from the seed and k.
+    """
+
+    mixup: Concentration | None = None
+    """Mixup (arXiv:1710.09412): the mean of both images, weighted with a share from the
+    distribution Beta(mixup, mixup). null or 0: off."""
+
+    cutmix: Concentration | None = None
+    """CutMix (arXiv:1905.04899): both images exchange a box whose part of the area is from the
+    distribution Beta(cutmix, cutmix) before it is cut off at the border. null or 0: off."""
+
+    probability: Probability = 1.0
+    """Part of the pairs that are mixed."""
+
+    switch: Probability | None = None
+    """Part of the mixed pairs that get CutMix, where both kinds are on; null: half of them."""
+
+    until: Duration | None = None
+    """End of mixing, counted from the start of the run; epochs are rounded to whole updates. null:
+    the end of training on augmented images."""
+
+    def describe(self) -> str:
+        """Describe the parts of the pairs that are mixed, and by what.
+
+        >>> Mix(mixup=0.2, cutmix=1.0, switch=0.25).describe()
+        'Mixup (0.2) in 75 %, CutMix (1) in 25 % of the pairs'
+        """
+        cut = self.probability * self.cutmix_part
+        parts = []
+        if self.mixup:
+            parts.append(f"Mixup ({self.mixup:g}) in {100 * (self.probability - cut):.3g} %")
+        if self.cutmix:
+            parts.append(f"CutMix ({self.cutmix:g}) in {100 * cut:.3g} %")
+        return f"{', '.join(parts)} of the pairs"
+
+    @property
+    def cutmix_part(self) -> float:
+        """Part of the mixed pairs that get CutMix."""
+        if not self.cutmix:
+            return 0.0
+        if not self.mixup:
+            return 1.0
+        return 0.5 if self.switch is None else self.switch
+
+    @model_validator(mode="after")
+    def _has_a_kind(self) -> Self:
+        if not self.mixup and not self.cutmix:
+            raise ValueError(
+                "nothing is mixed: give mixup (such as 0.2) or cutmix (such as 1.0), or leave "
+                "data.mix out"
+            )
+        if self.switch is not None and not (self.mixup and self.cutmix):
+            missing = "cutmix" if self.mixup else "mixup"
+            raise ValueError(f"switch chooses between two kinds: give {missing} too, or no switch")
+        return self
 
 
 class HeldOut(Section):
@@ -127,6 +188,8 @@ class Data(Section):
     follow, each time with other crops and other neighbours. An epoch remains train_samples
     positions, so it has 1 / `repeats` of the images, and in `repeats` epochs every image occurs
     `repeats` times. Clean updates and statistics have every image once in an epoch. 1: none."""
+    mix: Mix | None = None
+    """Mixup and CutMix; null: training images are not mixed."""
 
     eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
     """Clean images (validation, polishing): the short side is resized to this, then the centre
@@ -144,6 +207,12 @@ class Data(Section):
     def val_split(self) -> int:
         """Number of images that an evaluation measures."""
         return self.held_out.samples if self.held_out else self.val_samples
+
+    @property
+    def unscheduled(self) -> Self:
+        """The section with images of one size and kind, for runs of another length."""
+        mix = self.mix and self.mix.model_copy(update={"until": None})
+        return self.model_copy(update={"resolution": (), "mix": mix})
 
     @field_validator("flip", mode="before")
     @classmethod

@@ -1,5 +1,6 @@
 """Conflicts between the sections of a recipe: each rule yields one sentence for each."""
 
+import math
 from collections.abc import Iterator
 
 from largebatch.recipe.data import REPEATED
@@ -11,6 +12,7 @@ from largebatch.recipe.protocols import Protocol
 def find_conflicts(recipe: Keys) -> Iterator[str]:
     """Yield every conflict between the sections of a recipe; none if it is valid."""
     yield from _samples(recipe)
+    yield from _pairs(recipe)
     if recipe.protocol is not None:
         yield from _protocol(recipe, recipe.protocol)
     stages = recipe.polish.others if recipe.polish is not None else ()
@@ -46,6 +48,27 @@ def _samples(recipe: Keys) -> Iterator[str]:
                 yield f"{key} ({number}) must not exceed the training images ({trained})"
 
 
+def _pairs(recipe: Keys) -> Iterator[str]:
+    if recipe.data.mix is None:
+        return
+    whole = math.lcm(2, recipe.batch.bn_span or 1)
+    for key, size in recipe.batch.by_key.items():
+        if size % 2:
+            below = size // whole * whole
+            possible = f"{below} or {below + whole}" if below else f"{whole}"
+            yield (
+                f"{key} ({size}) must be even, because data.mix mixes pairs of images: give "
+                f"{possible}, or leave data.mix out"
+            )
+            return  # no device batch divides it into pairs
+    asked = recipe.execution.device_batch
+    if asked is not None and asked % 2:
+        yield (
+            f"execution.device_batch ({asked}) must be even, because data.mix mixes pairs of "
+            f"images: give {asked - 1 or 2} or {asked + 1}, or leave one of the two out"
+        )
+
+
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
     batch = recipe.batch
     polish = recipe.polish
@@ -58,6 +81,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         "model.early": recipe.model.early is not None,
         "model.backbone": recipe.model.backbone is not None,
         "batch.schedule": bool(batch.schedule),
+        "data.mix": recipe.data.mix is not None,
         f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",
         "precision: fp16": recipe.precision == "fp16",
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",

@@ -509,7 +509,7 @@ class Gap:
     """Training loss without augmentation if it was recorded; else `training_end`."""
 
     floor: float
-    """Training loss that label smoothing alone leaves."""
+    """Training loss that smoothed and mixed labels alone leave."""
 
     gap: float
     guess: Guess
@@ -579,18 +579,22 @@ class TrainingEnd:
 
     loss: float
     floor: float
+    mixed: bool
+    """True if that is the loss of mixed images."""
+
     guess: Guess
     updates: int | None
     progress: LossProgress
 
     @property
     def is_underfit(self) -> bool:
-        """True if the training data are not fitted, without what label smoothing leaves."""
+        """True if the training data are not fitted, without what the labels leave."""
         return self.loss - self.floor > FIT * self.guess.loss
 
 
 def _training_end_text(e: TrainingEnd) -> str:
-    smoothing = f", {e.floor:.3g} of it from label smoothing" if e.floor else ""
+    cause = "mixed labels" if e.mixed else "label smoothing"
+    smoothing = f", {e.floor:.3g} of it from {cause}" if e.floor else ""
     after = "" if e.updates is None else f" after {plural(e.updates, 'update')}"
     return f"the final training loss is {e.loss:.3g}{smoothing} {e.guess}{after}"
 

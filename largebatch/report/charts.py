@@ -37,7 +37,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.grid(visible=False)
     mark_stages(top, run)
     title = name_axes(top, y="Loss")
-    title = name_line(top, "training", looks[run.steps[0].stage].colour, after=title)
+    training = "training (mixed images)" if run.steps[0].mixed else "training"
+    title = name_line(top, training, looks[run.steps[0].stage].colour, after=title)
     if run.evaluations:
         x, losses = values_of(run.evaluations, "step"), values_of(run.evaluations, "loss")
         top.plot(x, losses, color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False)
@@ -118,6 +119,8 @@ def mark_stages(axes: "Axes", run: Run) -> None:
     marks += [
         (change.step, f"batch {change.global_batch:,}", MUTED) for change in run.plan.batch_changes
     ]
+    if 0 < run.plan.mix_steps < run.plan.train_steps:
+        marks.append((run.plan.mix_steps, "mixed images", MUTED))
     marks += [(start, stage, looks[stage].colour) for start, stage in starts]
     visible_marks = [mark for mark in sorted(marks) if first <= mark[0] < end]
     for row, (step, text, colour) in enumerate(visible_marks):

@@ -240,6 +240,7 @@ def _training_end(run: Record) -> causes.TrainingEnd:
     return causes.TrainingEnd(
         loss=run.end,
         floor=run.floor,
+        mixed=run.mixed,
         guess=_guess(run),
         updates=run.updates,
         progress=_progress(run),
@@ -276,12 +277,14 @@ def _progress(run: Record) -> causes.LossProgress:
     """Return how the training loss falls at the end, and whether more epochs would help.
 
     They help if it still falls, and so does the validation loss, or top-1 rises beyond noise,
-    where they were measured in the last quarter and before it. Clean epochs do not count: their
-    images are easier, whatever the model has learned.
+    where they were measured in the last quarter and before it. Clean epochs do not count, nor do
+    those after mixed images: their images are easier, whatever the model has learned.
     """
     trend = run.trend
     if run.run is not None:
-        trend = trend[: sum(step.stage == "train" for step in run.run.steps)]
+        mixes = any(step.mixed for step in run.run.steps)
+        counted = (step.stage == "train" and step.mixed == mixes for step in run.run.steps)
+        trend = trend[: sum(counted)]
     rows = len(trend)
     # Plain numbers: NumPy warns of the difference of two infinite losses.
     fall = float(trend[-1 - rows // 4]) - float(trend[-1]) if rows >= 4 else math.nan

@@ -234,7 +234,8 @@ def charts_of(run: Run) -> dict[str, Chart]:
               draw=lambda figure: draw_loss(figure, run),
               caption="Training loss of every update (faint) and its running median; validation "
               "loss (dots); learning rate (below). The two losses need not meet: only training "
-              "images are augmented, and only the training loss may be label-smoothed."),
+              "images are augmented, and only the training loss may be label-smoothed."
+              + _caption_of_mixing(run)),
         Chart(name="accuracy", title="Accuracy", draw=lambda figure: draw_accuracy(figure, run),
               caption="Accuracy on the validation images. A hollow mark is a stage that was "
               "discarded."),
@@ -255,6 +256,17 @@ def charts_of(run: Run) -> dict[str, Chart]:
     # fmt: on
     shown = run.steps, run.evaluations, run.steps, has_course(run), run.measured
     return {chart.name: chart for chart, rows in zip(charts, shown, strict=True) if rows}
+
+
+def _caption_of_mixing(run: Run) -> str:
+    end = run.plan.mix_steps
+    if not end:
+        return ""
+    until = f" before step {end:,}" if end < run.plan.train_steps else ""
+    return (
+        f" Training images{until} are mixed in pairs (data.mix): the loss there is that of shares "
+        "of two classes, which no model brings to 0."
+    )
 
 
 def _before(run: Run, name: str) -> list[PagePart]:

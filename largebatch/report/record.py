@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.recipe.keys import Loss
+from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
@@ -27,6 +28,8 @@ highest and lowest running median of five are 2.5 (150 updates) to 4.0 (10,000) 
 
 OUTLIER = 8  # standard deviations above the low with which a rise of one update is not noise
 LEAST_ROWS = 6  # smallest number of rows before a rise that alone give its scatter
+
+PAIRS = 10_000  # pairs whose labels' mean entropy is the floor of the loss: known to 1 %
 
 DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute value
 
@@ -79,7 +82,10 @@ class Record:
     """Updates of the warm-up; None: until the highest rate."""
 
     floor: float = 0.0
-    """The training loss that label smoothing alone leaves, in nats."""
+    """The training loss that smoothed and mixed labels alone leave at the end, in nats."""
+
+    mixed: bool = False
+    """True if the training loss at the end is of mixed images."""
 
     normalised: bool = True
     """False if the recipe states that the model has no BatchNorm."""
@@ -235,6 +241,12 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    mixed = recipe is not None and bool(steps) and steps[-1].mixed
+    floor = 0.0
+    if recipe is not None and mixed:
+        floor = mixing_floor(recipe)
+    elif classes:
+        floor = smoothing_floor(recipe.loss if recipe else Loss(), classes)
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -249,7 +261,8 @@ def record_of(run: Run) -> Record:
         top1=values_of(evaluations, "top1"),
         val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
-        floor=smoothing_floor(recipe.loss if recipe else Loss(), classes) if classes else 0.0,
+        floor=floor,
+        mixed=mixed,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -286,3 +299,34 @@ def smoothing_floor(loss: Loss, num_classes: int) -> float:
     on_target = 1 - off_target * (num_classes - 1)
     targets = ((on_target, 1), (off_target, num_classes - 1))
     return -sum(p * math.log(p) * count for p, count in targets if p)
+
+
+def mixing_floor(recipe: Recipe) -> float:
+    """Return the lowest loss that mixed and smoothed labels leave: their mean entropy, in nats.
+
+    It is the mean of PAIRS pairs as the recipe draws them; partners of one class are as frequent as
+    in classes of equal sizes.
+    """
+    # Needs torch, and most reports need no drawing.
+    from largebatch.data.mixing import draw_pairs, shares_of
+
+    data = recipe.data
+    assert data.mix is not None
+    pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
+    own = shares_of(pairs, height=data.image_size, width=data.image_size)
+    # The classes as the loss smooths them: the first, the second, and each of the others.
+    others = data.classes if recipe.loss.off_target == "all" else data.classes - 1
+    off_target = recipe.loss.label_smoothing / others
+    range_of_shares = 1 - data.classes * off_target
+    two_classes = (
+        _entropy(off_target + range_of_shares * own)
+        + _entropy(off_target + range_of_shares * (1 - own))
+        + (data.classes - 2) * _entropy(np.array([off_target]))
+    )
+    one_class = smoothing_floor(recipe.loss, data.classes)
+    return float(two_classes.mean() + (one_class - two_classes.mean()) / data.classes)
+
+
+def _entropy(shares: FloatArray) -> FloatArray:
+    """Return -p ln p of each share."""
+    return -shares * np.log(np.where(shares > 0, shares, 1.0))

@@ -38,17 +38,25 @@ class Passes:
     """Height and width of an image."""
 
     classes: int
+    mixes: bool
+    """True if labels are shares of the classes, as those of mixed images."""
 
     @classmethod
     def of(cls, recipe: Recipe, model: nn.Module, device: torch.device, *, side: int) -> "Passes":
         """Return the passes of a recipe's model over images of this size."""
         criterion = build_criterion(recipe.loss)
-        classes = recipe.data.classes
-        return cls(model=model, criterion=criterion, device=device, side=side, classes=classes)
+        return cls(
+            model=model,
+            criterion=criterion,
+            device=device,
+            side=side,
+            classes=recipe.data.classes,
+            mixes=recipe.data.mix is not None,
+        )
 
     def batch(self, num: int) -> tuple[Tensor, Tensor]:
         """Return random samples and labels."""
-        labels = torch.randint(self.classes, (num,), device=self.device)
+        labels = random_labels(num, self.classes, self.device, mixes=self.mixes)
         return torch.randn(num, 3, self.side, self.side, device=self.device), labels
 
     def train(self, images: Tensor, labels: Tensor) -> None:
@@ -89,6 +97,13 @@ class Passes:
             # Bound to a name, because activations live as long as the loss.
             _loss = self.criterion(self.model(images), labels)
             return sum(storages.values())
+
+
+def random_labels(num: int, classes: int, device: torch.device, *, mixes: bool) -> Tensor:
+    """Return random class numbers, or shares of all classes in the form of mixed images' labels."""
+    if mixes:
+        return torch.rand(num, classes, device=device).softmax(dim=1)
+    return torch.randint(classes, (num,), device=device)
 
 
 def seconds_of(

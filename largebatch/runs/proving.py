@@ -41,6 +41,7 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
+from largebatch.runs.passes import random_labels
 from largebatch.runs.state import build_criterion, build_state
 from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
@@ -182,6 +183,7 @@ def _settings(
     key = {
         "model": recipe.model.model_dump(mode="json", exclude={"weights", "head_std"}),
         "classes": recipe.data.classes,
+        "mixes": recipe.data.mix is not None,
         "optimizer": _without_numbers(recipe.optimizer.model_dump(mode="json")),
         "affine": recipe.polish is not None and recipe.polish.affine is not None,
         "precision": recipe.precision,
@@ -353,7 +355,8 @@ class _Updates:
         images = torch.randn(self._num, 3, self._side, self._side, device=device)
         if recipe.execution.channels_last(device.type):
             images = images.contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(recipe.data.classes, (self._num,), device=device)
+        mixes = recipe.data.mix is not None
+        labels = random_labels(self._num, recipe.data.classes, device, mixes=mixes)
         with closing(build_state(recipe, plan, model, group)) as state:
             # One worker alone: layers that share spans in the run must not wait for others here.
             spans = Spans(model, group)

@@ -128,8 +128,9 @@ class Console:
         # Updates only: evaluations and stages after them come on top.
         seconds = (self._steps - done) * fmean(self._recent)
         left = timedelta(seconds=round(seconds)) if math.isfinite(seconds) else "unknown time"
+        loss = "loss (mixed)" if event.mixed else "loss"
         self._show(
-            f"{event.stage:>10}  step {done}/{self._steps}  loss {four_decimals(event.loss)}  "
+            f"{event.stage:>10}  step {done}/{self._steps}  {loss} {four_decimals(event.loss)}  "
             f"lr {event.lr:.4g}  {three_digits(event.images_per_second)} samples/s  {left} left",
             bar="█" * (20 * done // self._steps) + "░" * (20 - 20 * done // self._steps),
         )

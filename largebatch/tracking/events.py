@@ -77,6 +77,10 @@ class StepEvent(_StageEvent):
     """Number of passes over the training data after this update."""
 
     loss: Measured
+    mixed: Annotated[bool, Field(exclude_if=operator.not_)] = False
+    """True if that is the loss of mixed images (data.mix), which no model brings to 0; the log has
+    no such key for other updates."""
+
     lr: float
     loss_scale: float = 1.0
     skipped: bool = False

@@ -168,6 +168,8 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     match event:
         case StepEvent():
             values = {f"train/{key}": getattr(event, key) for key in _OF_A_STEP.split()}
+            if event.mixed:
+                values["train/mixed"] = 1.0  # of whose images the loss is
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
             values |= {f"monitor/{name}": value for name, value in event.measured.items()}

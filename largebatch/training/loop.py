@@ -33,7 +33,7 @@ from largebatch.schedules.functions import Schedule
 T = TypeVar("T")
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Function (logits N x K, labels N) -> sum of the losses of the samples, 0-d."""
+"""Function (logits N x K, labels as in Batch) -> sum of the losses of the samples, 0-d."""
 
 
 class Stopwatch:
@@ -340,8 +340,11 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
 
     With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
     every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
-    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Raises ValueError if
-    smoothing is not in [0, 1); the criterion above 1 - 1/K.
+    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Labels may be shares of the
+    classes, N x K: the loss of lambda at one class and 1 - lambda at another is exactly lambda
+    times the loss of the one and 1 - lambda times that of the other, smoothed or not.
+
+    Raises ValueError if smoothing is not in [0, 1); the criterion above 1 - 1/K.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
@@ -357,6 +360,9 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
                 f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
                 "likely"
             )
+        if labels.is_floating_point():
+            labels = labels.to(logits.dtype)
+        # PyTorch smooths both forms alike: (1 - mass) x shares + mass / K.
         mass = smoothing
         if smoothing and off_target == "others":
             mass = smoothing * classes / (classes - 1)

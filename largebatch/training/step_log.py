@@ -497,6 +497,7 @@ class StepLog:
             step=update.step,
             epoch=self.plan.epoch(update.step + 1),
             loss=math.nan,
+            mixed=update.step < self.plan.mix_steps,
             lr=update.lr,
             step_seconds=seconds,
             images_per_second=self.plan.batch_at(update.step) / seconds,

@@ -52,7 +52,7 @@ class Items:
                 item[0].load()  # now, because images may share an open file
         try:
             image, label = item
-            return _to_pillow(image), operator.index(label)
+            return _to_pillow(image), _class_number(label)
         except (TypeError, ValueError, BadImageError) as error:
             raise DataError(
                 f"{self.name}, item {number}: {error}; expected a PIL image with 8 bits per "
@@ -188,6 +188,16 @@ def _fill(
             size=view.image_size,
             interpolation=view.interpolation,
         )
+
+
+def _class_number(label: object) -> int:
+    try:
+        return operator.index(label)  # type: ignore[arg-type]  # raises TypeError
+    except TypeError:
+        raise TypeError(
+            f"its label is a {type(label).__name__}; shares of classes come from data.mix of the "
+            "recipe, which mixes images and labels"
+        ) from None
 
 
 def _to_pillow(image: object) -> Image.Image:

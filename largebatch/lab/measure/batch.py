@@ -208,7 +208,7 @@ def at_constant_rate(recipe: Recipe, *, updates: int) -> Recipe:
     changes = {
         # Far longer than what is made, so no stage ends and nothing is evaluated at its end.
         "duration": {"steps": 8 * updates + 2},
-        "data": {**recipe.data.model_dump(mode="json"), "resolution": []},
+        "data": recipe.data.unscheduled.model_dump(mode="json"),
         "schedule": {
             **recipe.schedule.model_dump(mode="json"),
             "warmup": {"steps": ramp} if ramp else None,

@@ -288,7 +288,7 @@ def plan_range(
     changes = {
         "duration": {"steps": steps},
         "batch": {**recipe.batch.model_dump(mode="json"), "schedule": []},
-        "data": {**recipe.data.model_dump(mode="json"), "resolution": []},
+        "data": recipe.data.unscheduled.model_dump(mode="json"),
         "schedule": {
             "peak_lr": high,
             "warmup": None,

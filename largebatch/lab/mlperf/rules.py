@@ -136,6 +136,7 @@ RULES: tuple[Rule[Recipe], ...] = (
     _rule("data.flip", lambda it: it.data.flip is True,
           "half of the training images are mirrored at random"),
     _rule("data.translate", lambda it: not it.data.translate, "images are not moved"),
+    _rule("data.mix", lambda it: it.data.mix is None, "images are not mixed"),
     _rule("data.eval_resize", lambda it: it.data.eval_resize == 256,
           "256, of which the centre is evaluated"),
     # The network.

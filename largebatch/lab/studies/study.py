@@ -645,7 +645,7 @@ def of_few_updates(recipe: Recipe) -> Recipe:
     constant = {"warmup": None, "start_lr": 0.0, "decay": {"kind": "constant"}}
     tree["schedule"] = {**tree["schedule"], **constant}
     tree["batch"]["schedule"] = []
-    tree["data"]["resolution"] = []
+    tree["data"] = recipe.data.unscheduled.model_dump(mode="json")
     tree["polish"] = None
     tree["evaluation"] = {}
     tree["tracking"] = []

@@ -120,6 +120,9 @@ class Plan:
     sizes: tuple[SizePiece, ...] = ()
     """Image sizes of the updates on augmented images; none: that of the evaluation."""
 
+    mix_steps: int = 0
+    """Updates at the start whose images are mixed."""
+
     evaluate_after: tuple[int, ...] = ()
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
@@ -182,6 +185,10 @@ class Plan:
         piece = self.pieces[place - 1]
         return piece.step - (piece.position - samples) // piece.global_batch
 
+    def step_at(self, position: int) -> int:
+        """Return the update that a position of the run is in."""
+        return self.steps_for(position + 1) - 1
+
     def steps_to_end(self, duration: Duration, *, end: int) -> int:
         """Return the number of updates in a duration that ends at step `end`, rounded."""
         if duration.steps is not None:
@@ -224,8 +231,12 @@ class Plan:
 
     def image_size(self, position: int, *, otherwise: int) -> int:
         """Return the side of the augmented image at a position of the run."""
-        step = self.steps_for(position + 1) - 1
+        step = self.step_at(position)
         return next((piece.image_size for piece in self.sizes if step < piece.end), otherwise)
+
+    def is_mixed(self, position: int) -> bool:
+        """Return True if the augmented image at a position of the run is mixed with its partner."""
+        return self.step_at(position) < self.mix_steps
 
     def measuring(self, *, workers: int, device_batch: int | None) -> "Plan":
         """Return the plan of an evaluation or a polishing, whose positions are not of updates."""
@@ -260,8 +271,8 @@ def make_plan(
     """Divide a recipe over workers, and check that the backend of this name can train it.
 
     If `execution.device_batch` is null it is the largest of at most `fits` images, or of
-    DEVICE_BATCH_LIMIT, with whole BatchNorm spans if possible, and the same in all pieces of a
-    batch schedule. With a protocol it is a learner's mini-batch.
+    DEVICE_BATCH_LIMIT, with whole BatchNorm spans if possible, even if images are mixed, and the
+    same in all pieces of a batch schedule. With a protocol it is a learner's mini-batch.
 
     Raises PlanError if a global batch cannot be divided so, RecipeError if the recipe's own lengths
     contradict each other, or for the backend.
@@ -274,7 +285,14 @@ def make_plan(
     if protocol is None:
         noise = "noise_scale" in recipe.monitor
         asked = recipe.execution.device_batch
-        device_batch = _divide(batch, workers=workers, asked=asked, fits=fits, measures_noise=noise)
+        device_batch = _divide(
+            batch,
+            workers=workers,
+            asked=asked,
+            fits=fits,
+            measures_noise=noise,
+            mixes=recipe.data.mix is not None,
+        )
         accumulation = batch.global_batch // (workers * device_batch)
     else:
         if backend is not None:
@@ -318,7 +336,11 @@ def make_plan(
         evaluate_after=_evaluations(recipe.evaluation, plan, steps=steps),
     )
     _require_lengths(plan, ema=polish.ema, swa=swa)
-    return replace(plan, sizes=_find_sizes(recipe.data, plan))
+    return replace(
+        plan,
+        sizes=_find_sizes(recipe.data, plan),
+        mix_steps=_find_mix_steps(recipe.data, plan),
+    )
 
 
 def _find_pieces(batch: BatchSizes, *, samples: int) -> tuple[BatchPiece, ...]:
@@ -363,8 +385,30 @@ def _find_sizes(data: Data, plan: Plan) -> tuple[SizePiece, ...]:
     return tuple(sizes)
 
 
+def _find_mix_steps(data: Data, plan: Plan) -> int:
+    """Return the updates on mixed images; raise RecipeError if these are not augmented ones."""
+    if data.mix is None:
+        return 0
+    end = plan.train_steps
+    if data.mix.until is None:
+        return end
+    stop = plan.steps_from_start(data.mix.until)
+    if stop > end:
+        raise RecipeError(
+            f"data.mix.until (step {stop}) must be at most {end}, the end of training on augmented "
+            "images; give less, or null"
+        )
+    return stop
+
+
 def _divide(
-    batch: BatchSizes, *, workers: int, asked: int | None, fits: int | None, measures_noise: bool
+    batch: BatchSizes,
+    *,
+    workers: int,
+    asked: int | None,
+    fits: int | None,
+    measures_noise: bool,
+    mixes: bool,
 ) -> int:
     # Only divisors of this number divide the batch of every piece.
     common = math.gcd(*batch.by_key.values())
@@ -376,6 +420,10 @@ def _divide(
             )
     span = batch.bn_span or 1
     possible = _device_batches(common // workers, workers=workers, span=span)
+    if mixes:  # pairs of images, which must not be divided
+        possible = [size for size in possible if size % 2 == 0]
+        if not possible:
+            raise PlanError(_no_even_batch(common, workers=workers, span=span))
     if measures_noise:  # which compares a device batch of whole spans with the global batch
         least = min(batch.by_key.values())
         possible = [size for size in possible if size % span == 0 and size < least]
@@ -406,6 +454,25 @@ def _divide(
             f"into whole BatchNorm spans ({span}); possible device batches: {_some(possible)}"
         )
     return asked
+
+
+def _no_even_batch(common: int, *, workers: int, span: int) -> str:
+    """Describe a number of workers that cannot mix pairs, and the nearest numbers that can."""
+    possible = [
+        number
+        for number in _divisors(common)
+        if any(
+            size % 2 == 0 for size in _device_batches(common // number, workers=number, span=span)
+        )
+    ]
+    below = [number for number in possible if number < workers][-1:]
+    above = [number for number in possible if number > workers][:1]
+    nearest = " or ".join(map(str, [*below, *above])) or "none"
+    return (
+        f"data.mix needs an even device batch, which {plural(workers, 'worker')} with "
+        f"{plural(common // workers, 'sample')} of an update do not have; possible workers: "
+        f"{nearest}; or leave data.mix out"
+    )
 
 
 def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
