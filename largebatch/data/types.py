@@ -44,6 +44,8 @@ class Erasures(NamedTuple):
 
     keys: IntArray | None
     """Two 32-bit keys of the noise in each box, K x 2; None: the mean colour."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPairs:
     """The numbers that mix the pairs of a batch: images 2k and 2k + 1 with each other."""

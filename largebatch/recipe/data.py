@@ -56,6 +56,8 @@ class Erase(Section):
     count: Annotated[int, Field(ge=1, le=MAX_ERASED)] = 1
     """Largest number of boxes in an image. An image has 1 to `count` of them, which share the
     area."""
+
+
 class Mix(Section):
     """Mixed training images, with shares of two classes as their label.
 

@@ -133,6 +133,10 @@ def _others(recipe: Keys) -> dict[str, bool]:
         f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}": (
             "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
         ),
+        # It compares gradients of parts of the batch as if no image were in two of them.
+        "monitor: noise_scale needs independent images: leave it or data.repeats out": (
+            "noise_scale" in recipe.monitor and recipe.data.repeats > 1
+        ),
         f"loss.label_smoothing ({smoothing:g}) makes the labelled one of {recipe.data.classes} "
         # The label keeps 1 - s and the others share s: above 1 - 1 / classes each of them has more.
         "classes the least likely": smoothing > 1 - 1 / recipe.data.classes,

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,25 +151,32 @@ def caption(
     if request.erasures is not None:
         erased = erased_part(request.erasures, row, side=side)
         changes += [f"erased {100 * erased:.0f} %"] if erased else []
-    return Caption(
-        label=tuple(textwrap.wrap(shares_in_words(label, classes), _LETTERS)),
-        changes=tuple(textwrap.wrap(", ".join(changes), _LETTERS)),
-    )
+    return Caption(_lines(shares_in_words(label, classes), " + "), _lines(changes, ", "))
 
 
-def shares_in_words(label: Tensor, classes: Sequence[str]) -> str:
-    """Return the classes of a mixed label with their shares, the largest first; "" for one class.
+def shares_in_words(label: Tensor, classes: Sequence[str]) -> list[str]:
+    """Return the classes of a mixed label with their shares, the largest first; [] for one class.
 
-    >>> shares_in_words(torch.tensor([0.0, 0.7, 0.3]), ["ship", "tabby", "tench"])
-    'tabby 0.70 + tench 0.30'
+    >>> shares_in_words(torch.tensor([0.0, 0.3, 0.7]), ["ship", "tabby", "tench"])
+    ['tench 0.70', 'tabby 0.30']
     """
     if not label.is_floating_point():
-        return ""
-    shares = {classes[number]: share for number, share in enumerate(label.tolist()) if share > 0}
-    if len(shares) == 1:
-        return ""
-    ordered = sorted(shares.items(), key=itemgetter(1), reverse=True)
-    return " + ".join(f"{printable(clip(name, 20))} {share:.2f}" for name, share in ordered)
+        return []
+    shares, numbers = label.sort(descending=True)
+    # Two images of one class, too, have a label of one class.
+    if shares[1] == 0:
+        return []
+    return [
+        f"{printable(clip(classes[number], 20))} {share:.2f}"
+        for share, number in zip(shares.tolist(), numbers.tolist(), strict=True)
+        if share > 0
+    ]
+
+
+def _lines(items: Sequence[str], between: str) -> tuple[str, ...]:
+    """Return the lines of a caption with these items, none of which is divided."""
+    unbroken = [item.replace(" ", "\u00a0") for item in items]
+    return tuple(textwrap.wrap(between.join(unbroken), _LETTERS))
 
 
 def erased_part(erasures: Erasures, row: int, *, side: int) -> float:
