@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from largebatch.data.erasing import boxes_in_pixels
+from largebatch.data.operations.draws import Operation
 from largebatch.data.order import samples_at
 from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.data.types import Batches, Erasures, IntArray, Request
+from largebatch.data.types import Batches, Erasures, IntArray, Operations, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import clip, printable
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -42,6 +43,8 @@ _TILE, _LABEL, _LINE = 112, 150, 22  # points
 _SMALL = 8  # points, size of the captions
 _CAPTION = 0.09  # height of a line of a caption, in tiles
 _LETTERS = 28  # in a line of a caption
+
+WITHOUT_STRENGTH = (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT)
 
 Rows = tuple[tuple[Tensor, ...], ...]
 """By class: images as the model gets them, each 3 x H x W."""
@@ -133,7 +136,8 @@ def _training_images(pipeline: Pipeline, positions: list[int]) -> Iterator[_Trai
         for place in places:
             first = place - place % pair
             requests.append(pipeline.training_request(range(first, first + pair), clean=False))
-        with closing(pipeline.decode(index, requests, image_size=size)) as batches:
+        decoded = pipeline.decode(index, requests, image_size=size, clean=False)
+        with closing(decoded) as batches:
             for place, request, batch in zip(places, requests, batches, strict=True):
                 row = place % pair
                 # sync: drawn by the processor; the copies are ours when the decoder ends
@@ -147,7 +151,7 @@ def caption(
     request: Request, row: int, label: Tensor, *, classes: Sequence[str], side: int
 ) -> Caption:
     """Return the caption of an image of a batch, whose label is its class or shares of classes."""
-    changes = []
+    changes = [] if request.operations is None else operations_in_words(request.operations, row)
     if request.erasures is not None:
         erased = erased_part(request.erasures, row, side=side)
         changes += [f"erased {100 * erased:.0f} %"] if erased else []
@@ -177,6 +181,18 @@ def _lines(items: Sequence[str], between: str) -> tuple[str, ...]:
     """Return the lines of a caption with these items, none of which is divided."""
     unbroken = [item.replace(" ", "\u00a0") for item in items]
     return tuple(textwrap.wrap(between.join(unbroken), _LETTERS))
+
+
+def operations_in_words(operations: Operations, row: int) -> list[str]:
+    """Return the names and strengths of the operations on an image, such as "rotate -12"."""
+    words = []
+    for kind, strength in zip(operations.kinds[row], operations.strengths[row], strict=True):
+        name = Operation(kind).name.lower().replace("_", " ")
+        if kind in WITHOUT_STRENGTH:
+            words.append(name)
+        elif kind != Operation.IDENTITY:
+            words.append(f"{name} {strength:.3g}")
+    return words
 
 
 def erased_part(erasures: Erasures, row: int, *, side: int) -> float:

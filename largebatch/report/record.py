@@ -6,8 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import CrossEntropy, Loss
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
@@ -241,12 +242,13 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    loss = recipe.loss if recipe else CrossEntropy()
     mixed = recipe is not None and bool(steps) and steps[-1].mixed
     floor = 0.0
     if recipe is not None and mixed:
         floor = mixing_floor(recipe)
     elif classes:
-        floor = smoothing_floor(recipe.loss if recipe else Loss(), classes)
+        floor = smoothing_floor(loss, classes)
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -291,14 +293,11 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
 def smoothing_floor(loss: Loss, num_classes: int) -> float:
     """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
 
-    >>> round(smoothing_floor(Loss(label_smoothing=0.1), 2), 3)
+    >>> round(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2), 3)
     0.199
     """
-    others = num_classes if loss.off_target == "all" else num_classes - 1
-    off_target = loss.label_smoothing / others
-    on_target = 1 - off_target * (num_classes - 1)
-    targets = ((on_target, 1), (off_target, num_classes - 1))
-    return -sum(p * math.log(p) * count for p, count in targets if p)
+    one_label = np.array([1.0, 0.0])
+    return float(_floor_of_shares(loss, one_label, np.array([1, num_classes - 1])))
 
 
 def mixing_floor(recipe: Recipe) -> float:
@@ -313,20 +312,29 @@ def mixing_floor(recipe: Recipe) -> float:
     data = recipe.data
     assert data.mix is not None
     pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
-    own = shares_of(pairs, height=data.image_size, width=data.image_size)
-    # The classes as the loss smooths them: the first, the second, and each of the others.
-    others = data.classes if recipe.loss.off_target == "all" else data.classes - 1
-    off_target = recipe.loss.label_smoothing / others
-    range_of_shares = 1 - data.classes * off_target
-    two_classes = (
-        _entropy(off_target + range_of_shares * own)
-        + _entropy(off_target + range_of_shares * (1 - own))
-        + (data.classes - 2) * _entropy(np.array([off_target]))
-    )
+    first = shares_of(pairs, height=data.image_size, width=data.image_size)
+    shares = np.stack([first, 1 - first, np.zeros_like(first)], axis=-1)
+    two_classes = _floor_of_shares(recipe.loss, shares, np.array([1, 1, data.classes - 2]))
     one_class = smoothing_floor(recipe.loss, data.classes)
     return float(two_classes.mean() + (one_class - two_classes.mean()) / data.classes)
 
 
-def _entropy(shares: FloatArray) -> FloatArray:
-    """Return -p ln p of each share."""
-    return -shares * np.log(np.where(shares > 0, shares, 1.0))
+def _floor_of_shares(loss: Loss, shares: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
+    """Return the lowest loss of images: `counts` classes have each of these shares, ... x G."""
+    num_classes = int(counts.sum())
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
+    off_target = loss.label_smoothing / others
+    targets = off_target + (1 - num_classes * off_target) * shares
+    if isinstance(loss, CrossEntropy):
+        return np.asarray(_surprise(targets) @ counts)
+    if loss.target_threshold is not None:
+        return np.zeros(shares.shape[:-1])  # targets are 0 and 1
+    floor = (_surprise(targets) + _surprise(1 - targets)) @ counts
+    return np.asarray(floor / num_classes if loss.classes == "mean" else floor)
+
+
+def _surprise(probabilities: FloatArray) -> FloatArray:
+    """Return -p ln p of each, the share of an entropy in nats that an outcome has."""
+    return -probabilities * np.log(np.where(probabilities > 0, probabilities, 1.0))
