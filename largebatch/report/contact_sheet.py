@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from largebatch.data.erasing import boxes_in_pixels
+from largebatch.data.mixing import shares_of
 from largebatch.data.operations.draws import Operation
 from largebatch.data.order import samples_at
 from largebatch.data.pipeline import Pipeline, open_images
@@ -40,9 +41,9 @@ OCCURRENCES = 6  # of an image in training, if the run has as many
 CHECKS = 2  # validation images of each class
 
 _TILE, _LABEL, _LINE = 112, 150, 22  # points
-_SMALL = 8  # points, size of the captions
-_CAPTION = 0.09  # height of a line of a caption, in tiles
-_LETTERS = 28  # in a line of a caption
+_SMALL = 7.5  # points, size of the captions
+_CAPTION = 0.085  # height of a line of a caption, in tiles
+_LETTERS = 30  # in a line of a caption
 
 WITHOUT_STRENGTH = (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT)
 
@@ -53,7 +54,7 @@ Rows = tuple[tuple[Tensor, ...], ...]
 class Caption(NamedTuple):
     """The lines below a training image."""
 
-    label: tuple[str, ...]  # the classes of its label and their shares; empty for its own class
+    label: tuple[str, ...]  # the classes of a mixed image and their shares; empty if not mixed
     changes: tuple[str, ...]  # the operations on its pixels, and the part that is erased
 
 
@@ -140,41 +141,43 @@ def _training_images(pipeline: Pipeline, positions: list[int]) -> Iterator[_Trai
         with closing(decoded) as batches:
             for place, request, batch in zip(places, requests, batches, strict=True):
                 row = place % pair
-                # sync: drawn by the processor; the copies are ours when the decoder ends
+                # sync: drawn by the processor; the copy is ours when the decoder ends
                 image = batch.images[row].to("cpu", copy=True)
-                label = batch.labels[row].to("cpu", copy=True)
-                lines = caption(request, row, label, classes=index.classes, side=size)
+                labels = index.labels[request.samples]
+                lines = caption(request, row, labels=labels, classes=index.classes, side=size)
                 yield _TrainingImage(image, lines)
 
 
 def caption(
-    request: Request, row: int, label: Tensor, *, classes: Sequence[str], side: int
+    request: Request, row: int, *, labels: IntArray, classes: Sequence[str], side: int
 ) -> Caption:
-    """Return the caption of an image of a batch, whose label is its class or shares of classes."""
+    """Return the caption of an image of a request; `labels` are those of the request's images.
+
+    The classes and changes of a mixed image are its own, then its partner's.
+    """
+    own = _changes(request, row, side=side)
+    share = 1.0
+    if request.mix is not None:
+        share = float(shares_of(request.mix, height=side, width=side)[row // 2])
+    if share == 1:
+        return Caption(label=(), changes=_lines(own, ", "))
+    partner = row + 1 if row % 2 == 0 else row - 1
+    named = [printable(clip(classes[labels[image]], 20)) for image in (row, partner)]
+    label = [f"{named[0]} {share:.2f}", f"+ {named[1]} {1 - share:.2f}"]
+    changes = _lines(own, ", ")
+    of_partner = _changes(request, partner, side=side)
+    if of_partner:
+        changes += _lines([f"+ {of_partner[0]}", *of_partner[1:]], ", ")
+    return Caption(_lines(label, " "), changes)
+
+
+def _changes(request: Request, row: int, *, side: int) -> list[str]:
+    """Return the operations on the pixels of an image, and the part of it that is erased."""
     changes = [] if request.operations is None else operations_in_words(request.operations, row)
     if request.erasures is not None:
         erased = erased_part(request.erasures, row, side=side)
         changes += [f"erased {100 * erased:.0f} %"] if erased else []
-    return Caption(_lines(shares_in_words(label, classes), " + "), _lines(changes, ", "))
-
-
-def shares_in_words(label: Tensor, classes: Sequence[str]) -> list[str]:
-    """Return the classes of a mixed label with their shares, the largest first; [] for one class.
-
-    >>> shares_in_words(torch.tensor([0.0, 0.3, 0.7]), ["ship", "tabby", "tench"])
-    ['tench 0.70', 'tabby 0.30']
-    """
-    if not label.is_floating_point():
-        return []
-    shares, numbers = label.sort(descending=True)
-    # Two images of one class, too, have a label of one class.
-    if shares[1] == 0:
-        return []
-    return [
-        f"{printable(clip(classes[number], 20))} {share:.2f}"
-        for share, number in zip(shares.tolist(), numbers.tolist(), strict=True)
-        if share > 0
-    ]
+    return changes
 
 
 def _lines(items: Sequence[str], between: str) -> tuple[str, ...]:
@@ -232,8 +235,7 @@ def write_sheet(
     )
     shown = show(pipeline)
     columns = len(shown.training[0]) + 1 + CHECKS
-    rows = len(shown.classes) * _row_height(shown)
-    size = _LABEL + _TILE * columns, _TILE * rows + 6 * _LINE
+    size = _LABEL + _TILE * columns, _TILE * _tops(shown)[-1] + 6 * _LINE
     write_chart(path, lambda figure: draw_sheet(figure, shown, recipe.data), size=size)
 
 
@@ -246,21 +248,20 @@ def draw_sheet(figure: "Figure", shown: Shown, data: Data) -> None:
     groups = {training: shown.training, "clean": shown.clean, "evaluation": shown.evaluation}
     widths = [max(map(len, rows)) for rows in groups.values()]
     panels = figure.subplots(1, len(groups), width_ratios=widths)
-    height = _row_height(shown)
+    *tops, bottom = _tops(shown)
     for axes, width, (title, rows) in zip(panels, widths, groups.items(), strict=True):
-        for row, images in enumerate(rows):
-            top = row * height
+        for top, images in zip(tops, rows, strict=True):
             for column, image in enumerate(images):
                 extent = column, column + 0.95, top + 0.95, top
                 axes.imshow(denormalized(image, data), extent=extent, interpolation="nearest")
-        limits = {"xlim": (0, width), "ylim": (len(rows) * height, 0)}
+        limits = {"xlim": (0, width), "ylim": (bottom, 0)}
         axes.set(xticks=[], yticks=[], title=title, **limits)
         axes.spines["bottom"].set_visible(False)
-    for row, captions in enumerate(shown.captions):
+    for top, captions in zip(tops, shown.captions, strict=True):
         for column, lines in enumerate(captions):
-            _write_caption(panels[0], lines, column=column, top=row * height + 0.97)
+            _write_caption(panels[0], lines, column=column, top=top + 0.97)
     names = [clip(name, 20) for name in shown.classes]
-    panels[0].set_yticks(np.arange(len(names)) * height + 0.475, names)
+    panels[0].set_yticks(np.array(tops) + 0.475, names)
     panels[0].grid(visible=False)
     values = []
     for name, rows in groups.items():
@@ -272,10 +273,13 @@ def draw_sheet(figure: "Figure", shown: Shown, data: Data) -> None:
     )  # fmt: skip
 
 
-def _row_height(shown: Shown) -> float:
-    """Return the height of an image and its caption, in tiles."""
-    lines = max(len(label) + len(changes) for row in shown.captions for label, changes in row)
-    return 1 + lines * _CAPTION
+def _tops(shown: Shown) -> list[float]:
+    """Return the upper edge of each row, and the lower one of the last, in tiles from the top."""
+    tops = [0.0]
+    for captions in shown.captions:
+        lines = max(len(label) + len(changes) for label, changes in captions)
+        tops.append(tops[-1] + 1 + lines * _CAPTION)
+    return tops
 
 
 def _write_caption(axes: "Axes", caption: Caption, *, column: int, top: float) -> None:
