@@ -287,7 +287,7 @@ class Keys(Section):
     """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Seed
-    """Seed of the initial weights, the order of the samples, crops, flips and dropout."""
+    """Seed of the initial weights, the order of the samples, their augmentation, and dropout."""
 
     duration: Duration
     """Length of the training, clean epochs included."""

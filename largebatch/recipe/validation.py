@@ -162,6 +162,10 @@ def _others(recipe: Keys) -> dict[str, bool]:
         f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}": (
             "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
         ),
+        # It compares gradients of parts of the batch as if no image were in two of them.
+        "monitor: noise_scale needs independent images: leave it or data.repeats out": (
+            "noise_scale" in recipe.monitor and recipe.data.repeats > 1
+        ),
     }
 
 

@@ -115,16 +115,16 @@ def assert_equal_shares(ours: FloatArray, theirs: FloatArray) -> None:
     assert stats.chi2_contingency(counts).pvalue > 0.01
 
 
+def measures(boxes: IntArray) -> tuple[FloatArray, ...]:
+    """Return area, shape and place of boxes: top, left, height and width in pixels."""
+    tops, lefts, heights, widths = boxes.astype(np.float64).T
+    return heights * widths, heights / widths, tops / (SIDE - heights), lefts / (SIDE - widths)
+
+
 def assert_same_boxes(settings: Erase, theirs: IntArray) -> None:
-    """Compare area, shape and place of boxes: top, left, height and width in pixels."""
     ours = boxes_in_pixels(draw_erasures(5, range(DRAWS), settings).boxes, side=SIDE)
-    for measure in (
-        lambda box: box[:, 2] * box[:, 3],
-        lambda box: box[:, 2] / box[:, 3],
-        lambda box: box[:, 0] / (SIDE - box[:, 2]),
-        lambda box: box[:, 1] / (SIDE - box[:, 3]),
-    ):
-        assert_equal_shares(measure(ours), measure(theirs))
+    for our_values, their_values in zip(measures(ours), measures(theirs), strict=True):
+        assert_equal_shares(our_values, their_values)
 
 
 class Recorder:
