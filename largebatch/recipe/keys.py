@@ -62,7 +62,7 @@ class _Classification(Section):
             return value
         weights = value if isinstance(value, (list, tuple)) else []
         if len(weights) >= 2 and all(_is_weight(weight) for weight in weights):
-            return value
+            return tuple(weights)
         raise ValueError(
             "input should be 'balanced' or a list with a number above 0 for each class, got "
             f"{clip(str(value), 60)}"
