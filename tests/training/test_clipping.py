@@ -6,12 +6,11 @@ The references are plain PyTorch and timm, one process and the whole batch at on
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import crown
 import pytest
 import torch
-from test_precision import FIRST_SCALE
+from layered import BATCH, CLASSES, PEAK, STEPS, data, net, recipe_of
 from threads import on_threads
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -33,56 +32,12 @@ from largebatch.training.averages import EMA
 from largebatch.training.loop import EagerStep, train
 
 require_timm()
-from timm.layers import DropPath  # noqa: E402 -- timm needs torchvision's operators
-from timm.loss import BinaryCrossEntropy  # noqa: E402
+from timm.loss import BinaryCrossEntropy  # noqa: E402 -- timm needs torchvision's operators
 from timm.optim import create_optimizer_v2  # noqa: E402
 
 CPU = Serial(torch.device("cpu"))
-STEPS, BATCH, CLASSES = 4, 16, 5
-PEAK, LIMIT, DECAY, EMA_DECAY = 0.05, 0.23, 0.5, 0.9
-LOSS = "loss={kind: bce, target_threshold: 0.2, label_smoothing: 0.1}"
-SCHEDULE = f"schedule={{peak_lr: {PEAK}, warmup: null, decay: {{kind: constant}}}}"
-
-
-class Layers(nn.Module):
-    """A stem, two blocks with drop path, and a head, named as timm's models name theirs."""
-
-    def __init__(self, *, drop_path: float) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.drop = DropPath(drop_path)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images).relu()
-        for block in self.blocks:
-            x = x + self.drop(block(x).relu())
-        return self.head(x)
-
-    def group_matcher(self, *, coarse: bool = False) -> dict[str, Any]:
-        """As of timm's models."""
-        return {"stem": "^stem", "blocks": [(r"^blocks\.(\d+)", None)]}
-
-
-def net(drop_path: float = 0.0) -> Layers:
-    torch.manual_seed(1)
-    return Layers(drop_path=drop_path).double()
-
-
-def data() -> tuple[Tensor, Tensor]:
-    """Return the samples of all updates, and the shares of their labels; some are mixed."""
-    generator = torch.Generator().manual_seed(2)
-    images = torch.randn(STEPS * BATCH, 6, dtype=torch.float64, generator=generator)
-    labels = torch.randint(CLASSES, (STEPS * BATCH, 2), generator=generator)
-    share = torch.rand(STEPS * BATCH, 1, dtype=torch.float64, generator=generator)
-    own, other = nn.functional.one_hot(labels, CLASSES).double().unbind(1)
-    return images, share * own + (1 - share) * other
-
-
-def recipe_of(optimizer: str, *changes: str) -> Recipe:
-    path = crown.DIGITS
-    return load_recipe(path, [f"optimizer={{{optimizer}}}", SCHEDULE, LOSS, *changes])
+LIMIT, DECAY, EMA_DECAY = 0.23, 0.5, 0.9
+FIRST_SCALE = 2.0**17
 
 
 def solve(
@@ -275,7 +230,10 @@ def test_frozen_weights_do_not_count() -> None:
         (["loss={kind: bce, target_threshold: 0.95, label_smoothing: 0.1}"], "target_threshold"),
         (["loss.class_weights=[1, 2]"], "loss.class_weights .* 10 classes, got 2"),
         (["loss.class_weights=[1, 0]"], "loss.class_weights"),
-        (["optimizer.clip_norm=1", "protocol={kind: hardsync, learners: 2}"], "optimizer.clip_norm"),
+        (
+            ["optimizer.clip_norm=1", "protocol={kind: hardsync, learners: 2}"],
+            "optimizer.clip_norm",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(changes: list[str], key: str) -> None:
