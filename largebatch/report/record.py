@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.recipe.keys import CrossEntropy, Loss
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy, Loss
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
 
@@ -81,6 +81,10 @@ class Record:
     floor: float = 0.0
     """The training loss that label smoothing alone leaves, in nats."""
 
+    objective: Loss | None = None
+    """The training loss; None if it is not known, and taken for a cross-entropy. The validation
+    loss is the cross-entropy without weights of classes."""
+
     normalised: bool = True
     """False if the recipe states that the model has no BatchNorm."""
 
@@ -94,6 +98,21 @@ class Record:
     def chance(self) -> float:
         """Loss of equal probabilities for all classes, ln K; NaN if their number is not known."""
         return math.log(self.classes) if self.classes else math.nan
+
+    @property
+    def training_chance(self) -> float:
+        """Training loss of the same guess for every image, if all classes are equally frequent."""
+        if not self.classes or not isinstance(self.objective, BinaryCrossEntropy):
+            return self.chance
+        share = np.array(1 / self.classes)
+        loss = float(_surprise(share) + _surprise(1 - share))
+        return loss if self.objective.classes == "mean" else loss * self.classes
+
+    @property
+    def has_comparable_losses(self) -> bool:
+        """True if the difference of validation and training loss means something."""
+        loss = self.objective
+        return loss is None or (isinstance(loss, CrossEntropy) and loss.class_weights is None)
 
     @property
     def unchecked(self) -> list[str]:
@@ -166,6 +185,11 @@ class Record:
     @property
     def unit(self) -> float:
         """The loss of guessing; the first training loss where the classes are not known."""
+        return self.training_chance if self.classes else self.start
+
+    @property
+    def validation_unit(self) -> float:
+        """The validation loss of guessing; the first training loss as for `unit`."""
         return self.chance if self.classes else self.start
 
     def spike(self, rows: slice) -> Spike | None:
@@ -250,7 +274,8 @@ def record_of(run: Run) -> Record:
         top1=values_of(evaluations, "top1"),
         val_samples=evaluations[-1].samples if evaluations else None,
         classes=classes,
-        floor=smoothing_floor(loss, classes) if classes else 0.0,
+        floor=float(smoothing_floor(loss, classes)) if classes else 0.0,
+        objective=loss,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -276,26 +301,37 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     return np.array([np.partition(window, before)[before] for window in windows])
 
 
-def smoothing_floor(loss: Loss, num_classes: int) -> float:
-    """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
+def smoothing_floor(loss: Loss, num_classes: int, own: float | FloatArray = 1.0) -> FloatArray:
+    """Return the lowest loss that smoothed labels leave: the entropy of their targets, in nats.
 
-    >>> round(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2), 3)
+    `own` is the share of an image's label; the rest is that of another class.
+
+    >>> round(float(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2)), 3)
     0.199
     """
     others = num_classes
     if isinstance(loss, CrossEntropy) and loss.off_target == "others":
         others = num_classes - 1
     off_target = loss.label_smoothing / others
-    on_target = 1 - off_target * (num_classes - 1)
-    targets = ((on_target, 1), (off_target, num_classes - 1))
+    shares = np.asarray(own)
+    # Of the label, of the other class, and of each of the rest.
+    labels = [shares, 1 - shares, np.zeros_like(shares)]
+    targets = [off_target + (1 - num_classes * off_target) * share for share in labels]
+    counts = [1, 1, num_classes - 2]
     if isinstance(loss, CrossEntropy):
-        return sum(_surprise(p) * count for p, count in targets)
+        return sum(
+            (_surprise(p) * count for p, count in zip(targets, counts, strict=True)),
+            np.zeros_like(shares),
+        )
     if loss.target_threshold is not None:
-        return 0.0  # targets are 0 and 1
-    floor = sum((_surprise(p) + _surprise(1 - p)) * count for p, count in targets)
+        return np.zeros_like(shares)  # targets are 0 and 1
+    floor = sum(
+        ((_surprise(p) + _surprise(1 - p)) * n for p, n in zip(targets, counts, strict=True)),
+        np.zeros_like(shares),
+    )
     return floor / num_classes if loss.classes == "mean" else floor
 
 
-def _surprise(probability: float) -> float:
+def _surprise(probability: FloatArray) -> FloatArray:
     """Return -p ln p, the share of an entropy in nats that an outcome has."""
-    return -probability * math.log(probability) if probability else 0.0
+    return -probability * np.log(np.where(probability > 0, probability, 1.0))

@@ -13,6 +13,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import build, layer_depths, param_groups
 from largebatch.optim.rates import set_rates
 from largebatch.optional import require_timm
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.runs.state import build_criterion, build_state
 
@@ -32,7 +33,7 @@ def test_layers_scales_and_decayed_weights_are_timms(name: str) -> None:
     theirs = param_groups_layer_decay(
         model,
         weight_decay=0.05,
-        no_weight_decay_list=getattr(model, "no_weight_decay", set)(),  # type: ignore[operator]
+        no_weight_decay_list=getattr(model, "no_weight_decay", set)(),
         layer_decay=DECAY,
     )
     depths = layer_depths(model)
@@ -84,8 +85,7 @@ def test_rates_of_biases_and_of_the_backbone_multiply() -> None:
     model = net()
     changes = ["model.backbone={lr_factor: 0.1}", "polish=null", "batch.bn_span=null"]
     recipe = recipe_of(f"kind: sgd, bias_lr: {2 * PEAK}, layer_decay: {DECAY}", *changes)
-    plan: Any = None
-    state = build_state(recipe, plan, model, CPU)
+    state = build_state(recipe, make_plan(recipe), model, CPU)
     set_rates(state.updater.optimizer, 1.0, step=0)
     groups = state.updater.optimizer.param_groups
     rates = {id(weight): group["lr"] for group in groups for weight in group["params"]}

@@ -33,7 +33,8 @@ class Layers(nn.Module):
         x = self.stem(images).relu()
         for block in self.blocks:
             x = x + self.drop(block(x).relu())
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
     def group_matcher(self, *, coarse: bool = False) -> dict[str, Any]:
         """As of timm's models."""

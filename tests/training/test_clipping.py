@@ -61,7 +61,7 @@ def solve(
             build_optimizer(recipe, model, group),
             build_criterion(recipe.loss),
             reducer,
-            Spans(model, group),
+            Spans(model, CPU),  # which it has none of
             global_batch=BATCH,
             scaler=GradScaler("cpu", init_scale=FIRST_SCALE, enabled=scaled),
             clip_norm=recipe.optimizer.clip_norm,
@@ -197,7 +197,8 @@ def test_frozen_weights_do_not_count() -> None:
         assert length is not None
         return length.item()
 
-    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
+    inner, outer = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
+    model = nn.Sequential(inner, outer).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batch = Batch(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1))
     with Reducer(model.named_parameters(), CPU) as reducer:
@@ -210,13 +211,13 @@ def test_frozen_weights_do_not_count() -> None:
             global_batch=1,
             clip_norm=1e-3,
         )
-        first, last = model[0].weight, model[1].weight
-        inner = (first @ batch.images[0]).norm().item()
-        outer = last.norm().item() * math.sqrt(3)
-        assert norm([]) == pytest.approx(math.hypot(inner, outer), rel=1e-12)
-        assert norm([first]) == pytest.approx(inner, rel=1e-12)
-        assert last.grad is not None
-        assert last.grad.norm().item() == pytest.approx(1e-3 * inner / (inner + 1e-6), rel=1e-12)
+        of_outer = (inner.weight @ batch.images[0]).norm().item()
+        of_inner = outer.weight.norm().item() * math.sqrt(3)
+        assert norm([]) == pytest.approx(math.hypot(of_inner, of_outer), rel=1e-12)
+        assert norm(list(inner.parameters())) == pytest.approx(of_outer, rel=1e-12)
+        assert outer.weight.grad is not None
+        clipped = 1e-3 * of_outer / (of_outer + 1e-6)
+        assert outer.weight.grad.norm().item() == pytest.approx(clipped, rel=1e-12)
 
 
 @pytest.mark.parametrize(
