@@ -123,7 +123,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
-    chooser = f"{where}.{context.get('discriminator', '')}".replace("'", "")
+    chooser = f"{where}.kind"  # of every union of a recipe
     match problem["type"]:
         case "missing":
             return f"{where}: missing"
