@@ -5,6 +5,7 @@ the device, behind any decoder, cache or prefetcher. A box is (top, left, height
 pixels, resized to the model's square input.
 """
 
+from concurrent.futures import Executor
 from contextlib import closing
 from functools import lru_cache
 from typing import Literal
@@ -17,6 +18,8 @@ from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
 from largebatch.data.mixing import draw_pairs, mix
+from largebatch.data.operations.applying import operate
+from largebatch.data.operations.draws import draw
 from largebatch.data.order import (
     WORDS_PER_BLOCK,
     Stream,
@@ -32,7 +35,9 @@ from largebatch.data.types import (
     DecodedBatches,
     IntArray,
     Request,
+    View,
 )
+from largebatch.recipe.augment import Augment
 from largebatch.recipe.data import Erase, Mix
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
@@ -47,13 +52,15 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    augment: Augment | None = None,
+    view: View | None = None,
     repeats: int = 1,
     erasing: Erase | None = None,
     mixed: Mix | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
-    Whole images are shown if `area` is None.
+    Whole images are shown if `area` is None. `augment` needs the view of the model.
     """
     samples = samples_at(
         positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
@@ -76,11 +83,23 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
+    operations = None
+    if augment is not None:
+        assert view is not None
+        operations = draw(augment, seed, positions, view)
     erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
     pairs = None
     if mixed is not None:
         pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
-    return Request(samples, boxes, flips, shifts=shifts, erasures=erasures, mix=pairs)
+    return Request(
+        samples=samples,
+        boxes=boxes,
+        flips=flips,
+        shifts=shifts,
+        operations=operations,
+        erasures=erasures,
+        mix=pairs,
+    )
 
 
 def clean_request(
@@ -187,22 +206,25 @@ def _centered(
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
-def augmented(decoded: DecodedBatches) -> Batches:
+def augmented(decoded: DecodedBatches, pool: Executor | None = None) -> Batches:
     """Yield the batches of a decoder, augmented; close the decoder with them."""
     with closing(decoded):
         for request, batch in decoded:
-            yield augment(batch, request)
+            yield augment(batch, request, pool)
 
 
-def augment(batch: Batch, request: Request) -> Batch:
+def augment(batch: Batch, request: Request, pool: Executor | None = None) -> Batch:
     """Apply to a decoded batch, on its device, the numbers of its request that are left to apply.
 
     Nothing is drawn here and no other place changes decoded images, so the result is the same
-    behind every decoder and on any number of workers. A clean request has no such numbers.
+    behind every decoder and on any number of workers. A clean request has no such numbers. On the
+    host the threads of `pool` share the images.
     """
     if request.shifts is not None:
         (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
         batch = batch._replace(images=translate(batch.images, shifts))
+    if request.operations is not None:
+        batch = batch._replace(images=operate(batch.images, request.operations, pool))
     if request.erasures is not None:
         batch = batch._replace(images=erase(batch.images, request.erasures))
     if request.mix is not None:

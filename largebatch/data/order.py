@@ -35,6 +35,7 @@ class Stream(enum.IntEnum):
     TRANSLATION = 10
     MIX = 11
     MIX_BOX = 12
+    OPERATIONS = 13
     ERASE = 14
     ERASE_NOISE = 15
 

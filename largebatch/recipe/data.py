@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from largebatch.recipe.augment import Augment
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
 
 MAX_SIDE = 4096
@@ -182,6 +183,10 @@ class Data(Section):
     """Move training images by up to this many pixels of the model's input, up or down and left or
     right; the border is filled by reflection. 0: none."""
 
+    augment: Annotated[Augment, Field(discriminator="kind")] | None = None
+    """Operations on the pixels of training images: `rand_augment`, `trivial_augment`,
+    `color_jitter`. Their pixels are whole numbers from 0 to 255. null: none."""
+
     erase: Erase | None = None
     """Random erasing; null: none. Boxes are relative to the image, so they follow its size."""
 
@@ -190,6 +195,7 @@ class Data(Section):
     follow, each time with other crops and other neighbours. An epoch remains train_samples
     positions, so it has 1 / `repeats` of the images, and in `repeats` epochs every image occurs
     `repeats` times. Clean updates and statistics have every image once in an epoch. 1: none."""
+
     mix: Mix | None = None
     """Mixup and CutMix; null: training images are not mixed."""
 

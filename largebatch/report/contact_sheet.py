@@ -78,7 +78,7 @@ def show(pipeline: Pipeline) -> Shown:
     # Each part of a run with growing images has its own size, and a batch has one size.
     for size, positions in groupby(every_position, key=size_of):
         wanted = requests(positions, clean=False)
-        training += _images(pipeline.decode(index, wanted, image_size=size))
+        training += _images(pipeline.decode(index, wanted, image_size=size, clean=False))
     clean = _images(pipeline.decode(index, requests(rows_of_positions[0], clean=True)))
     evaluated = pipeline.evaluated_samples
     validation = pipeline.val_index
