@@ -1,10 +1,11 @@
-"""Crops, flips and translations: pure functions of the seed and the position in the run.
+"""Augmentation of training images: a pure function of the seed and the position in the run.
 
 `train_request` draws all numbers of a batch. A decoder crops and flips; `augment` does the rest on
 the device, behind any decoder, cache or prefetcher. A box is (top, left, height, width) in source
 pixels, resized to the model's square input.
 """
 
+from concurrent.futures import Executor
 from contextlib import closing
 from functools import lru_cache
 from typing import Literal
@@ -14,9 +15,19 @@ import torch
 from torch import Tensor
 
 from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
 from largebatch.data.mixing import draw_pairs, mix
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, samples_at, uniform
+from largebatch.data.operations.applying import operate
+from largebatch.data.operations.draws import draw
+from largebatch.data.order import (
+    WORDS_PER_BLOCK,
+    Stream,
+    occurrences_at,
+    random_words,
+    samples_at,
+    uniform,
+)
 from largebatch.data.types import (
     Batch,
     Batches,
@@ -24,8 +35,10 @@ from largebatch.data.types import (
     DecodedBatches,
     IntArray,
     Request,
+    View,
 )
-from largebatch.recipe.data import Mix
+from largebatch.recipe.augment import Augment
+from largebatch.recipe.data import Erase, Mix
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -39,13 +52,19 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     aspect: tuple[float, float],
     flip: bool | Literal["alternating"],
     translate: int = 0,
+    augment: Augment | None = None,
+    view: View | None = None,
+    repeats: int = 1,
+    erasing: Erase | None = None,
     mixed: Mix | None = None,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
-    Whole images are shown if `area` is None.
+    Whole images are shown if `area` is None. `augment` needs the view of the model.
     """
-    samples = samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
+    samples = samples_at(
+        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
+    )
     heights = index.heights[samples]
     widths = index.widths[samples]
     if area is None:
@@ -53,20 +72,34 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     else:
         boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
     if flip == "alternating":
-        # Every other epoch shows the mirror image (Jordan 2024, arXiv:2404.00498): with random
-        # flips half of the images look the same in two epochs in a row.
+        # Every other occurrence, which is every other epoch without repeats, shows the mirror
+        # image (Jordan 2024, arXiv:2404.00498): with random flips half of the images look the
+        # same in two epochs in a row.
         num_trained = len(index) if index.trained is None else len(index.trained)
-        epochs = np.arange(positions.start, positions.stop) // num_trained
-        flips = first_flips(seed, len(index))[samples] ^ (epochs % 2).astype(np.bool_)
+        occurrences = occurrences_at(positions, num_samples=num_trained, repeats=repeats)
+        flips = first_flips(seed, len(index))[samples] ^ (occurrences % 2).astype(np.bool_)
     elif flip:
         flips = random_flips(seed, positions)
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
     shifts = random_shifts(seed, positions, largest=translate) if translate else None
+    operations = None
+    if augment is not None:
+        assert view is not None
+        operations = draw(augment, seed, positions, view)
+    erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
     pairs = None
     if mixed is not None:
         pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
-    return Request(samples=samples, boxes=boxes, flips=flips, shifts=shifts, mix=pairs)
+    return Request(
+        samples=samples,
+        boxes=boxes,
+        flips=flips,
+        shifts=shifts,
+        operations=operations,
+        erasures=erasures,
+        mix=pairs,
+    )
 
 
 def clean_request(
@@ -173,22 +206,27 @@ def _centered(
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
 
 
-def augmented(decoded: DecodedBatches) -> Batches:
+def augmented(decoded: DecodedBatches, pool: Executor | None = None) -> Batches:
     """Yield the batches of a decoder, augmented; close the decoder with them."""
     with closing(decoded):
         for request, batch in decoded:
-            yield augment(batch, request)
+            yield augment(batch, request, pool)
 
 
-def augment(batch: Batch, request: Request) -> Batch:
+def augment(batch: Batch, request: Request, pool: Executor | None = None) -> Batch:
     """Apply to a decoded batch, on its device, the numbers of its request that are left to apply.
 
     Nothing is drawn here and no other place changes decoded images, so the result is the same
-    behind every decoder and on any number of workers. A clean request has no such numbers.
+    behind every decoder and on any number of workers. A clean request has no such numbers. On the
+    host the threads of `pool` share the images.
     """
     if request.shifts is not None:
         (shifts,) = Transfer(batch.images.device).send(torch.from_numpy(request.shifts))
         batch = batch._replace(images=translate(batch.images, shifts))
+    if request.operations is not None:
+        batch = batch._replace(images=operate(batch.images, request.operations, pool))
+    if request.erasures is not None:
+        batch = batch._replace(images=erase(batch.images, request.erasures))
     if request.mix is not None:
         batch = mix(batch, request.mix)
     return batch

@@ -1,18 +1,21 @@
 """The order of samples: a pure function of the seed and the position in the run.
 
-Position p is sample permutation(seed, epoch p // N)[p % N]. Random numbers are counter-based:
+Position p is sample permutation(seed, epoch p // N)[p % N]; with repeated augmentation, blocks of
+that order follow several times. Random numbers are counter-based:
 Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by the seed and the purpose. NumPy
 guarantees its raw words always, but not `Generator.permutation`, which is computed here.
 """
 
 import enum
 import functools
+import math
 from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
 
 from largebatch.data.types import FloatArray, IntArray
+from largebatch.recipe.data import REPEATED
 
 WORDS_PER_BLOCK = 4  # number of 64-bit words per value of Philox's counter
 
@@ -32,6 +35,9 @@ class Stream(enum.IntEnum):
     TRANSLATION = 10
     MIX = 11
     MIX_BOX = 12
+    OPERATIONS = 13
+    ERASE = 14
+    ERASE_NOISE = 15
 
 
 def random_words(
@@ -70,12 +76,73 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
 
 
 def samples_at(
-    positions: range, *, seed: int, num_samples: int, trained: IntArray | None
+    positions: range,
+    *,
+    seed: int,
+    num_samples: int,
+    trained: IntArray | None,
+    repeats: int = 1,
 ) -> IntArray:
-    """Return the samples at these positions of the run, from `trained` or, if None, from all."""
-    if trained is None:
-        return sample_ids(positions, seed=seed, num_samples=num_samples)
-    return trained[sample_ids(positions, seed=seed, num_samples=len(trained))]
+    """Return the samples at these positions of the run, from `trained` or, if None, from all.
+
+    With `repeats`, each block of the order follows several times, as in `unrepeated`.
+    """
+    if trained is not None:
+        num_samples = len(trained)
+    if repeats == 1 or not positions:
+        samples = sample_ids(positions, seed=seed, num_samples=num_samples)
+    else:
+        sources, _ = unrepeated(positions, num_samples=num_samples, repeats=repeats)
+        first = int(sources.min())
+        # The sources are in a few adjacent blocks, fewer than there are positions.
+        around = range(first, int(sources.max()) + 1)
+        samples = sample_ids(around, seed=seed, num_samples=num_samples)[sources - first]
+    return samples if trained is None else trained[samples]
+
+
+def occurrences_at(positions: range, *, num_samples: int, repeats: int) -> IntArray:
+    """Return how often the sample at each of these positions of the run occurred before."""
+    sources, copies = unrepeated(positions, num_samples=num_samples, repeats=repeats)
+    return sources // num_samples * repeats + copies
+
+
+def unrepeated(positions: range, *, num_samples: int, repeats: int) -> tuple[IntArray, IntArray]:
+    """Return the position in the order without repeats, and the number of the copy, of each one.
+
+    Each pass over the samples is divided into blocks of REPEATED; the last block has the remaining
+    samples too. A block follows `repeats` times: copy c has sample j * m of the block, modulo its
+    size, at its place j, where m is the c-th number that has no common factor with the size. So
+    neighbours in different copies have different distances in the block: in a pass no pair of
+    neighbours occurs twice, and no sample is its own neighbour, at even and at odd positions and
+    where one copy follows another.
+
+    >>> sources, copies = unrepeated(range(64, 70), num_samples=640, repeats=3)
+    >>> sources.tolist(), copies.tolist()
+    ([0, 3, 6, 9, 12, 15], [1, 1, 1, 1, 1, 1])
+    """
+    passes, within = np.divmod(np.arange(positions.start, positions.stop), num_samples * repeats)
+    if repeats == 1:  # any number of samples, also fewer than a block
+        return passes * num_samples + within, np.zeros_like(passes)
+    assert num_samples >= REPEATED, "the recipe requires a whole block"
+    num_blocks = num_samples // REPEATED
+    last_size = num_samples - (num_blocks - 1) * REPEATED
+    blocks = np.minimum(within // (REPEATED * repeats), num_blocks - 1)
+    is_last = blocks == num_blocks - 1
+    sizes = np.where(is_last, last_size, REPEATED)
+    copies, places = np.divmod(within - blocks * (REPEATED * repeats), sizes)
+    multipliers = np.where(
+        is_last, _coprimes(last_size, repeats)[copies], _coprimes(REPEATED, repeats)[copies]
+    )
+    sources = blocks * REPEATED + places * multipliers % sizes
+    return passes * num_samples + sources, copies
+
+
+@functools.lru_cache(maxsize=4)
+def _coprimes(size: int, number: int) -> IntArray:
+    """Return the first numbers from 1 to size / 2 without a common factor with `size`."""
+    # Above size / 2 is the same distance in the other direction.
+    coprimes = [factor for factor in range(1, size // 2 + 1) if math.gcd(factor, size) == 1]
+    return np.array(coprimes[:number])
 
 
 def divide(

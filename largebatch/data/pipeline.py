@@ -5,7 +5,8 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch
 
 from largebatch import accelerator
 from largebatch.data.augment import augmented, clean_request, train_request
+from largebatch.data.decoders.prefetch import ahead
 from largebatch.data.decoding import Decoding, choose_decoding, decoding_threads
 from largebatch.data.images import Images, read_images
 from largebatch.data.index.index import Index
+from largebatch.data.operations.applying import of_values
 from largebatch.data.order import samples_at
 from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
@@ -63,6 +66,9 @@ class Pipeline:
     """True if images are stored channels last, like the model's weights."""
 
     dtype: torch.dtype = torch.float32
+    operating_threads: int = 0
+    """Number of threads that apply data.augment on the host; 0: the device does, or this thread."""
+
     idle: dict[Split, tuple[ExitStack, Decode]] = field(default_factory=dict)
     """Open decoders of clean images that are not in use: opening one starts threads and, with DALI,
     builds a pipeline and allocates memory; all evaluations share one."""
@@ -94,14 +100,36 @@ class Pipeline:
 
         for size, of_one_size in groupby(batches, key=size_of):
             requests = (self.training_request(positions, clean=clean) for positions in of_one_size)
-            yield from self.decode(self.train_index, requests, image_size=size)
+            yield from self.decode(self.train_index, requests, image_size=size, clean=clean)
 
     def decode(
-        self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
+        self,
+        index: Index,
+        requests: Iterable[Request],
+        *,
+        image_size: int | None = None,
+        clean: bool = True,
     ) -> Batches:
-        """Yield a batch for each request, decoded to this size; the default is evaluation's."""
-        with self.open_decoder(index, self.view(image_size)) as decode:
-            yield from augmented(decode(requests))
+        """Yield a batch for each request, decoded to this size; the default is evaluation's.
+
+        Requests of augmented images need `clean` to be False.
+        """
+        view = self.view(image_size)
+        if clean or self.data.augment is None:
+            with self.open_decoder(index, view) as decode:
+                yield from augmented(decode(requests))
+            return
+        # Operations are defined on values from 0 to 255, so images are normalised after them.
+        with self.open_decoder(index, of_values(view)) as decode:
+            if self.operating_threads == 0:
+                yield from augmented(decode(requests))
+                return
+            with (
+                ThreadPoolExecutor(self.operating_threads, thread_name_prefix="operate") as pool,
+                closing(augmented(decode(requests), pool)) as batches,
+                closing(ahead(batches)) as prepared,  # else training would wait for each batch
+            ):
+                yield from prepared
 
     def view(self, image_size: int | None = None) -> View:
         """Return how images become the model's input, at this size or the evaluation's."""
@@ -115,7 +143,11 @@ class Pipeline:
         )
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once per epoch, none held out."""
+        """Return the images at these positions of the run: each once per epoch, none held out.
+
+        Those of clean updates and statistics: data.repeats is for augmented images, because clean
+        copies of an image would be equal.
+        """
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
 
@@ -144,6 +176,7 @@ class Pipeline:
         """Return the training request for these positions of the run."""
         if clean:
             return self.clean_request(self.train_index, self.training_samples(positions))
+        usual = self.data.image_size
         return train_request(
             self.train_index,
             positions,
@@ -152,6 +185,10 @@ class Pipeline:
             aspect=self.data.crop_aspect,
             flip=self.data.flip,
             translate=self.data.translate,
+            augment=self.data.augment,
+            view=self.view(self.plan.image_size(positions.start, otherwise=usual)),
+            repeats=self.data.repeats,
+            erasing=self.data.erase,
             mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
         )
 
@@ -241,6 +278,7 @@ def open_pipeline(
         val_index=images.validation,
         open_decoder=lambda index, view: decoding.open(index, view, resources),
         channels_last=execution.channels_last(device.type),
+        operating_threads=0 if accelerator.is_remote(device) else resources.threads,
         # On a GPU the first layer would convert them itself; so they take half of its memory.
         dtype=DTYPES[recipe.precision] if accelerator.is_remote(device) else torch.float32,
         evaluated_samples=images.evaluated,

@@ -32,6 +32,35 @@ Batches = Generator[Batch, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Operations on the pixels of a batch of N images, L for each, applied one after the other."""
+
+    kinds: IntArray  # values of operations.Operation, N x L
+    strengths: FloatArray  # in the unit of the operation, N x L
+    filters: IntArray  # values of operations.Filter, N x L; geometry uses them
+    centers: FloatArray  # centres of cut-out squares, down and right, in pixels, N x L x 2
+    fill: tuple[int, int, int]  # colour of pixels from outside of the image, 0 .. 255
+    shear_axis: float  # row or column, in pixels, that a shear leaves in its place
+    mean: Triple
+    std: Triple  # the images are normalised by them after their operations
+
+
+class Erasures(NamedTuple):
+    """Boxes to erase in the images of a batch: `erasing.erase` fills them.
+
+    Images have different numbers of boxes, so each box names its row of the batch.
+    """
+
+    rows: IntArray  # row of the batch, K
+    boxes: FloatArray
+    """Height and width as parts of the image's side; top and left as parts of what they leave of
+    the side, K x 4."""
+
+    keys: IntArray | None
+    """Two 32-bit keys of the noise in each box, K x 2; None: the mean colour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPairs:
     """The numbers that mix the pairs of a batch: images 2k and 2k + 1 with each other."""
 
@@ -63,6 +92,13 @@ class Request:
     flips: BoolArray  # True if an image is mirrored left to right after resizing, N
     shifts: IntArray | None = None
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
+
+    operations: Operations | None = None
+    """Operations on the pixels of the decoded images, which then are values from 0 to 255 and are
+    normalised afterwards; None: the decoder has normalised them."""
+
+    erasures: Erasures | None = None
+    """Boxes that are erased; None: none in any image."""
 
     mix: MixedPairs | None = None
     """How the images of each pair are mixed; None: no image is, and labels are class numbers."""

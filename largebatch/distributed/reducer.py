@@ -312,6 +312,19 @@ class Reducer:
             wholes = torch.stack([group.square() for group in self._groups])
             self.squares = torch.stack([firsts.sum(), wholes.sum()])
 
+    @torch.no_grad()
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient by a number on the device, after `wait`.
+
+        The factor must be the same on all workers; the host does not wait for it.
+        """
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in self._groups:
+            for tensor in group.tensors():
+                alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for (device, dtype), tensors in alike.items():
+            torch._foreach_mul_(tensors, factor.to(device, dtype))
+
     def finite(self) -> Tensor:
         """Return True if every gradient is finite, after `wait`: 0-d, bool, on the device."""
         tensors = [tensor for group in self._groups for tensor in group.tensors()]

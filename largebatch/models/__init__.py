@@ -13,14 +13,25 @@ from largebatch.errors import RecipeError
 from largebatch.models import networks, zoo
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
+from largebatch.models.blurred import resnet50_blurred
+from largebatch.optional import require_timm
 
 _DEPTHS = (8, 20, 32, 44, 56, 110)
+
+
+def _big_vision_vit(num_classes: int, **arguments: Any) -> nn.Module:  # noqa: ANN401 -- passed on
+    from largebatch.models.vision_transformer import BigVisionViT  # its blocks are timm's
+
+    return BigVisionViT(num_classes, **arguments)
+
 
 _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "lenet5": (networks.LeNet5, {}),
     "cifar_quick": (networks.CifarQuick, {}),
     "cifar_resnet9": (networks.CifarResNet9, {}),
     "airbench": (networks.Airbench, {}),
+    "big_vision_vit_s16": (_big_vision_vit, {}),
+    "resnet50_blurred": (resnet50_blurred, {}),
     **{f"cifar_resnet{depth}": (networks.CifarResNet, {"depth": depth}) for depth in _DEPTHS},
 }
 """Class by name, and the arguments that a recipe cannot change."""
@@ -160,6 +171,27 @@ def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
     instead of many.
     """
     return _parameters_of(model, (_NormBase,)) | set(classifier(model).parameters())
+
+
+def layer_depths(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return for each parameter the number of layers after its own: 0 in the last layer.
+
+    The layers are those of timm's `group_matcher`: a stem, each block, and a head with the last
+    normalisation layer, the same as in timm's param_groups_layer_decay. Raises ValueError if the
+    model has no such method, or only one layer by it.
+    """
+    name = type(model).__name__
+    matcher = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise ValueError(f"{name} does not divide its weights into layers, as timm's models do")
+    require_timm()
+    from timm.models import group_parameters
+
+    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    last = max(layers.values())
+    if not last:
+        raise ValueError(f"group_matcher of {name} has one layer for all weights")
+    return {weight: last - layers[path] for path, weight in model.named_parameters()}
 
 
 def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:

@@ -359,7 +359,7 @@ def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any
 def build_lars(section: sections.LARS, weights: Weights) -> LARS:
     """Build LARS; raise RecipeError where its kernels cannot update these weights."""
     groups = weights.adapted_groups(weight_decay=section.weight_decay)
-    settings = section.model_dump(exclude={"kind", "weight_decay"})
+    settings = section.model_dump(exclude={*sections.OF_EVERY_KIND, "weight_decay"})
     try:
         return LARS(groups, lr=weights.lr, kernels=weights.kernels, **settings)
     except ValueError as error:

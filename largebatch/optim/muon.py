@@ -123,14 +123,14 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         group = self._use_numbers()
-        pairs = zip(group["params"], group["steps"], strict=True)
-        trained = [(weight, step) for weight, step in pairs if weight.grad is not None]
-        directions = self._orthogonalize([weight for weight, _ in trained], group)
-        for (weight, step), direction in zip(trained, directions, strict=True):
+        rows = zip(group["params"], group["steps"], group["kept"], strict=True)
+        trained = [row for row in rows if row[0].grad is not None]
+        directions = self._orthogonalize([weight for weight, _, _ in trained], group)
+        for (weight, step, kept), direction in zip(trained, directions, strict=True):
             if group["normalize_weights"]:
                 norm = weight.norm()
                 weight.mul_(math.sqrt(len(weight)) / norm.masked_fill(norm == 0, 1))  # 0 stays 0
-            weight.mul_(group["kept"])
+            weight.mul_(kept)
             if isinstance(step, Tensor):
                 weight.addcmul_(direction, step)
             else:
@@ -162,16 +162,22 @@ class Muon(Optimizer):
         self._others.refresh()
 
     def _use_numbers(self) -> dict[str, Any]:
-        """Return the group of the matrices with its numbers, on a device with graphs those there.
+        """Return all matrices as one group with its numbers, on a device with graphs those there.
 
-        They have the type of the weights, which must be long enough for them.
+        They have the type of the weights, which must be long enough for them. Groups of matrices
+        differ in their learning rates only.
         """
-        group = self.param_groups[0]
-        weights = group["params"]
+        groups = [group for group in self.param_groups if _holds_matrices(group)]
+        group = groups[0]
+        weights = [weight for layer in groups for weight in layer["params"]]
         momentum = group["momentum"]
-        lr = group["lr"]
-        steps = [-lr * _scale(weight, group["adjust_lr"]) for weight in weights]
-        numbers = [momentum, 1 - momentum, 1 - lr * group["weight_decay"], *steps]
+        steps = [
+            -layer["lr"] * _scale(weight, layer["adjust_lr"])
+            for layer in groups
+            for weight in layer["params"]
+        ]
+        kept = [1 - layer["lr"] * layer["weight_decay"] for layer in groups]
+        numbers = [momentum, 1 - momentum, *kept, *steps]
         # Replays read numbers from one tensor, so weights on several devices are left to the host.
         # In 16 bits 1 - lr * weight_decay would often round to 1.
         kinds = {
@@ -182,8 +188,19 @@ class Muon(Optimizer):
         if len(kinds) == 1 and all(weight.itemsize >= 4 for weight in weights):
             self._numbers = self._numbers or Numbers(*kinds.pop())
             numbers = list(self._numbers.use(numbers).unbind())
-        momentum, rest, kept, *steps = numbers
-        return {**group, "momentum": momentum, "rest": rest, "kept": kept, "steps": steps}
+        momentum, rest, *others = numbers
+        kept = others[: len(groups)]
+        of_weights = [
+            number for layer, number in zip(groups, kept, strict=True) for _ in layer["params"]
+        ]
+        return {
+            **group,
+            "params": weights,
+            "momentum": momentum,
+            "rest": rest,
+            "kept": of_weights,
+            "steps": others[len(groups) :],
+        }
 
     def _orthogonalize(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if not weights:
@@ -229,8 +246,14 @@ class Muon(Optimizer):
         """Give the other optimizer its own rates, and the state held here."""
         self._others.state = self.state
         self._others.param_groups = [
-            {**group, "lr": group["lr"] * group["lr_ratio"]} for group in self.param_groups[1:]
+            {**group, "lr": group["lr"] * group["lr_ratio"]}
+            for group in self.param_groups
+            if not _holds_matrices(group)
         ]
+
+
+def _holds_matrices(group: dict[str, Any]) -> bool:
+    return "ns_steps" in group  # the groups of the other optimizer have no such key
 
 
 def own_share(costs: Sequence[int], *, rank: int, workers: int) -> list[int]:
@@ -291,7 +314,7 @@ def build_muon(section: sections.Muon, weights: Weights) -> Muon:
         name = type(weights.model).__name__
         raise RecipeError(f"optimizer.kind: muon: {name} has no hidden matrices; take another")
     others = _build_others(section.others, weights.model, matrices, muon_lr=weights.lr)
-    settings = section.model_dump(exclude={"kind", "others"})
+    settings = section.model_dump(exclude={*sections.OF_EVERY_KIND, "others"})
     return Muon(matrices, others, weights.workers, lr=weights.lr, **settings)
 
 

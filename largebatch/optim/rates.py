@@ -1,6 +1,6 @@
 """Learning rates of parameter groups that differ from the schedule's."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,24 @@ def set_rates(optimizer: Optimizer, lr: float, *, step: int) -> None:
         if "until" in group:
             rate = group["peak_lr"] * max(0.0, 1 - step / group["until"])
         group["lr"] = rate * group.get("lr_factor", 1.0) * (step >= group.get("after", 0))
+
+
+def scale_rate(group: dict[str, Any], factor: float) -> None:
+    """Multiply the learning rate of a group in every update, and its peak where LARS has one."""
+    group["lr_factor"] = factor * group.get("lr_factor", 1.0)
+    if "base_lr" in group:
+        group["base_lr"] *= factor
+
+
+def decay_rates(optimizer: Optimizer, depths: Mapping[nn.Parameter, int], decay: float) -> None:
+    """Multiply the learning rate of each weight by `decay` to the power of its depth.
+
+    `depths` are the numbers of layers after that of each weight: 0 for the last layer.
+    """
+    for depth in sorted(set(depths.values())):
+        weights = [weight for weight, number in depths.items() if number == depth]
+        for group in own_groups(optimizer, weights):
+            scale_rate(group, decay**depth)
 
 
 def frozen_weights(optimizer: Optimizer, *, step: int) -> list[nn.Parameter]:

@@ -4,10 +4,20 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from largebatch.recipe.augment import Augment
 from largebatch.recipe.section import Duration, Fraction, Positive, Samples, Section, Seed
 
 MAX_SIDE = 4096
 """Side of the largest image in pixels; in fp32 one takes 200 MB."""
+
+MAX_ERASED = 16
+"""Boxes that are erased in an image; the numbers of all of them are drawn for every image."""
+
+REPEATED = 64
+"""Images that follow together several times with `repeats`; the last ones of an epoch are more."""
+
+MAX_REPEATS = 10
+"""Largest `repeats`: 66 images have this many orders in which no two are neighbours twice."""
 
 Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
@@ -26,6 +36,27 @@ class Resolution(Section):
 
     image_size: Side
     """Side of the square the model sees, in pixels."""
+
+
+class Erase(Section):
+    """Random erasing of training images (Zhong et al. 2020, arXiv:1708.04896), as in timm."""
+
+    probability: Fraction
+    """Share of the training images of which a part is erased."""
+
+    fill: Literal["constant", "noise"]
+    """Pixels of the erased part. `constant`: 0 after normalisation, which is the mean colour.
+    `noise`: standard normal after normalisation, drawn for each pixel and channel."""
+
+    area: tuple[Fraction, Fraction] = (0.02, 1 / 3)
+    """Smallest and largest erased part of the image's area."""
+
+    aspect: tuple[Aspect, Aspect] = (0.3, 10 / 3)
+    """Flattest and tallest erased box, height over width."""
+
+    count: Annotated[int, Field(ge=1, le=MAX_ERASED)] = 1
+    """Largest number of boxes in an image. An image has 1 to `count` of them, which share the
+    area."""
 
 
 class Mix(Section):
@@ -152,6 +183,19 @@ class Data(Section):
     """Move training images by up to this many pixels of the model's input, up or down and left or
     right; the border is filled by reflection. 0: none."""
 
+    augment: Annotated[Augment, Field(discriminator="kind")] | None = None
+    """Operations on the pixels of training images: `rand_augment`, `trivial_augment`,
+    `color_jitter`. Their pixels are whole numbers from 0 to 255. null: none."""
+
+    erase: Erase | None = None
+    """Random erasing; null: none. Boxes are relative to the image, so they follow its size."""
+
+    repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)] = 1
+    """Repeated augmentation (arXiv:1901.09335, DeiT): how many times each 64 images of the order
+    follow, each time with other crops and other neighbours. An epoch remains train_samples
+    positions, so it has 1 / `repeats` of the images, and in `repeats` epochs every image occurs
+    `repeats` times. Clean updates and statistics have every image once in an epoch. 1: none."""
+
     mix: Mix | None = None
     """Mixup and CutMix; null: training images are not mixed."""
 
@@ -195,8 +239,10 @@ class Data(Section):
             raise ValueError(
                 f"translate ({self.translate}) must be below the smallest image_size ({smallest})"
             )
-        for key in ("crop_area", "crop_aspect"):
-            bounds = getattr(self, key)
+        intervals = {"crop_area": self.crop_area, "crop_aspect": self.crop_aspect}
+        if self.erase is not None:
+            intervals |= {"erase.area": self.erase.area, "erase.aspect": self.erase.aspect}
+        for key, bounds in intervals.items():
             if bounds is not None and bounds[0] > bounds[1]:
                 raise ValueError(f"{key}: the first bound must not exceed the second, got {bounds}")
         if self.eval_resize is not None and self.eval_resize < self.image_size:

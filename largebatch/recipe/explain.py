@@ -68,7 +68,9 @@ def meanings(key: str, root: type[Section] = Recipe) -> list[Meaning]:
     if last in CHOOSERS:
         words = " | ".join(kind for section, _ in fields for kind in kinds_of(section))
         text = " ".join(field.description for _, field in fields if field.description)
-        return [Meaning((), last, f"{words}, required", text or f"See: largebatch explain {above}")]
+        defaults = [field.default for _, field in fields if not field.is_required()]
+        need = f"default {defaults[0]}" if defaults else "required"
+        return [Meaning((), last, f"{words}, {need}", text or f"See: largebatch explain {above}")]
     owners: dict[tuple[str, str], list[str]] = {}
     chooser = chooser_of(fields[0][0]) or "kind"
     for section, field in fields:

@@ -8,12 +8,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
     model_serializer,
     model_validator,
 )
 
+from largebatch.errors import clip
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.data import Data
 from largebatch.recipe.execution import Execution
@@ -23,6 +27,7 @@ from largebatch.recipe.polish import Polish
 from largebatch.recipe.protocols import Protocol
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.section import (
+    LARGEST,
     MAX_BATCH,
     MAX_EPOCHS,
     Batch,
@@ -35,15 +40,84 @@ from largebatch.recipe.section import (
 )
 
 
-class Loss(Section):
-    """Cross-entropy over the classes."""
+class _Classification(Section):
+    """A loss of one label for each image. Mixed images have two; each counts by its share."""
+
+    kind: str
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability mass taken from the labelled class (arXiv:1512.00567, section 7)."""
 
+    class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
+    """Factor of the loss of an image, by its class. `balanced`: inversely proportional to the
+    number of training images of the class. A list has a weight for each class, in the order of the
+    class numbers. Both are scaled to a mean of 1 over the training images, without held-out ones,
+    and the sum is divided by the global batch, so that the learning rate keeps its meaning. An
+    evaluation is not weighted; it also reports the mean of the accuracies of the classes. null: 1
+    for every image."""
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _weights_are_positive(cls, value: object) -> object:
+        # Else pydantic reports one problem for each form that it could have.
+        if value is None or value == "balanced":
+            return value
+        weights = value if isinstance(value, (list, tuple)) else []
+        if len(weights) >= 2 and all(_is_weight(weight) for weight in weights):
+            return tuple(weights)
+        raise ValueError(
+            "input should be 'balanced' or a list with a number above 0 for each class, got "
+            f"{clip(str(value), 60)}"
+        )
+
+
+class CrossEntropy(_Classification):
+    """Cross-entropy of the softmax over the classes."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
     off_target: OffTarget = "all"
     """Which classes share that mass. `all`: every class, the labelled one too (PyTorch,
     TensorFlow). `others`: only the other classes (MXNet)."""
+
+
+class BinaryCrossEntropy(_Classification):
+    """Binary cross-entropy of the sigmoid of each class (arXiv:2110.00476), as timm's.
+
+    With K classes and label smoothing a the target is 1 - a + a/K for the label and a/K for every
+    other class.
+    """
+
+    kind: Literal["bce"]
+
+    target_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Targets above this become 1, all others 0, after mixing and smoothing; "ResNet strikes back"
+    has 0.2. null: targets stay as they are."""
+
+    classes: Literal["mean", "sum"] = "mean"
+    """The loss of an image over its classes. `mean`: the mean of the K losses, timm's default, so a
+    batch has the mean over N x K. `sum`: their sum, timm's sum_classes (its --bce-sum); K times as
+    large, which learning rate, clip_norm and weight decay must allow for."""
+
+
+def _is_weight(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= LARGEST
+
+
+def _kind_of(value: object) -> object:
+    """Return the kind of a loss; recipes from before there were two have none."""
+    if isinstance(value, dict):
+        return value.get("kind", "cross_entropy")
+    return getattr(value, "kind", "cross_entropy")
+
+
+Loss = Annotated[
+    Annotated[CrossEntropy, Tag("cross_entropy")] | Annotated[BinaryCrossEntropy, Tag("bce")],
+    Discriminator(_kind_of),
+]
+"""The loss of a training image."""
 
 
 class BatchChange(Section):
@@ -216,7 +290,7 @@ class Keys(Section):
     """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Seed
-    """Seed of the initial weights, the order of the samples, crops, flips and dropout."""
+    """Seed of the initial weights, the order of the samples, their augmentation, and dropout."""
 
     duration: Duration
     """Length of the training, clean epochs included."""
@@ -226,7 +300,7 @@ class Keys(Section):
     batch: BatchSizes
     optimizer: Optimizer
     schedule: Schedule
-    loss: Loss = Loss()
+    loss: Loss = CrossEntropy()
     precision: Precision = "fp32"
     """Arithmetic of the forward and backward pass; weights and updates are always fp32. fp16 scales
     the loss and skips updates whose gradients overflow."""

@@ -50,7 +50,8 @@ class Model(Section):
 
     name: str
     """`lenet5`, `cifar_quick`, `cifar_resnet8` (or 20, 32, 44, 56, 110), `cifar_resnet9`,
-    `airbench`, the name of any timm model, or `torchvision/` and that of one of torchvision's."""
+    `airbench`, `big_vision_vit_s16`, `resnet50_blurred`, the name of any timm model, or
+    `torchvision/` and that of one of torchvision's."""
 
     arguments: dict[str, JsonValue] = Field(default={})
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from largebatch.recipe.choices import Convention
 from largebatch.recipe.section import (
     Choice,
+    Fraction,
     Momentum,
     NonNegative,
     Positive,
@@ -23,6 +24,10 @@ from largebatch.recipe.section import (
 
 if TYPE_CHECKING:
     from largebatch.recipe.keys import Keys
+
+
+OF_EVERY_KIND = frozenset({"kind", "clip_norm", "layer_decay"})
+"""Keys of every optimizer, which its own class does not take."""
 
 
 class MomentumSGD(NamedTuple):
@@ -49,6 +54,16 @@ class Optimizer(Choice):
 
     has_trust_ratios: ClassVar[bool] = False
     """True if it has a trust ratio for every layer, for monitor: trust_ratios."""
+
+    clip_norm: Positive | None = None
+    """Scale the gradient down to this norm if it is longer, as torch.nn.utils.clip_grad_norm_ does:
+    the gradient of all weights together, summed over workers and micro-batches, without the loss
+    scale of fp16, once per update. Weights that are still frozen are not counted. null: never."""
+
+    layer_decay: Fraction | None = None
+    """For fine-tuning: every layer has the learning rate of the next one times this factor, and the
+    last layer, the classifier, that of the schedule (arXiv:2106.08254). The layers are timm's: a
+    stem, each block, the head. null: one rate for all layers."""
 
     def in_affine_stage(self) -> MomentumSGD:
         """Return the momentum SGD of the stage polish.affine.
@@ -256,7 +271,14 @@ class LAMB(Optimizer):
     """Divide the moments by 1 - beta**step. You et al.'s code for ResNet-50 does not."""
 
     max_grad_norm: Positive | None = None
-    """Scale gradients down if their global norm exceeds this; null: never."""
+    """timm's own form of clip_norm, as a part of LAMB: gradients are divided by max(1, norm /
+    max_grad_norm). timm's default is 1; null: never."""
+
+    @model_validator(mode="after")
+    def _clips_once(self) -> Self:
+        if self.clip_norm is not None and self.max_grad_norm is not None:
+            raise ValueError("clip_norm and max_grad_norm both clip the gradient: give one of them")
+        return self
 
     def in_affine_stage(self) -> MomentumSGD:
         """Return its first decay as the momentum."""

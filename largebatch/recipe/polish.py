@@ -53,7 +53,8 @@ class Stage(Choice):
 class Polish(Section):
     """Final Polishing (Kasagi et al., HPDC 2020): fit BatchNorm to clean training data.
 
-    The stages run in this order, and each ends with an evaluation.
+    The stages run in this order, and each ends with an evaluation. A model without BatchNorm has
+    clean, ema and swa.
     """
 
     clean: Duration | None = None
@@ -67,7 +68,7 @@ class Polish(Section):
 
     swa: SWA | None = None
     """At the end of the schedule this mean of weights and running statistics becomes the model; in
-    place of ema, and with statistics after it. null: none."""
+    place of ema, and in a model with BatchNorm with statistics after it. null: none."""
 
     affine: Affine | None = None
     """More updates on clean images after the schedule, in which only BatchNorm's scales and
@@ -102,10 +103,6 @@ class Polish(Section):
             )
         if self.ema is not None and self.swa is not None:
             raise ValueError("ema and swa would each become the model: give one of the two")
-        if self.swa is not None and self.statistics is None:
-            raise ValueError(
-                "swa needs statistics: the running statistics of an average belong to other weights"
-            )
         if self.keep == "better" and self.held_out is None:
             raise ValueError(
                 "keep: better compares on images that are not trained on: give held_out"

@@ -128,7 +128,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
-    chooser = f"{where}.{context.get('discriminator', '')}".replace("'", "")
+    chooser = f"{where}.kind"  # of every union of a recipe
     match problem["type"]:
         case "missing":
             return f"{where}: missing"
@@ -177,6 +177,11 @@ def _hint(keys: Sequence[str], known: Sequence[str], root: type[Section]) -> str
     in_list = any(key.isdigit() for key in keys)
     if instead and not in_list and {_plain(where), _plain(keys[-1])} & SYNONYMS.keys():
         return instead
+    others = [
+        kind for key, owner, _ in every_field(root) if key == where for kind in kinds_of(owner)
+    ]
+    if others and not in_list:
+        return f"it is a key of kind: {', '.join(others)}; known keys: {', '.join(known)}"
     otherwise = instead or f"known keys: {', '.join(known)}"
     if not in_list and (meant_key(keys[-1], root) or "").startswith("duration."):
         return otherwise  # `epochs` is no misspelling of `eps`

@@ -172,6 +172,10 @@ def _stages(run: Run) -> list[PagePart]:
 
     shows_top5 = run.classes is None or run.classes > TOP5
     top5s = [f"{percent(one.after.top5)} %" if shows_top5 else None for one in run.stages]
+    balanced = [
+        f"{percent(one.after.balanced_top1)} %" if math.isfinite(one.after.balanced_top1) else None
+        for one in run.stages
+    ]
     columns = [
         column("Stage", lambda one: one.name + " (discarded)" * (not one.kept), None),
         column("Updates", lambda one: one.result and one.result.steps, ",d"),
@@ -179,6 +183,7 @@ def _stages(run: Run) -> list[PagePart]:
                align="number"),
         scores("Top-1", [f"{percent(one.after.top1)} %" for one in run.stages],
                [percent(one.top1) if one else "" for one in befores]),
+        Column("Mean of classes", balanced, align="number"),
         Column("Change", [one.before and points(one.before.after.top1, one.after.top1)
                           for one in run.stages], align="number"),
         scores("Held out", [one and f"{percent(one.after)} %" for one in decisions],

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy, Loss
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
@@ -87,6 +87,10 @@ class Record:
     mixed: bool = False
     """True if the training loss at the end is of mixed images."""
 
+    objective: Loss | None = None
+    """The training loss; None if it is not known, and taken for a cross-entropy. The validation
+    loss is the cross-entropy without weights of classes."""
+
     normalised: bool = True
     """False if the recipe states that the model has no BatchNorm."""
 
@@ -100,6 +104,21 @@ class Record:
     def chance(self) -> float:
         """Loss of equal probabilities for all classes, ln K; NaN if their number is not known."""
         return math.log(self.classes) if self.classes else math.nan
+
+    @property
+    def training_chance(self) -> float:
+        """Training loss of the same guess for every image, if all classes are equally frequent."""
+        if not self.classes or not isinstance(self.objective, BinaryCrossEntropy):
+            return self.chance
+        share = np.array(1 / self.classes)
+        loss = float(_surprise(share) + _surprise(1 - share))
+        return loss if self.objective.classes == "mean" else loss * self.classes
+
+    @property
+    def has_comparable_losses(self) -> bool:
+        """True if the difference of validation and training loss means something."""
+        loss = self.objective
+        return loss is None or (isinstance(loss, CrossEntropy) and loss.class_weights is None)
 
     @property
     def unchecked(self) -> list[str]:
@@ -172,6 +191,11 @@ class Record:
     @property
     def unit(self) -> float:
         """The loss of guessing; the first training loss where the classes are not known."""
+        return self.training_chance if self.classes else self.start
+
+    @property
+    def validation_unit(self) -> float:
+        """The validation loss of guessing; the first training loss as for `unit`."""
         return self.chance if self.classes else self.start
 
     def spike(self, rows: slice) -> Spike | None:
@@ -241,12 +265,13 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    loss = recipe.loss if recipe else CrossEntropy()
     mixed = recipe is not None and bool(steps) and steps[-1].mixed
     floor = 0.0
     if recipe is not None and mixed:
         floor = mixing_floor(recipe)
     elif classes:
-        floor = smoothing_floor(recipe.loss if recipe else Loss(), classes)
+        floor = float(smoothing_floor(loss, classes))
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -263,6 +288,7 @@ def record_of(run: Run) -> Record:
         classes=classes,
         floor=floor,
         mixed=mixed,
+        objective=loss,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -288,17 +314,35 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     return np.array([np.partition(window, before)[before] for window in windows])
 
 
-def smoothing_floor(loss: Loss, num_classes: int) -> float:
-    """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
+def smoothing_floor(loss: Loss, num_classes: int, own: float | FloatArray = 1.0) -> FloatArray:
+    """Return the lowest loss that smoothed labels leave: the entropy of their targets, in nats.
 
-    >>> round(smoothing_floor(Loss(label_smoothing=0.1), 2), 3)
+    `own` is the share of an image's label; the rest is that of another class.
+
+    >>> round(float(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2)), 3)
     0.199
     """
-    others = num_classes if loss.off_target == "all" else num_classes - 1
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
     off_target = loss.label_smoothing / others
-    on_target = 1 - off_target * (num_classes - 1)
-    targets = ((on_target, 1), (off_target, num_classes - 1))
-    return -sum(p * math.log(p) * count for p, count in targets if p)
+    shares = np.asarray(own)
+    # Of the label, of the other class, and of each of the rest.
+    labels = [shares, 1 - shares, np.zeros_like(shares)]
+    targets = [off_target + (1 - num_classes * off_target) * share for share in labels]
+    counts = [1, 1, num_classes - 2]
+    if isinstance(loss, CrossEntropy):
+        return sum(
+            (_surprise(p) * count for p, count in zip(targets, counts, strict=True)),
+            np.zeros_like(shares),
+        )
+    if loss.target_threshold is not None:
+        return np.zeros_like(shares)  # targets are 0 and 1
+    floor = sum(
+        ((_surprise(p) + _surprise(1 - p)) * n for p, n in zip(targets, counts, strict=True)),
+        np.zeros_like(shares),
+    )
+    return floor / num_classes if loss.classes == "mean" else floor
 
 
 def mixing_floor(recipe: Recipe) -> float:
@@ -314,19 +358,11 @@ def mixing_floor(recipe: Recipe) -> float:
     assert data.mix is not None
     pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
     own = shares_of(pairs, height=data.image_size, width=data.image_size)
-    # The classes as the loss smooths them: the first, the second, and each of the others.
-    others = data.classes if recipe.loss.off_target == "all" else data.classes - 1
-    off_target = recipe.loss.label_smoothing / others
-    range_of_shares = 1 - data.classes * off_target
-    two_classes = (
-        _entropy(off_target + range_of_shares * own)
-        + _entropy(off_target + range_of_shares * (1 - own))
-        + (data.classes - 2) * _entropy(np.array([off_target]))
-    )
+    two_classes = smoothing_floor(recipe.loss, data.classes, own).mean()
     one_class = smoothing_floor(recipe.loss, data.classes)
-    return float(two_classes.mean() + (one_class - two_classes.mean()) / data.classes)
+    return float(two_classes + (one_class - two_classes) / data.classes)
 
 
-def _entropy(shares: FloatArray) -> FloatArray:
-    """Return -p ln p of each share."""
-    return -shares * np.log(np.where(shares > 0, shares, 1.0))
+def _surprise(probability: FloatArray) -> FloatArray:
+    """Return -p ln p, the share of an entropy in nats that an outcome has."""
+    return -probability * np.log(np.where(probability > 0, probability, 1.0))

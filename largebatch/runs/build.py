@@ -25,6 +25,7 @@ from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.fitting import resolve
 from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.optimizer_of_recipe import depths_of_recipe
 from largebatch.runs.options import Options
 from largebatch.runs.proving import settle, switch_off, wait_for_proof
 from largebatch.runs.state import build_session, build_state
@@ -138,6 +139,8 @@ def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:
     require_trainable(model, name)
     require_storable(model, name)
     sizes = {piece.image_size for piece in plan.sizes}
+    if recipe.optimizer.layer_decay is not None:
+        depths_of_recipe(recipe, model)
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
 
 

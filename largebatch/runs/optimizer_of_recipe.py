@@ -5,9 +5,11 @@ from torch.optim import SGD, Optimizer
 
 from largebatch import proof
 from largebatch.distributed.backend import Group
-from largebatch.models import param_groups
+from largebatch.errors import RecipeError
+from largebatch.models import layer_depths, param_groups
 from largebatch.optim import kernels as optimizer_kernels
 from largebatch.optim.building import Weights
+from largebatch.optim.rates import decay_rates
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_apex
 from largebatch.recipe import optimizers
@@ -35,7 +37,21 @@ def build_optimizer(recipe: Recipe, model: nn.Module, workers: Group) -> Optimiz
         scaled=recipe.precision == "fp16",
     )
     optimizer: Optimizer = recipe.optimizer.build(weights)
+    if recipe.optimizer.layer_decay is not None:
+        depths = depths_of_recipe(recipe, model)
+        decay_rates(optimizer, depths, recipe.optimizer.layer_decay)
     return optimizer
+
+
+def depths_of_recipe(recipe: Recipe, model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the depths of the layers for optimizer.layer_decay; raise RecipeError without any."""
+    try:
+        return layer_depths(model)
+    except ValueError as error:
+        raise RecipeError(
+            f"optimizer.layer_decay: model.name: {recipe.model.name}: {error}; take a model of "
+            "timm, or leave layer_decay out"
+        ) from None
 
 
 def build_momentum_sgd(

@@ -21,7 +21,7 @@ from largebatch import accelerator
 from largebatch.models.wrappers import mode
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.state import build_criterion
+from largebatch.runs.state import criterion_of_trial
 from largebatch.training.loop import Criterion
 
 K = TypeVar("K")
@@ -44,7 +44,7 @@ class Passes:
     @classmethod
     def of(cls, recipe: Recipe, model: nn.Module, device: torch.device, *, side: int) -> "Passes":
         """Return the passes of a recipe's model over images of this size."""
-        criterion = build_criterion(recipe.loss)
+        criterion = criterion_of_trial(recipe, device)
         return cls(
             model=model,
             criterion=criterion,

@@ -42,7 +42,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.optimizer_of_recipe import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
 from largebatch.runs.passes import random_labels
-from largebatch.runs.state import build_criterion, build_state
+from largebatch.runs.state import build_state, criterion_of_trial
 from largebatch.training.graph import UseGraph, refused, step_for
 from largebatch.training.loop import step_seeds, train
 
@@ -185,6 +185,8 @@ def _settings(
         "classes": recipe.data.classes,
         "mixes": recipe.data.mix is not None,
         "optimizer": _without_numbers(recipe.optimizer.model_dump(mode="json")),
+        "loss": _without_numbers(recipe.loss.model_dump(mode="json", exclude={"class_weights"})),
+        "weights classes": recipe.loss.class_weights is not None,
         "affine": recipe.polish is not None and recipe.polish.affine is not None,
         "precision": recipe.precision,
         "skips": recipe.nonfinite.action,
@@ -365,12 +367,13 @@ class _Updates:
             step = step_for(self._graph, device, note=self._note)(
                 model,
                 state.updater.optimizer,
-                build_criterion(recipe.loss),
+                criterion_of_trial(recipe, device),
                 state.updater.reducer,
                 spans,
                 scaler=state.scaler,
                 global_batch=self._num * accumulation,
                 skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+                clip_norm=recipe.optimizer.clip_norm,
                 follow=state.move_average,
             )
             updates = train(

@@ -5,12 +5,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import assert_never
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from largebatch.data.index.index import Index
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
@@ -18,11 +21,11 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, nearest
 from largebatch.models import affine_parameters, classifier, norm_parameters
 from largebatch.models.batchnorm import Spans
-from largebatch.optim.rates import own_groups
+from largebatch.optim.rates import own_groups, scale_rate
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Precision
 from largebatch.recipe.execution import Groups, GroupsByBytes
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy, Loss
 from largebatch.recipe.model import Backbone, EarlyWeights
 from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
@@ -33,7 +36,12 @@ from largebatch.tracking.events import CHECKPOINTS, Note, StepEvent, StopCause, 
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Saver, Writer, constants_of
 from largebatch.training.judging import Evaluator, Judge
-from largebatch.training.loop import Criterion, cross_entropy
+from largebatch.training.losses import (
+    Criterion,
+    binary_cross_entropy,
+    cross_entropy,
+    scaled_weights,
+)
 from largebatch.training.session import Session, Updates, synchronous_updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
@@ -152,13 +160,16 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         log=log,
         decides=polish.keep == "better",
         measures_gap="generalization_gap" in recipe.monitor,
+        weights_classes=recipe.loss.class_weights is not None,
     )
     return Session(
         state=state,
         plan=plan,
         pipeline=pipeline,
         backend=backend,
-        criterion=build_criterion(recipe.loss),
+        criterion=build_criterion(
+            recipe.loss, class_weights(recipe, pipeline.train_index, backend.device)
+        ),
         spans=Spans(state.model, group, sync_workers=plan.sync_workers),
         log=log,
         step_log=build_step_log(recipe, plan, backend, state, requests=requests, emit=log.emit),
@@ -166,6 +177,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         seed=recipe.seed,
         # In fp16 the scaler skips updates by itself, and lowers the scale.
         skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        clip_norm=recipe.optimizer.clip_norm,
         graph=recipe.execution.graph,
         updates=build_updates(recipe, state, backend),
         judge=judge,
@@ -203,10 +215,14 @@ def build_step_log(
     section = recipe.nonfinite
     in_fp16 = state.scaler.is_enabled()
     most = section.most if section.action == "skip" else 0
+    monitored = recipe.monitor
+    if recipe.optimizer.clip_norm is not None and "gradient_norm" not in monitored:
+        # It is measured anyway, and shows which updates were clipped.
+        monitored = (*monitored, "gradient_norm")
     return StepLog(
         plan,
         backend,
-        monitors=Monitors(recipe.monitor, plan, backend, state),
+        monitors=Monitors(monitored, plan, backend, state),
         requests=requests or Requests(backend),
         divergence=DivergenceCheck(plan, most_skipped=most, in_fp16=in_fp16, emit=emit),
         emit=emit,
@@ -214,9 +230,50 @@ def build_step_log(
     )
 
 
-def build_criterion(section: Loss) -> Criterion:
-    """Build the loss."""
-    return cross_entropy(smoothing=section.label_smoothing, off_target=section.off_target)
+def class_weights(recipe: Recipe, images: Index, device: torch.device) -> Tensor | None:
+    """Return the weight of each class, of mean 1 over the training images; None without weights.
+
+    Raises RecipeError if weights are to be balanced and a class has no training image.
+    """
+    weights = recipe.loss.class_weights
+    if weights is None:
+        return None
+    labels = images.labels if images.trained is None else images.labels[images.trained]
+    counts = np.bincount(labels, minlength=recipe.data.classes)
+    try:
+        scaled = scaled_weights(None if weights == "balanced" else weights, counts)
+    except ValueError as error:
+        raise RecipeError(
+            f"loss.class_weights: balanced: {error}; remove the class from data.classes and the "
+            "folder, or give a list of weights"
+        ) from None
+    return torch.from_numpy(scaled).to(device)
+
+
+def criterion_of_trial(recipe: Recipe, device: torch.device) -> Criterion:
+    """Build the loss for random samples; weights of classes, if there are any, are 1."""
+    weights = None
+    if recipe.loss.class_weights is not None:
+        weights = torch.ones(recipe.data.classes, dtype=torch.float64, device=device)
+    return build_criterion(recipe.loss, weights)
+
+
+def build_criterion(section: Loss, weights: Tensor | None = None) -> Criterion:
+    """Build the loss, with the weights of the classes."""
+    match section:
+        case CrossEntropy():
+            return cross_entropy(
+                smoothing=section.label_smoothing, off_target=section.off_target, weights=weights
+            )
+        case BinaryCrossEntropy():
+            return binary_cross_entropy(
+                smoothing=section.label_smoothing,
+                target_threshold=section.target_threshold,
+                classes=section.classes,
+                weights=weights,
+            )
+        case _:
+            assert_never(section)
 
 
 def kept_exact(dtype: Precision, model: nn.Module) -> set[nn.Parameter]:
@@ -251,8 +308,8 @@ def _slow_backbone(optimizer: Optimizer, section: Backbone, plan: Plan, model: n
     backbone = [weight for weight in model.parameters() if weight not in head]
     after = 0 if section.frozen is None else plan.steps_in(section.frozen)
     for group in own_groups(optimizer, backbone):
-        factor = section.lr_factor * group.get("lr_factor", 1.0)
-        group |= {"lr_factor": factor, "after": after}
+        scale_rate(group, section.lr_factor)
+        group["after"] = after
 
 
 def _build_scaler(plan: Plan, device: str, *, enabled: bool) -> GradScaler:

@@ -52,9 +52,12 @@ class Console:
                 self._show_step(event)
             case EvaluationEvent():
                 top5 = f"  top-5 {event.top5:7.2%}" if self._shows_top5 else ""
+                balanced = ""
+                if math.isfinite(event.balanced_top1):
+                    balanced = f"mean of classes {event.balanced_top1:7.2%}  "
                 self._show(
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  top-1 {event.top1:7.2%}{top5}  "
-                    f"val loss {four_decimals(event.loss)}"
+                    f"{balanced}val loss {four_decimals(event.loss)}"
                 )
             case GeneralizationGap():
                 self._show(

@@ -43,6 +43,11 @@ Printable = Annotated[str, PlainSerializer(printable, return_type=str)]
 """A text with file names, whose bytes are escaped in JSON if they are not UTF-8."""
 
 
+BalancedTop1 = Annotated[Measured, Field(exclude_if=math.isnan)]
+"""Mean of the accuracies of the classes, in runs with loss.class_weights; NaN, and not in JSON, in
+others."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The start of a run, or of a resumed part of it."""
@@ -151,6 +156,7 @@ class EvaluationEvent(_StageEvent):
     top5: float
     loss: Measured
     samples: int
+    balanced_top1: BalancedTop1 = math.nan
     average_confidence: Measured = math.nan
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
@@ -249,6 +255,7 @@ class Accuracy:
     top1: float
     top5: float
     loss: Measured
+    balanced_top1: BalancedTop1 = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +316,8 @@ class Summary(Tabular):
     top5: float | None
     loss: Measured | None
     """Metrics after the last stage that was kept."""
+
+    balanced_top1: BalancedTop1 = math.nan
 
     weights_sha256: str | None = None
     kernels: Printable | None = None

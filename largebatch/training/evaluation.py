@@ -46,6 +46,10 @@ class Metrics:
     """Mean cross-entropy, without label smoothing."""
 
     samples: int
+    balanced_top1: float = math.nan
+    """Mean over the classes with samples of the fraction of their samples that top1 counts; where
+    classes have unequal numbers of samples, all of them count the same."""
+
     average_confidence: float = math.nan
     """Mean over the correct samples of the highest probability that the model gives to a class:
     LRBench's AC (arXiv:1908.06477). NaN without a correct sample, as the next two."""
@@ -116,6 +120,7 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
             each(scores, labels)
     tally.sum(backend)
     samples = int(tally.table[0].sum().item())
+    of_classes, correct_of_classes = tally.table[:2].numpy()
     correct, top5, loss = tally.table[1:4].numpy().sum(axis=1).tolist()
     if expected is not None and samples != expected:
         raise ValueError(
@@ -129,8 +134,14 @@ def evaluate(  # noqa: PLR0913 -- what is evaluated, and how
         top5=top5 / samples,
         loss=loss / samples,
         samples=samples,
+        balanced_top1=_mean_of_classes(correct_of_classes, of_classes),
         **_confidences(tally.table.numpy()),
     )
+
+
+def _mean_of_classes(correct: npt.NDArray[np.float64], samples: npt.NDArray[np.float64]) -> float:
+    present = samples > 0
+    return float((correct[present] / samples[present]).mean())
 
 
 def _confidences(table: npt.NDArray[np.float64]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -130,6 +130,10 @@ class Judge:
     measures_gap: bool
     """True if the generalization gap is measured at the end of every stage."""
 
+    weights_classes: bool = False
+    """True if the training loss has weights of classes: then the mean of the accuracies of the
+    classes is reported too."""
+
     def begin(self) -> None:
         """Take a snapshot if the stage that starts or resumes may be rolled back."""
         state = self.evaluator.state
@@ -141,6 +145,8 @@ class Judge:
         start = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see collected_by_hand
         metrics = self.evaluator.validation(each)
+        if not self.weights_classes:
+            metrics = replace(metrics, balanced_top1=math.nan)
         step = self.evaluator.state.progress.step
         self.log.emit(
             EvaluationEvent(
@@ -190,7 +196,8 @@ class Judge:
                 top1=metrics.top1,
                 top5=metrics.top5,
                 loss=metrics.loss,
-                before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
+                balanced_top1=metrics.balanced_top1,
+                before=_accuracy(last) if last else None,
                 held_out=held_out,
                 kept=is_kept,
                 note=note,
@@ -256,6 +263,12 @@ class Judge:
             )
         )
         return metrics.top1, is_kept
+
+
+def _accuracy(stage: StageResult) -> Accuracy:
+    return Accuracy(
+        top1=stage.top1, top5=stage.top5, loss=stage.loss, balanced_top1=stage.balanced_top1
+    )
 
 
 def find_mistakes(

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, get_args
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -25,15 +24,14 @@ from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.clipping import clip_factor, gradient_norm
 from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
-from largebatch.recipe.choices import OffTarget
 from largebatch.schedules.functions import Schedule
+from largebatch.training.losses import Criterion as Criterion  # noqa: PLC0414 -- public names
+from largebatch.training.losses import cross_entropy as cross_entropy  # noqa: PLC0414
 
 T = TypeVar("T")
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Function (logits N x K, labels as in Batch) -> sum of the losses of the samples, 0-d."""
 
 
 class Stopwatch:
@@ -96,7 +94,7 @@ class Result:
     """Squared lengths of gradients, if the reducer measures them: see Reducer.squares."""
 
     gradient_norm: Tensor | None = None
-    """Value returned by `measure_norm` of the step, if it is given."""
+    """Norm of the summed gradients before clipping, still scaled, if the step measures it."""
 
 
 class Update(NamedTuple):
@@ -146,8 +144,9 @@ class EagerStep:
     not wait for that result, except with optimizers that it must tell: all but LARS and torch's
     fused ones.
 
-    `measure_norm` is called after the gradients are summed, while they are still scaled, and before
-    the optimizer, which may overwrite them. `follow` is called at the end of an update, with
+    With `clip_norm` gradients are clipped after they are summed: once in an update, and before
+    anything of the optimizer reads them. `measure_norm` is called before that, while they are still
+    scaled, and without the gradients of `frozen`. `follow` is called at the end of an update, with
     `Result.skipped`.
 
     >>> from largebatch.distributed.serial import Serial
@@ -176,6 +175,7 @@ class EagerStep:
     global_batch: int
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     skip_nonfinite: bool = False
+    clip_norm: float | None = None
     measure_norm: Callable[[], Tensor] | None = None
     follow: Callable[[Tensor | None], object] = lambda _: None
     frozen: list[nn.Parameter] = field(default_factory=list, init=False)
@@ -232,8 +232,19 @@ class EagerStep:
             self.reducer.wait()
         self.spans.wait()
         self.result.squares = self.reducer.squares
-        if self.measure_norm is not None:
-            self.result.gradient_norm = self.measure_norm()
+        measure_norm = self.measure_norm
+        if measure_norm is None and self.clip_norm is not None:
+            measure_norm = partial(gradient_norm, self.reducer.parameters)
+        if measure_norm is not None:
+            with hidden_gradients(self.frozen):  # weights that this update does not change
+                self.result.gradient_norm = measure_norm()
+        if self.clip_norm is not None:
+            assert self.result.gradient_norm is not None
+            # Clipped here, and not with the optimizer: a graph of the optimizer alone would read
+            # the norm where it was when the graph was recorded. The scale is read from the scaler,
+            # whose memory stays.
+            norm = self.result.gradient_norm / self.scaler.scale(self._one)
+            self.reducer.scale(clip_factor(norm, self.clip_norm))
 
     def update_weights(self) -> None:
         """Update weights and running statistics, unless gradients are not finite."""
@@ -333,39 +344,3 @@ def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     """Return the seed of each step on one worker: counter-based, different on every worker."""
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
-
-
-def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
-    """Return a criterion that sums the smoothed cross-entropy over the samples of a batch.
-
-    With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
-    every class a/K and adds 1 - a to the label, as PyTorch and TensorFlow do; `others` gives
-    a/(K-1) to each other class and 1 - a to the label, as MXNet does. Labels may be shares of the
-    classes, N x K: the loss of lambda at one class and 1 - lambda at another is exactly lambda
-    times the loss of the one and 1 - lambda times that of the other, smoothed or not.
-
-    Raises ValueError if smoothing is not in [0, 1); the criterion above 1 - 1/K.
-    """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
-    if off_target not in get_args(OffTarget):
-        known = ", ".join(get_args(OffTarget))
-        raise ValueError(f"off_target must be one of {known}, got {off_target!r}")
-
-    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        classes = logits.shape[-1]
-        if smoothing > 1 - 1 / classes:
-            raise ValueError(
-                f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
-                "likely"
-            )
-        if labels.is_floating_point():
-            labels = labels.to(logits.dtype)
-        # PyTorch smooths both forms alike: (1 - mass) x shares + mass / K.
-        mass = smoothing
-        if smoothing and off_target == "others":
-            mass = smoothing * classes / (classes - 1)
-        return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
-
-    return criterion

@@ -40,6 +40,7 @@ class Training:
     requests: Requests
     seed: int
     skip_nonfinite: bool
+    clip_norm: float | None
     graph: UseGraph
 
 
@@ -89,6 +90,7 @@ def synchronous_updates(
                 scaler=state.scaler,
                 global_batch=global_batch,
                 skip_nonfinite=training.skip_nonfinite,
+                clip_norm=training.clip_norm,
                 measure_norm=step_log.monitors.measure_norm,
                 follow=state.move_average,
             )

@@ -6,7 +6,7 @@ overwrite `.grad`.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from largebatch import accelerator, registry
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DivergedError, RecipeError
+from largebatch.optim.clipping import gradient_norm
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.choices import Monitor
@@ -314,22 +315,6 @@ class Monitors:
         }
         named = self._state.model.named_parameters()
         return {name: weight for name, weight in named if weight in adapted}
-
-
-@torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the norm of all gradients together: 0-d, on the device; as exact as in LARS."""
-    gradients = [weight.grad for weight in parameters if weight.grad is not None]
-    if gradients[0].device.type != "cpu":
-        from largebatch.optim.kernels import batched
-
-        length: Tensor = torch.linalg.vector_norm(batched.norms(gradients))
-        return length
-    from largebatch.optim.kernels import fused
-
-    dense = torch.ops.aten.is_non_overlapping_and_dense
-    whole = (grad if dense(grad) else grad.contiguous() for grad in gradients)
-    return torch.tensor(math.hypot(*map(fused.norm, whole)), dtype=torch.float64)
 
 
 class Sums(NamedTuple):

@@ -16,6 +16,7 @@ from scipy.stats import ttest_1samp
 from benchmarks.speed.measuring import RESULTS, ROOT, newest
 from benchmarks.studies import images, pages
 from benchmarks.studies.audit import accuracy_fell
+from benchmarks.studies.augmentation import tables as augmentation
 from benchmarks.studies.averaged_weights import tables as averaged_weights
 from benchmarks.studies.figures import save_svg
 from benchmarks.studies.learning_rates import tables as learning_rates
@@ -134,6 +135,29 @@ def test_the_study_on_a_gpu_compares_the_ends_of_each_recipe_by_seed(tmp_path: P
     for end in ("statistics", "clean, statistics"):
         assert rows[end]["gain"][:3] == pytest.approx((2, low, high))
     assert rows["affine"]["gain"].mean == pytest.approx((1 + 2 - 73) / 3)
+
+
+def test_the_study_of_augmentation_compares_gains_by_seed(tmp_path: Path) -> None:
+    study = load_study(Path(augmentation.__file__).with_name("study.yaml"))
+    cells = cells_of(study, tmp_path)
+    assert len(cells) * study.seeds == 4 * 8 * 3
+    for cell in cells:
+        for seed in (1, 2, 3):
+            top1 = 0.5 + seed / 100
+            if cell.variant.endswith(augmentation.POLISHED):
+                top1 += 0.01 if cell.variant.startswith("crops") else 0.01 * seed
+            path = tmp_path / cell.name / f"seed-{seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"seed": seed, "top1": top1}))
+    rows = list(augmentation.rows(augmentation.read(tmp_path)))
+    assert len(rows) == 4 * 4
+    assert rows[0]["images"] == "crops"
+    assert rows[0]["gain"][:3] == pytest.approx((1, 1, 1))
+    low, high = ttest_1samp([0.0, 1.0, 2.0], 0).confidence_interval(0.95)
+    for row in rows[1:4]:
+        assert row["trained"].mean == pytest.approx(52)
+        assert row["gain"].mean == pytest.approx(2)
+        assert row["more"][:3] == pytest.approx((1, low, high))
 
 
 @pytest.mark.long

@@ -88,7 +88,8 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["execution.cache=disk"], "execution.cache", "'memory'"),
         # Conflicts between sections, whose lines start with the keys.
         (["polish.statistics.samples=2000"], "polish.statistics.samples (2000)", "(1437)"),
-        (["batch.bn_span=null"], "polish is for models with BatchNorm", "batch.bn_span"),
+        (["batch.bn_span=null"], "polish.statistics", "batch.bn_span"),
+        (["polish={swa: {over: {steps: 9}, every: {steps: 3}}}"], "polish.swa", "statistics"),
         (["reduction.dtype=fp16"], "reduction.dtype", "precision"),
         (["loss.label_smoothing=0.95"], "loss.label_smoothing (0.95)", "10 classes"),
         (["data.source=synthetic", "execution.cache=memory"], "execution.cache", "synthetic"),

@@ -18,7 +18,7 @@ from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.choices import OffTarget
-from largebatch.recipe.keys import Loss
+from largebatch.recipe.keys import CrossEntropy
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import (
     epochs_factor,
@@ -228,7 +228,7 @@ def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reac
     off_target: OffTarget,
 ) -> None:
     criterion = cross_entropy(smoothing=0.2, off_target=off_target)
-    floor = smoothing_floor(Loss(label_smoothing=0.2, off_target=off_target), 5)
+    floor = smoothing_floor(CrossEntropy(label_smoothing=0.2, off_target=off_target), 5)
     logits = torch.zeros(1001, 5)
     logits[:, 2] = torch.linspace(1.5, 4.0, 1001)
     reached = min(criterion(row[None], torch.tensor([2])).item() for row in logits)

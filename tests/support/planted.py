@@ -299,4 +299,18 @@ MUTANTS = (
         "evaluation.top1 > target",
         "lab/studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
     ),
+    Mutant(
+        "the noise of an erased box depends on the batch",
+        "data/erasing.py",
+        "Stream.ERASE_NOISE, block=positions.start",
+        "Stream.ERASE_NOISE, block=0",
+        "data/test_erasing.py::test_an_image_is_erased_alike_in_any_batch",
+    ),
+    Mutant(
+        "the copies of a block have the same partners",
+        "data/order.py",
+        "places * multipliers % sizes",
+        "(places + copies) % sizes",
+        "data/test_repeats.py::test_no_pair_recurs_and_no_sample_is_its_own_partner",
+    ),
 )

@@ -1,5 +1,6 @@
 """What forked workers need, imported once in the process that they are forked from."""
 
+import gc
 from contextlib import suppress
 
 import pytest  # noqa: F401 -- the modules that the functions stand in import it
@@ -11,3 +12,6 @@ from largebatch.optional import require_timm
 require_timm()
 with suppress(ImportError):
     kernels.batchnorm()  # imports Triton
+
+# Otherwise each garbage collection of a worker visits, and so copies, all that was imported here.
+gc.freeze()

@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch import load_recipe, run
+from largebatch.optim.clipping import gradient_norm
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import Sampler
 from largebatch.tracking.events import SYSTEM
-from largebatch.training.step_log import Monitors, gradient_norm
+from largebatch.training.step_log import Monitors
 
 NO_BIT = "gradient_norm, trust_ratios, system, generalization_gap"
 ALL = f"monitor=[noise_scale, {NO_BIT}]"

@@ -57,6 +57,33 @@ def test_the_mean_and_its_statistics_are_those_computed_by_hand(tmp_path: Path) 
         assert after.loss != before.loss
 
 
+TRANSFORMER = (
+    "model={name: big_vision_vit_s16, arguments: {patch: 4, width: 16, depth: 1, heads: 2}}",
+    "batch.bn_span=null",
+    "optimizer={kind: adamw}",
+    "schedule.peak_lr=0.01",
+)
+
+
+@pytest.mark.parametrize("stage", ["ema", pytest.param("swa", marks=pytest.mark.long)])
+def test_a_model_without_batchnorm_has_averages(stage: str, tmp_path: Path) -> None:
+    """The average of all updates, or of some, computed from their checkpoints in float64."""
+    changes = (*TRANSFORMER, *EVERY_UPDATE)
+    run(a_recipe(CLEAN, changes=changes), out=tmp_path / "live")
+    if stage == "swa":
+        average = mean_of_checkpoints(tmp_path / "live", {4, 6, BEFORE})
+    else:
+        average = mean_of_checkpoints(tmp_path / "live", {1})
+        for number in range(2, BEFORE + 1):
+            model = mean_of_checkpoints(tmp_path / "live", {number})
+            average = {name: 0.5 * average[name] + 0.5 * model[name] for name in model}
+    section = {"ema": "ema: 0.5", "swa": SWA}[stage]
+    summary = run(a_recipe(CLEAN, section, changes=changes), out=tmp_path / "run")
+    assert [result.name for result in summary.stages] == ["train", "clean", stage]
+    for name, weight in weights(tmp_path / "run").items():
+        torch.testing.assert_close(weight.double(), average[name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_mean_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
     """With those of other weights it would be rolled back before they are measured."""
     summary = run(a_recipe(SWA, MEASURED, JUDGED, changes=(BROAD,)), out=tmp_path / "run")

@@ -60,9 +60,13 @@ def ahead(items: Iterable[Order]) -> Generator[Order, None, None]:
     source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
         started = deque(pool.submit(next, source, None) for _ in range(AHEAD))
-        while (item := started.popleft().result()) is not None:
-            started.append(pool.submit(next, source, None))
-            yield item
+        try:
+            while (item := started.popleft().result()) is not None:
+                started.append(pool.submit(next, source, None))
+                yield item
+        finally:
+            for pending in started:  # else they would be computed for nobody
+                pending.cancel()
 
 
 class FillTask(NamedTuple):

@@ -151,6 +151,7 @@ def rehearse(
         seed=recipe.seed,
         num_samples=recipe.data.train_samples,
         trained=trained,
+        repeats=recipe.data.repeats,
     )
     # After a step on zero gradients; its messages, which only Muon has, are recorded. The tensors
     # are real, since LARS reads numbers.

@@ -98,10 +98,12 @@ def test_messages_are_those_of_an_update_on_two_workers(
 
 
 def test_the_first_samples_are_those_of_the_worker() -> None:
-    recipe = load_recipe(DIGITS, TINY)
+    """Positions 48 to 95: the rest of a block of 64, and half of its second copy."""
+    recipe = load_recipe(DIGITS, [*TINY, "data.repeats=3"])
     found = rehearse(recipe, workers=2, rank=1)
-    order = sample_ids(range(96), seed=recipe.seed, num_samples=1437)
-    assert found.first_samples == tuple(order[48:].tolist())
+    order = sample_ids(range(64), seed=recipe.seed, num_samples=1437)
+    second = [order[3 * place % 64] for place in range(32)]
+    assert found.first_samples == (*order[48:].tolist(), *second)
 
 
 def test_an_average_of_the_weights_is_one_more_copy() -> None:

@@ -1,0 +1,104 @@
+"""Print what polishing gains after training on images further from clean ones, and write it.
+
+    python -m benchmarks.studies.augmentation.tables [--out build/augmentation]
+
+Reads the records of run.py, or the newest result where DIR has none. The polished run of a seed is
+compared with the one that was not; and the gain with that of crops and flips alone, of the same
+seed. Intervals are Student's at 95 % over the seeds, each alone: of two dozen, one may exclude zero
+by chance. A run that diverged counts as chance. Writes benchmarks/results/augmentation_<machine>_
+<date>.json.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.measuring import frozen, write
+from largebatch.report.seeds import difference, interval
+
+NAME = "augmentation"
+
+POLISHED = "-polished"
+"""Ends the names of the settings with polishing; the others are the same without."""
+
+BASELINE = "crops"
+
+Accuracies = Mapping[str, Mapping[str, Mapping[int, float]]]
+"""Top-1 in per cent by recipe, setting and seed."""
+
+
+def read(folder: Path) -> Accuracies:
+    """Return the accuracies of all recorded runs."""
+    accuracies: dict[str, dict[str, dict[int, float]]] = {}
+    for path in sorted(folder.glob("*/*/seed-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        recipe, setting = path.parts[-3:-1]
+        seeds = accuracies.setdefault(recipe, {}).setdefault(setting, {})
+        seeds[record["seed"]] = 100 * record["top1"]
+    return accuracies
+
+
+def of_results(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Accuracies:
+    """Return the accuracies of a file of results, whose seeds are words."""
+    return {
+        recipe: {
+            setting: {int(seed): top1 for seed, top1 in seeds.items()}
+            for setting, seeds in settings.items()
+        }
+        for recipe, settings in results.items()
+    }
+
+
+def rows(accuracies: Accuracies) -> Iterator[dict[str, Any]]:
+    """Yield both accuracies of each augmentation of a recipe, the gain, and how much more it is."""
+    for recipe, settings in accuracies.items():
+        gains: dict[str, dict[int, float]] = {}
+        trained = [name for name in settings if not name.endswith(POLISHED)]
+        for name in sorted(trained, key=lambda name: (name != BASELINE, name)):
+            before = settings[name]
+            after = settings.get(name + POLISHED, {})
+            gains[name] = {seed: after[seed] - before[seed] for seed in after if seed in before}
+            more = None
+            if name != BASELINE:
+                more = difference(gains[name], gains[BASELINE])
+            yield {
+                "recipe": recipe,
+                "images": name,
+                "trained": interval(before.values()),
+                "polished": interval(after.values()),
+                "gain": interval(gains[name].values()),
+                "more": more,
+            }
+
+
+def table(accuracies: Accuracies) -> str:
+    """Return the rows in Markdown."""
+    lines = [
+        "| recipe | images | trained, % | polished, % | gain, points | more than with crops |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows(accuracies):
+        more = row["more"].with_ends("+.2f") if row["more"] is not None else ""
+        lines.append(
+            f"| {row['recipe']} | {row['images']} | {row['trained'].mean:.2f} "
+            f"| {row['polished'].mean:.2f} | {row['gain'].with_ends('+.2f')} | {more} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table, and write the results if there are new records."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build") / NAME, metavar="DIR")
+    accuracies = read(parser.parse_args().out)
+    if accuracies:
+        write(NAME, {"top1": accuracies})
+    else:
+        accuracies = of_results(frozen(NAME)["top1"])
+    print(table(accuracies))
+
+
+if __name__ == "__main__":
+    main()
