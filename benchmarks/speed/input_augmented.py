@@ -78,7 +78,7 @@ def timms(folder: Path, classes: int, args: argparse.Namespace) -> Iterator[obje
     posterize = auto_augment.posterize
 
     def with_no_bits(image: Image.Image, bits: int, **words: object) -> Image.Image:
-        """Return black for 0 bits, which timm draws for 1 image in 600, and Pillow 13 refuses."""
+        """Return black for 0 bits, which timm draws for 1 image in 660, and Pillow 13 refuses."""
         return posterize(image, bits, **words) if bits else Image.new("RGB", image.size)
 
     auto_augment.NAME_TO_OP["PosterizeIncreasing"] = with_no_bits

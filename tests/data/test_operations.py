@@ -496,7 +496,7 @@ def shown(pipeline: Pipeline, *, clean: bool = False) -> torch.Tensor:
 
 
 def test_workers_see_the_images_of_one_worker(folder: Path) -> None:
-    """Those of the plain run after the operations drawn for their positions; clean ones as ever."""
+    """They are the plain images after the drawn operations; clean images have none."""
     plain = a_pipeline(folder, "data.mean=[0, 0, 0]", "data.std=[1, 1, 1]")
     pixels = shown(plain).mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     augmented = a_pipeline(folder, AUGMENTED)
