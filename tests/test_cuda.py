@@ -22,8 +22,10 @@ from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.operations.applying import operate
+from largebatch.data.operations.draws import draw
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, Batches, Request, View
 from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
@@ -207,6 +209,35 @@ def test_nothing_waits_for_a_gpu_with_cached_images(cache: Path) -> None:
         assert len(list(batches)) == 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        "{kind: rand_augment, set: timm, magnitude: 9, std: 0.5, probability: 1.0, operations: 1}",
+        "{kind: trivial_augment}",
+        "{kind: color_jitter, brightness: 0.4, contrast: 0.4, saturation: 0.4, hue: 0.1}",
+    ],
+)
+def test_operations_on_a_gpu_are_those_of_a_cpu(augment: str) -> None:
+    """For the same pixels; only interpolated ones may differ, by 1. Nothing waits."""
+    section = load_recipe(DIGITS, [f"data.augment={augment}"]).data.augment
+    assert section is not None
+    view = View(image_size=32, mean=(0.0,) * 3, std=(1 / 255,) * 3, interpolation="bilinear")
+    operations = draw(section, 3, range(256), view)
+    pixels = np.stack([photograph(40, 40)[row % 8 : row % 8 + 32, :32] for row in range(256)])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    expected = operate(images, operations)
+    on_gpu = images.to(GPU)
+    operate(on_gpu, operations)  # mean and deviation are copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = operate(on_gpu, operations)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = (found.cpu() - expected).abs()
+    assert difference.max() <= 1.01
+    assert (difference > 0.01).float().mean() < 1e-3
 
 
 def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:

@@ -313,4 +313,32 @@ MUTANTS = (
         "(places + copies) % sizes",
         "data/test_repeats.py::test_no_pair_recurs_and_no_sample_is_its_own_partner",
     ),
+    Mutant(
+        "operations are drawn for the place in the batch",
+        "data/operations/draws.py",
+        "block=positions.start * blocks",
+        "block=0",
+        "data/test_operations.py::test_draws_depend_on_seed_and_position_alone",
+    ),
+    Mutant(
+        "images are rotated about the middle of a pixel",
+        "data/operations/numbers.py",
+        "middle_x = width / 2",
+        "middle_x = (width - 1) / 2",
+        "data/test_operations.py::test_pixels_are_those_of_the_library[torchvision]",
+    ),
+    Mutant(
+        "a stronger brightness is always brighter",
+        "data/operations/draws.py",
+        "1.0 + signs * (magnitudes / 10 * 0.9)",
+        "1.0 + (magnitudes / 10 * 0.9)",
+        "data/test_operations.py::test_shares_and_strengths_are_those_of_the_library[timm]",
+    ),
+    Mutant(
+        "pixels from outside of the image are those of its border",
+        "data/operations/batched.py",
+        "torch.where(is_kept, channel, value)",
+        "channel",
+        "data/test_operations.py::test_pixels_of_usual_images_are_pillows_on_a_device_too",
+    ),
 )
