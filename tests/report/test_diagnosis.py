@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_runs import FakeRun, trained
+from scipy.special import digamma
 
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
@@ -18,7 +19,7 @@ from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import CrossEntropy
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import (
     epochs_factor,
     find_causes,
@@ -32,6 +33,7 @@ from largebatch.report.page import make_page
 from largebatch.report.record import (
     RISE,
     Record,
+    mixing_floor,
     record_of,
     running_median,
     smoothing_floor,
@@ -231,6 +233,18 @@ def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reac
     logits[:, 2] = torch.linspace(1.5, 4.0, 1001)
     reached = min(criterion(row[None], torch.tensor([2])).item() for row in logits)
     assert reached == pytest.approx(floor, abs=1e-5)
+
+
+@pytest.mark.parametrize("concentration", [0.2, 1.0, 4.0])
+def test_the_floor_of_mixed_labels_is_their_entropy(concentration: float) -> None:
+    """Of a share from Beta(a, a) it is digamma(2a + 1) - digamma(a + 1)."""
+    mix = f"data.mix={{mixup: {concentration}, probability: 0.5}}"
+    recipe = load_recipe("digits_96", [mix, "loss.label_smoothing=0"])
+    entropy = digamma(2 * concentration + 1) - digamma(concentration + 1)
+    expected = 0.5 * 0.9 * entropy  # one partner in ten has the same class
+    assert mixing_floor(recipe) == pytest.approx(expected, rel=0.03)
+    smoothed = load_recipe("digits_96", [mix, "loss.label_smoothing=0.1"])
+    assert mixing_floor(smoothed) > smoothing_floor(smoothed.loss, 10)
 
 
 def finished(

@@ -103,7 +103,10 @@ CASES = {
             "monitor=[noise_scale, gradient_norm, trust_ratios, generalization_gap, system]",
         ),
     ),
-    "LAMB": ((STATISTICS,), an_optimizer("kind: lamb")),
+    "LAMB, mixed images": (
+        (STATISTICS,),
+        (*an_optimizer("kind: lamb"), "data.mix={mixup: 0.4, cutmix: 1, until: {steps: 3}}"),
+    ),
     "Muon": ((STATISTICS,), an_optimizer("kind: muon")),
     "Schedule-Free": (
         (STATISTICS,),
@@ -206,7 +209,11 @@ def test_two_workers_have_the_numbers_of_two_on_cpus(
 
 def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
     """The host reads an update for its record while the next one runs; else only where it saves."""
-    recipe = a_recipe(CLEAN, changes=("execution.compare_every=null", "execution.cache=device"))
+    changes = (
+        *("execution.compare_every=null", "execution.cache=device"),
+        "data.mix={mixup: 0.4, cutmix: 1}",
+    )
+    recipe = a_recipe(CLEAN, changes=changes)
     waits = on_forked_workers(on_accelerator, recipe, tmp_path / "run", workers=1)
     by_file: Counter[str] = Counter()
     for line, number in waits["syncs"].items():
@@ -250,7 +257,7 @@ def until_memory_shrinks(recipe: Recipe, folder: Path) -> str | None:
 
 
 def test_after_memory_ran_out_a_run_goes_on_with_half_of_its_device_batch(tmp_path: Path) -> None:
-    recipe = a_recipe(CLEAN, STATISTICS, EMA, changes=(CHANNELS_LAST,))
+    recipe = a_recipe(CLEAN, STATISTICS, EMA, changes=(CHANNELS_LAST, "data.mix={mixup: 0.4}"))
     on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=1)
     found = on_forked_workers(until_memory_shrinks, recipe, tmp_path / "device", workers=1)
     assert found is None

@@ -16,6 +16,27 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "the partner of an image is off by one pair",
+        "data/mixing.py",
+        "(1 - weights) * images[partner::2]",
+        "(1 - weights) * images[partner::2].roll(1, 0)",
+        "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
+    ),
+    Mutant(
+        "the images of a pair have shares of their own",
+        "data/mixing.py",
+        "shares.repeat_interleave(2)",
+        "shares.repeat(2)",
+        "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
+    ),
+    Mutant(
+        "the second label is not smoothed",
+        "training/loop.py",
+        "labels = labels.to(logits.dtype)",
+        "labels = labels.to(logits.dtype) / (1 - smoothing * (labels < labels.amax(1, True)))",
+        "data/test_mixing.py::test_the_loss_is_the_weighted_mean_of_both_labels_losses",
+    ),
+    Mutant(
         "the loss is not divided by the global batch",
         "training/loop.py",
         "(self.model(batch.images), batch.labels) / self.global_batch",

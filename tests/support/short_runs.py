@@ -139,11 +139,12 @@ WHOLE = {
         (*MUON, "evaluation.every_epochs=0.2", "model.arguments.drop_path_rate=0.2"),
         BEFORE - 1,
     ),
-    "SWA, sizes, batches": (
+    "SWA, sizes, batches, mixed images": (
         (SWA, STATISTICS),
         (
             "duration={steps: 12}",
             "data.resolution=[{until: {steps: 4}, image_size: 12}]",
+            "data.mix={mixup: 0.4, cutmix: 1, until: {steps: 6}}",
             "batch.schedule=[{after: {steps: 8}, global_batch: 192, lr_factor: 1}]",
         ),
         11,
