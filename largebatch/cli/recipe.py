@@ -210,7 +210,7 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     repeats = recipe.data.repeats
     if repeats > 1:
         rows["repeats"] = (
-            f"every image {repeats} times in {repeats} epochs, of which each has 1/{repeats} of them"
+            f"every image {repeats} times in {repeats} epochs; one epoch has 1/{repeats} of them"
         )
     if recipe.data.mix is not None:
         rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"
