@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
@@ -28,6 +29,7 @@ from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Erase
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import StepEvent, System
 from largebatch.training.loop import Stopwatch, Update
@@ -207,6 +209,19 @@ def test_nothing_waits_for_a_gpu_with_cached_images(cache: Path) -> None:
         assert len(list(batches)) == 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_erased_pixels_are_those_of_the_cpu_to_the_last_bit_and_nothing_waits() -> None:
+    erasures = draw_erasures(3, range(64), Erase(probability=0.5, fill="noise", count=2))
+    images = torch.randn(64, 3, 96, 96)
+    there = images.to(GPU)
+    erase(there.clone(), erasures)  # the table of the noise is copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        erase(there, erasures)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(there.cpu(), erase(images, erasures))
 
 
 def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
