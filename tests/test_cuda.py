@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.operations.applying import operate
 from largebatch.data.operations.draws import draw
@@ -30,6 +31,7 @@ from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Erase
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import StepEvent, System
 from largebatch.training.loop import Stopwatch, Update
@@ -238,6 +240,19 @@ def test_operations_on_a_gpu_are_those_of_a_cpu(augment: str) -> None:
     difference = (found.cpu() - expected).abs()
     assert difference.max() <= 1.01
     assert (difference > 0.01).float().mean() < 1e-3
+
+
+def test_erased_pixels_are_those_of_the_cpu_to_the_last_bit_and_nothing_waits() -> None:
+    erasures = draw_erasures(3, range(64), Erase(probability=0.5, fill="noise", count=2))
+    images = torch.randn(64, 3, 96, 96)
+    there = images.to(GPU)
+    erase(there.clone(), erasures)  # the table of the noise is copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        erase(there, erasures)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(there.cpu(), erase(images, erasures))
 
 
 def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:

@@ -212,6 +212,11 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
+    repeats = recipe.data.repeats
+    if repeats > 1:
+        rows["repeats"] = (
+            f"every image {repeats} times in {repeats} epochs; one epoch has 1/{repeats} of them"
+        )
     if recipe.data.mix is not None:
         rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"
     if recipe.polish:

@@ -144,6 +144,8 @@ class Resources(NamedTuple):
 DecodedBatches = Generator[tuple[Request, Batch], None, None]
 """Batches of a decoder, each with its request, less the numbers that the decoder has applied.
 
+The decoder does not read a batch again: `augment` changes its images in place.
+
 A batch never parts from its request: decoders and prefetchers work several batches ahead, and a
 list beside them would have to count along.
 """
