@@ -43,8 +43,12 @@ Printable = Annotated[str, PlainSerializer(printable, return_type=str)]
 """A text with file names, whose bytes are escaped in JSON if they are not UTF-8."""
 
 
-BalancedTop1 = Annotated[Measured, Field(exclude_if=math.isnan)]
-"""Mean of the accuracies of the classes, in runs with loss.class_weights; NaN, and not in JSON, in
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+BalancedTop1 = Annotated[float | None, Field(exclude_if=_is_none)]
+"""Mean of the accuracies of the classes, in runs with loss.class_weights; None, and not in JSON, in
 others."""
 
 
@@ -152,7 +156,7 @@ class EvaluationEvent(_StageEvent):
     top5: float
     loss: Measured
     samples: int
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
     average_confidence: Measured = math.nan
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
@@ -251,7 +255,7 @@ class Accuracy:
     top1: float
     top5: float
     loss: Measured
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +317,7 @@ class Summary(Tabular):
     loss: Measured | None
     """Metrics after the last stage that was kept."""
 
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
 
     weights_sha256: str | None = None
     kernels: Printable | None = None
