@@ -348,19 +348,22 @@ class Summary(Tabular):
         return f"{text}; {printable(str(page if page.is_file() else self.folder))}"
 
     def _rows(self) -> list[list[str]]:
-        head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
-        rows = [
-            [
-                *(stage.name, f"{stage.steps:,}", f"{stage.seconds:.1f}"),
-                *(percent(stage.top1), percent(stage.top5), four_decimals(stage.loss)),
-                "yes" if stage.kept else "no",
-            ]
-            for stage in self.stages
-        ]
-        if self.stages and all(stage.top5 == 1 for stage in self.stages):
-            # So it is with five classes or fewer, and shows nothing.
-            return [[*row[:4], *row[5:]] for row in (head, *rows)]
-        return [head, *rows]
+        stages = self.stages
+        columns = {
+            "stage": [stage.name for stage in stages],
+            "updates": [f"{stage.steps:,}" for stage in stages],
+            "seconds": [f"{stage.seconds:.1f}" for stage in stages],
+            "top-1 %": [percent(stage.top1) for stage in stages],
+            "mean of classes %": [percent(stage.balanced_top1 or 0.0) for stage in stages],
+            "top-5 %": [percent(stage.top5) for stage in stages],
+            "loss": [four_decimals(stage.loss) for stage in stages],
+            "kept": ["yes" if stage.kept else "no" for stage in stages],
+        }
+        if all(stage.balanced_top1 is None for stage in stages):
+            del columns["mean of classes %"]
+        if stages and all(stage.top5 == 1 for stage in stages):
+            del columns["top-5 %"]  # so it is with five classes or fewer, and shows nothing
+        return [list(columns), *(list(row) for row in zip(*columns.values(), strict=True))]
 
 
 Summary.__init__.__annotations__ |= get_type_hints(Summary)  # without pydantic's types
