@@ -48,8 +48,8 @@ def _is_none(value: object) -> bool:
 
 
 BalancedTop1 = Annotated[float | None, Field(exclude_if=_is_none)]
-"""Mean of the accuracies of the classes, in runs with loss.class_weights; None, and not in JSON, in
-others."""
+"""Mean of the accuracies of the classes, in runs with loss.class_weights; None in others, whose log
+has no such key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
