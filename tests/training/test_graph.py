@@ -284,6 +284,13 @@ def test_a_micro_batch_is_one_launch(case: Case, network: Callable[[], nn.Module
     assert found.waits == 0
 
 
+def test_clipping_is_in_the_graph_and_waits_for_nothing() -> None:
+    """Also with a loss scale, an update that is skipped, and the norms of LARS after it."""
+    found = compared(replace(SKIPPED, optimizer=lars), tables=True, clip_norm=0.01)
+    assert found.notes == ["an update is one CUDA graph"]
+    assert found.waits == 0
+
+
 def forget_gradients(state: TrainState) -> None:
     state.updater.optimizer.zero_grad()
 
