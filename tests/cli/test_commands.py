@@ -274,10 +274,8 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        ("mine.py:right", DONE, "no fault"),
+        pytest.param("mine.py:right", DONE, "no fault", marks=pytest.mark.long),
         ("mine:never_sums", USER, "fault"),
-        ("mine", USER, "mine:build"),
-        ("other.py", USER, "other.py"),
         ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
@@ -296,6 +294,24 @@ def test_audit_checks_a_users_own_training_on_two_workers(
     assert shown in captured.out + captured.err
     assert "Traceback" not in captured.err
     assert (f"largebatch: {function}" in captured.err) == (code == USER)
+
+
+@pytest.mark.parametrize(("target", "shown"), [("mine", "mine:build"), ("other.py", "other.py")])
+def test_an_audit_of_what_is_not_there_is_refused(
+    target: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    assert main(["audit", target, "--workers", "1"]) == USER
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"largebatch: {target}")
+    assert shown in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

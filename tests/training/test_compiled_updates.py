@@ -148,8 +148,10 @@ def assert_close(ours: Found, plain: Found) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(), id="one span"),
-        pytest.param(Case(span=4, accumulation=2), id="two spans, accumulated"),
+        pytest.param(Case(), id="one span", marks=pytest.mark.long),
+        pytest.param(
+            Case(span=4, accumulation=2), id="two spans, accumulated", marks=pytest.mark.long
+        ),
         pytest.param(Case(span=3, accumulation=3), id="a rest, accumulated"),
     ],
 )
