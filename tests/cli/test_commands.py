@@ -1,5 +1,7 @@
 """The commands' declarations: the options of a run are declared once, and every word has help."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from cyclopts import App, Parameter
 from cyclopts.help.help import docstring_parse
+from on_forked_workers import on_forked_workers
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import COMMANDS, DONE, EXAMPLES, USER, main, make_app, parse
@@ -276,7 +279,6 @@ def unknown_key():
     [
         pytest.param("mine.py:right", DONE, "no fault", marks=pytest.mark.long),
         ("mine:never_sums", USER, "fault"),
-        ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
 def test_audit_checks_a_users_own_training_on_two_workers(
@@ -294,6 +296,22 @@ def test_audit_checks_a_users_own_training_on_two_workers(
     assert shown in captured.out + captured.err
     assert "Traceback" not in captured.err
     assert (f"largebatch: {function}" in captured.err) == (code == USER)
+
+
+def audit_on_worker(folder: Path) -> tuple[int, str]:
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        code = main(["audit", "mine:unknown_key"])
+    return code, printed.getvalue()
+
+
+def test_an_audit_names_the_arguments_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    code, printed = on_forked_workers(audit_on_worker, tmp_path, workers=2)
+    assert code == USER
+    assert printed.startswith("largebatch: mine:unknown_key")
+    assert "set_epoch" in printed
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(("target", "shown"), [("mine", "mine:build"), ("other.py", "other.py")])
