@@ -3,8 +3,8 @@
 Boxes are drawn on the host from the seed and the position, as timm draws them. Their pixels are
 filled on the device that has the images. A box has 27,000 numbers of noise on average at 224
 pixels. They are not drawn on the host: only two keys of each image are copied, and the device
-computes the noise from the keys and the place of the pixel, by integer arithmetic and a table, which
-are the same to the last bit on every device.
+computes the noise from the keys and the place of the pixel. Integer arithmetic and a table do that,
+which are the same to the last bit on every device.
 """
 
 from functools import lru_cache
