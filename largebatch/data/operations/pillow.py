@@ -42,8 +42,12 @@ class Changes:
 
     def apply(self, pixels: Bytes, row: int) -> Bytes:
         """Return an image, H x W x 3 bytes, after the operations of this row of the batch."""
+        kinds = self._kinds[row]
+        layers = [layer for layer in range(len(kinds)) if kinds[layer] != Operation.IDENTITY]
+        if not layers:  # Pillow would copy the image twice
+            return pixels
         image = Image.fromarray(pixels)
-        for layer in range(len(self._kinds[row])):
+        for layer in layers:
             image = self._operate(image, row, layer)
         return np.asarray(image)
 
@@ -51,8 +55,6 @@ class Changes:
         kind = self._kinds[row][layer]
         strength = self._strengths[row][layer]
         match kind:
-            case Operation.IDENTITY:
-                return image
             case Operation.AUTO_CONTRAST:
                 return ImageOps.autocontrast(image)
             case Operation.EQUALIZE:
