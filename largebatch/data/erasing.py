@@ -82,7 +82,10 @@ def boxes_in_pixels(boxes: FloatArray, *, side: int) -> IntArray:
 
 
 def erase(images: Tensor, erasures: Erasures) -> Tensor:
-    """Return N x 3 x S x S normalised images with the boxes filled: 0, or standard normal noise."""
+    """Fill boxes of N x 3 x S x S normalised images in place: 0, or standard normal noise.
+
+    Returns the images.
+    """
     side = images.shape[3]
     boxes = boxes_in_pixels(erasures.boxes, side=side)
     num_pixels = boxes[:, 2] * boxes[:, 3]
@@ -99,14 +102,14 @@ def erase(images: Tensor, erasures: Erasures) -> Tensor:
     place = torch.arange(total, device=images.device) - start
     y = top + place // width
     x = left + place % width
-    channels = torch.arange(3, device=images.device)
-    pixels = (row[:, None], channels, y[:, None], x[:, None])
     if erasures.keys is None:
         fill = images.new_zeros(())
     else:
         fill = noise(key[0], key[1], pixel=y * side + x).to(images.dtype)
-    # A copy, because decoders may lend their memory. Boxes that overlap have the same values.
-    return images.index_put(pixels, fill)
+    # Boxes of an image that overlap have the same values. To copy the images would take 10 times
+    # as long as to erase a part of them.
+    images.permute(0, 2, 3, 1)[row, y, x] = fill
+    return images
 
 
 def noise(first_key: Tensor, second_key: Tensor, *, pixel: Tensor) -> Tensor:

@@ -64,13 +64,6 @@ def _pairs(recipe: Keys) -> Iterator[str]:
                 f"{key} ({size}) must be even, because data.mix mixes pairs of images: give "
                 f"{possible}, or leave data.mix out"
             )
-            return  # no device batch divides it into pairs
-    asked = recipe.execution.device_batch
-    if asked is not None and asked % 2:
-        yield (
-            f"execution.device_batch ({asked}) must be even, because data.mix mixes pairs of "
-            f"images: give {asked - 1 or 2} or {asked + 1}, or leave one of the two out"
-        )
 
 
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:

@@ -20,6 +20,8 @@ from largebatch.data.mixing import boxes_of, draw_pairs, mix, shares_of
 from largebatch.data.order import Stream
 from largebatch.data.types import Batch, Request
 from largebatch.errors import PlanError, RecipeError
+from largebatch.lab.measure.batch import at_constant_rate
+from largebatch.lab.studies.study import of_few_updates
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.choices import OffTarget
@@ -237,6 +239,12 @@ def test_device_batches_are_even_whatever_fits() -> None:
     # A worker's 15 samples are not pairs, and 12 workers' pairs would have two halves of a span.
     with pytest.raises(PlanError, match=r"data\.mix.*possible workers: 6"):
         make_plan(recipe, workers=12)
+    asked = recipe.with_execution(device_batch=45)
+    with pytest.raises(PlanError, match=r"execution\.device_batch: 45 .*data\.mix.* 30 or 60"):
+        make_plan(asked)
+    # An evaluation takes any number of images at a time.
+    measuring = make_plan(asked.mathematics).measuring(workers=1, device_batch=45)
+    assert measuring.device_batch == 45
     plain = digits("batch={global_batch: 180, bn_span: 15}", "data.mix=null")
     assert make_plan(plain, workers=12).device_batch == 15
 
@@ -251,7 +259,6 @@ def test_device_batches_are_even_whatever_fits() -> None:
         ("data.mix={mixup: 1, cutmix: 1, switch: -0.1}", r"data\.mix\.switch"),
         ("data.mix={cutmix: 1, switch: 0.5}", "data.mix: .*mixup"),
         ("batch={global_batch: 45, bn_span: 15}", r"batch\.global_batch \(45\).* 30 or 60"),
-        ("execution.device_batch=3", r"execution\.device_batch \(3\).* 2 or 4"),
         ("protocol={kind: hardsync, learners: 2}", r"data\.mix .*protocol"),
     ],
 )
@@ -264,6 +271,17 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(change: str, message: str) 
 def test_mixing_cannot_outlast_augmented_images() -> None:
     with pytest.raises(RecipeError, match=r"data\.mix\.until \(step 9\) .* 8"):
         make_plan(digits("data.mix.until={steps: 9}"))
+
+
+def test_measurements_of_another_length_mix_throughout() -> None:
+    recipe = digits(
+        "data.mix.until={steps: 5}", "data.resolution=[{until: {steps: 3}, image_size: 8}]"
+    )
+    assert make_plan(recipe).mix_steps == 5
+    for short in (of_few_updates(recipe), at_constant_rate(recipe, updates=4)):
+        plan = make_plan(short)
+        assert plan.mix_steps == plan.train_steps
+        assert not plan.sizes
 
 
 def test_positions_that_divide_a_pair_are_refused() -> None:

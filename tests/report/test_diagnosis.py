@@ -237,7 +237,7 @@ def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reac
 
 @pytest.mark.parametrize("concentration", [0.2, 1.0, 4.0])
 def test_the_floor_of_mixed_labels_is_their_entropy(concentration: float) -> None:
-    """Of a share from Beta(a, a) it is digamma(2a + 1) - digamma(a + 1)."""
+    """For a share from Beta(a, a): digamma(2a + 1) - digamma(a + 1)."""
     mix = f"data.mix={{mixup: {concentration}, probability: 0.5}}"
     recipe = load_recipe("digits_96", [mix, "loss.label_smoothing=0"])
     entropy = digamma(2 * concentration + 1) - digamma(concentration + 1)

@@ -61,6 +61,9 @@ small variances and in deviations of confidences; a tenth of it for a loss."""
 ROUNDED = {"ghost spans and measurements": 1e-3}
 """Where a difference of nearly equal numbers is measured."""
 
+REPEATED = {"SWA, outside", "statistics, scaled-momentum, decoding", "LAMB"}
+"""Other averages, conventions and caches than the other cases have: long tests."""
+
 EXACT = {"bf16, accumulated", "fp16"}
 """Recipes whose kernels are all the same; in 16 bits a different rounding would be 1e-3. Without
 dropout, for which accelerators have a kernel of their own."""
@@ -136,7 +139,9 @@ def on_accelerator(recipe: Recipe, folder: Path) -> dict[str, dict[str, int]]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(it, marks=[pytest.mark.long] * (it in REPEATED)) for it in CASES]
+)
 def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     stages, changes = CASES[case]
     recipe = a_recipe(*stages, changes=(CHANNELS_LAST, *changes))
@@ -192,7 +197,11 @@ def test_a_resumed_run_in_graphs_ends_with_the_bits_of_one_without(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(("batch.bn_span=24", "monitor=[noise_scale]"), id="spans of their own"),
+        pytest.param(
+            ("batch.bn_span=24", "monitor=[noise_scale]"),
+            id="spans of their own",
+            marks=pytest.mark.long,
+        ),
         pytest.param(("batch.bn_span=96",), id="spans shared by two"),
     ],
 )

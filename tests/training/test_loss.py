@@ -1,6 +1,8 @@
 """The losses of a batch beside PyTorch's and timm's, of single labels and of mixed ones."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -9,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from largebatch import load_recipe
+from largebatch.data.decoders.synthetic import synthetic_index
+from largebatch.errors import RecipeError
 from largebatch.optional import require_timm
+from largebatch.runs.state import class_weights
 from largebatch.training.losses import (
     Criterion,
     binary_cross_entropy,
@@ -21,6 +27,7 @@ require_timm()
 from timm.data.mixup import mixup_target  # noqa: E402 -- timm needs torchvision's operators
 from timm.loss import BinaryCrossEntropy  # noqa: E402
 
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 K, MASS = 5, 0.1
 N = 6
 SHARE = 0.7
@@ -141,6 +148,27 @@ def test_a_threshold_takes_the_weight_of_both_labels() -> None:
     losses = F.binary_cross_entropy_with_logits(LOGITS, targets, reduction="none").mean(1)
     factors = SHARE * WEIGHTS[LABELS] + (1 - SHARE) * WEIGHTS[PARTNERS]
     close(weighted(LOGITS, mixed()), losses @ factors)
+
+
+@pytest.mark.parametrize("given", ["balanced", "[3, 1, 1, 6]"])
+def test_weights_count_the_images_that_are_trained_on(given: str) -> None:
+    changes = ["data.source=synthetic", "data.classes=4", f"loss.class_weights={given}"]
+    recipe = load_recipe(DIGITS, changes)
+    images = synthetic_index(40, 4, 8)
+    trained = np.array([0, 4, 8, 12, 16, 20, 1, 5, 2, 3])  # six of class 0, two of class 1
+    weights = class_weights(recipe, replace(images, trained=trained), torch.device("cpu"))
+    assert weights is not None
+    counts = np.array([6, 2, 1, 1])
+    wanted = 1 / counts if given == "balanced" else np.array([3, 1, 1, 6])
+    np.testing.assert_allclose(weights, wanted * 10 / (wanted * counts).sum(), rtol=1e-12)
+    assert class_weights(load_recipe(DIGITS), images, torch.device("cpu")) is None
+
+
+def test_a_class_without_training_images_cannot_be_balanced() -> None:
+    recipe = load_recipe(DIGITS, ["loss.class_weights=balanced"])
+    images = replace(synthetic_index(40, 10, 8), trained=np.arange(9))
+    with pytest.raises(RecipeError, match=r"loss\.class_weights.* 9;"):
+        class_weights(recipe, images, torch.device("cpu"))
 
 
 def test_short_logits_are_summed_in_float32() -> None:

@@ -55,7 +55,7 @@ def test_the_console_and_the_report_say_so(
     assert any("mixed" in text for text in texts)
     record = record_of(trained)
     assert not record.mixed  # at the end
-    assert record.floor == smoothing_floor(a_recipe().loss, 10)
+    assert record.floor == smoothing_floor(a_recipe(CLEAN).loss, 10)
 
 
 def test_a_run_resumed_before_and_after_the_end_of_mixing_ends_with_identical_bits(

@@ -150,8 +150,7 @@ def _color_jitter(
         centers=np.zeros((*order.shape, 2)),
         fill=_BLACK,
         shear_axis=0.0,
-        mean=view.mean,
-        std=view.std,
+        view=view,
     )
 
 
@@ -196,8 +195,7 @@ def _operations(
         centers=np.zeros((*kinds.shape, 2)),
         fill=_BLACK,
         shear_axis=0.0,
-        mean=view.mean,
-        std=view.std,
+        view=view,
     )
 
 
