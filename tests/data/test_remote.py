@@ -260,7 +260,7 @@ def test_a_request_that_fails_is_repeated(
     upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
     failing = iter([True, True])
-    proxy.fault = lambda _: fault if next(failing, False) else None  # type: ignore[assignment,return-value]
+    proxy.fault = lambda _: fault if next(failing, False) else None
     assert images(index) == images(load_or_read(folder, "val"))
     assert proxy.faults == {fault: 2}
 
