@@ -294,7 +294,7 @@ class Blocks:
         path = self._path(block)
         try:
             if not self._is_whole(path, block):
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with _locked(path.with_name(path.name + _PARTIAL)) as (partial, file):
                     # Another worker may have fetched it in the meantime.
                     if not self._is_whole(path, block):
