@@ -320,6 +320,26 @@ def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixt
     assert env["MASTER_ADDR"] == "digits-96-softsync-pods-0-0.digits-96-softsync"
 
 
+@pytest.mark.parametrize("kind", ["slurm", "pbs", "mpirun", "trainjob"])
+def test_a_job_reads_images_from_a_bucket(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod then needs no volume with data; no job holds the credentials."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    place = "s3://bucket/imagenet"
+    words = ["--nodes", "2", "--data", place, "--cache-dir", "/local/blocks", "--cache-gb", "500"]
+    pods = kind == "trainjob"
+    job = filled(capsys, kind, "resnet50_8192_mlperf", *words, *(IMAGE * pods))
+    assert place in job
+    assert "/local/blocks" in job
+    assert "500" in job
+    assert "testing-secret" not in job
+    assert "claimName: data" not in job
+    refused = ["launch", kind, "resnet50_8192_mlperf", "--nodes", "2", "--data", "/data/a"]
+    assert main([*refused, "--cache-dir", "/local/blocks", *(IMAGE * pods)]) == 2
+    assert "keeps what is read from an address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["mpirun", "pbs", "mpijob"])
 def test_variables_of_libraries_are_handed_on_under_mpi(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,14 @@ def test_the_commands_take_an_address(
     assert "secret" not in capsys.readouterr().err
 
 
+def test_a_long_object_is_written_in_parts(server: tuple[Storage, Proxy]) -> None:
+    objects, _ = server
+    content = os.urandom(11 * 10**6)
+    buckets.open_bucket(PLACE).write("000000.tar", content)
+    assert objects.objects == {"small/000000.tar": content}
+    assert len(objects.parts["0"]) == 3
+
+
 def test_an_import_that_fails_leaves_nothing_in_the_bucket(
     folder: Path, server: tuple[Storage, Proxy]
 ) -> None:

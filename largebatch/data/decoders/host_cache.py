@@ -36,7 +36,7 @@ import numpy as np
 
 from largebatch.address import Address
 from largebatch.bucket import open_bucket
-from largebatch.data.index.index import Index, Location
+from largebatch.data.index.index import Index, Location, Paths
 from largebatch.data.order import samples_at
 from largebatch.data.types import Bytes, HostCache, IntArray, Request, TrainingOrder
 from largebatch.errors import DataError
@@ -164,33 +164,29 @@ class Blocks:
         assert isinstance(index.root, Address)
         assert index.offsets is not None
         assert index.num_bytes is not None
+        assert isinstance(index.paths, Paths)
         self._bucket = open_bucket(index.root)
         self._versions = index.versions
         self._order = cache.order
         folder = cache.folder / hashlib.sha256(index.root.url.encode()).hexdigest()[:16]
         self._keeper = _keeper(folder, cache.share, cache.worker, cache.workers)
-        paths = np.array([*index.paths])
+        self._shards = index.paths.holders
+        which = index.paths.which
         ends = index.offsets + index.num_bytes
         cells = index.offsets // BLOCK_BYTES
         # Rows are in the order of the shards and of the images in them.
-        is_first = np.ones(len(paths), dtype=np.bool_)
-        is_first[1:] = (paths[1:] != paths[:-1]) | (cells[1:] != cells[:-1])
-        self._first_rows = np.append(np.flatnonzero(is_first), len(paths))
+        is_first = np.ones(len(which), dtype=np.bool_)
+        is_first[1:] = (which[1:] != which[:-1]) | (cells[1:] != cells[:-1])
+        self._first_rows = np.append(np.flatnonzero(is_first), len(which))
         self._block_of = np.cumsum(is_first) - 1
         self._starts: IntArray = index.offsets[is_first]
         self._lengths: IntArray = np.maximum.reduceat(ends, self._first_rows[:-1]) - self._starts
-        self._shards = [str(path) for path in paths[is_first]]
-        self._rows_of_shard = {
-            str(name): range(first, first + count)
-            for name, first, count in zip(
-                *np.unique(np.array(self._shards), return_index=True, return_counts=True),
-                strict=True,
-            )
-        }
-        self._folders = {
-            name: self._keeper.folder / _folder_of(name, self._versions[name])
-            for name in self._rows_of_shard
-        }
+        self._shard_of: IntArray = which[is_first]
+        firsts = np.searchsorted(self._shard_of, np.arange(len(self._shards) + 1)).tolist()
+        self._blocks_of = dict(zip(self._shards, map(range, firsts, firsts[1:]), strict=False))
+        self._folders = [
+            self._keeper.folder / _folder_of(name, self._versions[name]) for name in self._shards
+        ]
         self._knows_kept = False
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
         self._lock = threading.Lock()
@@ -227,9 +223,9 @@ class Blocks:
     def read(self, content: Bytes, location: Location) -> None:
         """Fill `content` with an image; raise OSError if its block cannot be fetched now."""
         name = location.path.removeprefix(f"{self._bucket.address}/")
-        rows = self._rows_of_shard[name]
-        starts = self._starts[rows.start : rows.stop]
-        block = rows.start + int(np.searchsorted(starts, location.offset, "right")) - 1
+        blocks = self._blocks_of[name]
+        starts = self._starts[blocks.start : blocks.stop]
+        block = blocks.start + int(np.searchsorted(starts, location.offset, "right")) - 1
         try:
             if not self._read_block(content, block, location.offset):
                 received = self._bucket.read_range(
@@ -279,7 +275,7 @@ class Blocks:
         self._keeper.unpin(self._path(block))
 
     def _path(self, block: int) -> Path:
-        return self._folders[self._shards[block]] / str(self._starts[block])
+        return self._folders[int(self._shard_of[block])] / str(self._starts[block])
 
     def _start(self, block: int, request: Request | None = None) -> Future[bool]:
         """Return the job that makes a block ready."""
@@ -313,7 +309,7 @@ class Blocks:
         return True
 
     def _fetch(self, block: int, path: Path, partial: Path, file: BinaryIO) -> None:
-        name = self._shards[block]
+        name = self._shards[int(self._shard_of[block])]
         content = self._bucket.read_range(
             name,
             int(self._starts[block]),

@@ -82,7 +82,7 @@ class Reader:
         self._source = open_source(index)
 
     def announced(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests; the source may be told of them earlier, to fetch what they need."""
+        """Yield the requests, each announced to the source as early as it fetches ahead."""
         waiting: deque[Request] = deque()
         for request in requests:
             self._source.expect(request)

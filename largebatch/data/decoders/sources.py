@@ -26,7 +26,7 @@ class Source(Protocol):
         """True if no more requests are to be announced now."""
 
     def expect(self, request: Request) -> None:
-        """Take note of a request before its images are read."""
+        """Announce a request before its images are read."""
 
     def close(self) -> None:
         """Drop the requests that were announced and not read."""

@@ -80,18 +80,20 @@ class Paths:
     def __init__(
         self, holders: Sequence[str], which: IntArray, *, names: Bytes | None = None
     ) -> None:
-        self._holders = tuple(holders)
-        self._which = which
+        self.holders = tuple(holders)
+        """Paths of the shards or of the class folders."""
+
+        self.which = which  # number of the holder of each sample
         self._names = names  # N x length of the longest, filled with zeros
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self.which)
 
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, row: int) -> str:
-        holder = self._holders[int(self._which[row])]
+        holder = self.holders[int(self.which[row])]
         if self._names is None:
             return holder
         name = self._names[row].tobytes().rstrip(b"\0")
