@@ -334,7 +334,7 @@ def test_a_job_reads_images_from_a_bucket(
     assert "/local/blocks" in job
     assert "500" in job
     assert "testing-secret" not in job
-    assert "claimName: data" not in job
+    assert 'claimName: "data"' not in job
     refused = ["launch", kind, "resnet50_8192_mlperf", "--nodes", "2", "--data", "/data/a"]
     assert main([*refused, "--cache-dir", "/local/blocks", *(IMAGE * pods)]) == 2
     assert "keeps what is read from an address" in capsys.readouterr().err

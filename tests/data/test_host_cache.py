@@ -1,6 +1,7 @@
 """Blocks of a bucket on a host's disk, beside the same images read from a folder."""
 
 import errno
+import fcntl
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ from slow_proxy import Proxy
 from largebatch.address import place_of
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import host_cache
-from largebatch.data.decoders.host_cache import Blocks
+from largebatch.data.decoders.host_cache import Blocks, next_position
 from largebatch.data.decoders.reader import open_reader, read, read_ahead
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.order import sample_ids
@@ -156,8 +157,8 @@ def test_less_room_than_images_needs_few_more_reads_than_the_best_possible(
     # Blocks that are expected are kept, and read before their use, so the numbers are not equal.
     assert fetched == pytest.approx(best, rel=0.15)
     assert misses(sequence, sizes, share, least_recent) > 1.5 * best
-    files = [path for path in (tmp_path / "small").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= share
+    files = (tmp_path / "small").rglob("*")
+    assert 0 < sum(path.stat().st_size for path in files if path.is_file()) <= share
 
 
 def misses(
@@ -194,7 +195,7 @@ def test_a_damaged_block_is_fetched_again(
     _, proxy = server
     index = cached(tmp_path)
     contents(index, batches=range(12))
-    path = next(path for path in (tmp_path / "blocks").rglob("*") if path.is_file())
+    path = next((tmp_path / "blocks").glob("*/*/*"))
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
@@ -252,7 +253,7 @@ def test_a_full_disk_is_no_missing_image(
 
     monkeypatch.setattr(host_cache, "checksum", full)  # when a file is written
     assert contents(index, batches=range(12)) == expected(folder, batches=range(12))
-    assert not [path for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
+    assert not list((tmp_path / "blocks").glob("*/*/*"))
 
 
 def test_a_changed_shard_is_refused_and_not_mixed_with_old_blocks(
@@ -283,6 +284,17 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 ) -> None:
     (tmp_path / "blocks").write_text("a file")
     with pytest.raises(DataError, match=r"--cache-dir: .*; choose another"):
+        contents(cached(tmp_path), batches=range(1))
+
+
+def test_a_file_system_without_locks_is_refused_before_training(
+    server: tuple[Storage, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with pytest.raises(DataError, match=r"--cache-dir: .*Function not implemented.*; choose"):
         contents(cached(tmp_path), batches=range(1))
 
 
@@ -329,3 +341,28 @@ def test_every_stage_has_the_images_of_the_folder_on_any_number_of_workers(
                     assert torch.equal(one.labels, other.labels)
                 assert number or name == "validation"
     assert set(Counter(proxy.ranges).values()) == {1}
+
+
+@pytest.mark.parametrize("trained", [None, np.array([1, 2, 3, 5, 7, 8, 13, 14, 20, 21, 22, 23])])
+def test_the_next_use_is_that_of_this_hosts_workers(trained: np.ndarray | None) -> None:
+    """Workers 2 and 3 of four, with batches of three: searched for in the order itself."""
+    order = TrainingOrder(
+        seed=3,
+        num_samples=24,
+        trained=trained,
+        repeats=1,
+        device_batch=3,
+        ranks=range(2, 4),
+        workers=4,
+    )
+    number = 24 if trained is None else len(trained)
+    samples = sample_ids(range(10 * number), seed=3, num_samples=number)
+    if trained is not None:
+        samples = trained[samples]
+    own = [sample if place % 12 >= 6 else -1 for place, sample in enumerate(samples.tolist())]
+    for row in range(24):
+        for after in (0, 5, number - 1, number, 3 * number + 7):
+            end = (after // number + 2) * number  # two epochs are looked at
+            uses = [place for place in range(after + 1, end) if own[place] == row]
+            expected = uses[0] if uses else host_cache.NEVER
+            assert next_position(order, np.array([row]), after=after) == expected

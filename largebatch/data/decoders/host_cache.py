@@ -51,6 +51,7 @@ LOOKAHEAD_BYTES = 2**28  # bytes of blocks that a reader expects at a time, at m
 NEVER = 2**62  # next use of a block that is not needed again
 
 _PARTIAL = ".partial"
+_LOCK = "lock"
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,6 +81,9 @@ class Keeper:
         """Account for this worker's part of the files that earlier runs have left."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Some file systems of clusters have no locks.
+            with (self.folder / _LOCK).open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
             paths = sorted(path for path in self.folder.glob("*/*") if path.is_file())
         except OSError as error:
             raise DataError(

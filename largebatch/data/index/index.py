@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from largebatch.address import Address, Place, place_of
+from largebatch.address import WEB, Address, Place, place_of
 from largebatch.data.index.folder import CLASSES, EXTENSIONS, File, scan_class
 from largebatch.data.index.headers import BadImageError, Size, measure, measure_part
 from largebatch.data.index.remote import (
@@ -276,13 +276,19 @@ def find_stored(root: Place, split: str) -> Iterator[Content]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if isinstance(place, Address):
+            # Web servers often deny names that begin with a dot.
+            is_hidden = isinstance(error, PermissionError) and _is_web(place)
+            if isinstance(place, Address) and not is_hidden:
                 raise DataError(f"{error}") from None
         except ValueError:
             continue
         else:
             if header.get("format") == FORMAT and header["split"] == split:
                 yield Content(header, arrays, place / name)
+
+
+def _is_web(place: Place) -> bool:
+    return isinstance(place, Address) and place.scheme in WEB
 
 
 def make(
