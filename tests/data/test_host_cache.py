@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from class_folders import imported, png
@@ -364,5 +365,5 @@ def test_the_next_use_is_that_of_this_hosts_workers(trained: np.ndarray | None) 
         for after in (0, 5, number - 1, number, 3 * number + 7):
             end = (after // number + 2) * number  # two epochs are looked at
             uses = [place for place in range(after + 1, end) if own[place] == row]
-            expected = uses[0] if uses else host_cache.NEVER
-            assert next_position(order, np.array([row]), after=after) == expected
+            first = uses[0] if uses else host_cache.NEVER
+            assert next_position(order, np.array([row]), after=after) == first
