@@ -80,11 +80,11 @@ def test_a_run_from_a_bucket_is_that_from_a_folder_and_its_record_has_no_secret(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize(("workers", "cache_gb"), [(2, 1.0), (2, 0.0004), (8, 1.0)])
 def test_workers_share_the_blocks_of_their_host(
-    workers: int, folder: Path, server: tuple[Storage, Proxy], tmp_path: Path
+    workers: int, cache_gb: float, folder: Path, server: tuple[Storage, Proxy], tmp_path: Path
 ) -> None:
-    """In processes: each block is fetched once, and the weights are those from a folder."""
+    """In processes: the weights are those from a folder, and a block is fetched once if it fits."""
     _, proxy = server
     run(recipe(), data=folder, out=tmp_path / "disk", workers=workers, report=False)
     run(recipe(), data=PLACE, out=tmp_path / "indexed", max_steps=1, report=False)
@@ -93,7 +93,7 @@ def test_workers_share_the_blocks_of_their_host(
         recipe(),
         data=PLACE,
         cache_dir=tmp_path / "blocks",
-        cache_gb=1.0,
+        cache_gb=cache_gb,
         out=tmp_path / "bucket",
         workers=workers,
         report=False,
@@ -101,8 +101,8 @@ def test_workers_share_the_blocks_of_their_host(
     torch.testing.assert_close(
         weights(tmp_path / "bucket"), weights(tmp_path / "disk"), rtol=0, atol=0
     )
-    assert proxy.ranges
-    assert set(Counter(proxy.ranges).values()) == {1}
+    number = Counter(proxy.ranges)
+    assert (max(number.values()) == 1) == (cache_gb == 1.0)
 
 
 @pytest.mark.parametrize(
