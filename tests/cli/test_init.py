@@ -9,6 +9,7 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,13 +180,13 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
     def measured(recipe: Recipe, plan: Plan) -> SimpleNamespace:
         return SimpleNamespace(run_seconds=(recipe.data.image_size / 128) ** 2 * plan.updates)
 
-    def as_quick(found: initial.Survey, *, minutes: float, fixed: bool) -> object:
-        """Choose as on a machine that is not busy."""
-        return fitted(replace(found, seconds=0.001), minutes=minutes, fixed=fixed)
+    def survey_quickly(*args: Any, **keywords: Any) -> initial.Survey:
+        """Survey as on a machine that is not busy."""
+        return replace(survey(*args, **keywords), seconds=0.001)
 
-    fitted = initial.fitted
+    survey = initial.survey
     monkeypatch.setattr(initial, "estimate", measured)
-    monkeypatch.setattr(initial, "fitted", as_quick)
+    monkeypatch.setattr(initial, "survey", survey_quickly)
     chosen = {}
     for minutes in ("3", "1", "0.4"):
         name = f"minutes-{minutes.replace('.', '-')}"
