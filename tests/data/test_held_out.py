@@ -141,7 +141,7 @@ def test_validation_images_can_be_measured_after_a_run_that_held_out_others(tmp_
     """By timm's model and images read by Pillow; only an evaluation may change this."""
     recipe = short_runs.a_recipe(short_runs.CLEAN, changes=("data.held_out={samples: 200}",))
     run(recipe, out=tmp_path / "run")
-    options = Options(overrides=["data.held_out=null"])
+    options = Options(overrides=("data.held_out=null",))
     metrics = evaluate_checkpoint(tmp_path / "run", options).metrics
     files = sorted(digits.write_digits().glob("val/*/*"))
     images, labels = load(files, colours=GREY, size=16)
