@@ -9,7 +9,6 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +20,14 @@ from short_runs import NARROW, SHALLOW, SMALL
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.index.index import load_or_read
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.lab.measure import initial
 from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import pretrained
+from largebatch.runs.pretrained import StartingModel
 
 
 @pytest.fixture
@@ -180,9 +180,11 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
     def measured(recipe: Recipe, plan: Plan) -> SimpleNamespace:
         return SimpleNamespace(run_seconds=(recipe.data.image_size / 128) ** 2 * plan.updates)
 
-    def survey_quickly(*args: Any, **keywords: Any) -> initial.Survey:
+    def survey_quickly(
+        train: Index, val: Index, start: StartingModel, *, image_size: int | None
+    ) -> initial.Survey:
         """Survey as on a machine that is not busy."""
-        return replace(survey(*args, **keywords), seconds=0.001)
+        return replace(survey(train, val, start, image_size=image_size), seconds=0.001)
 
     survey = initial.survey
     monkeypatch.setattr(initial, "estimate", measured)
