@@ -1,10 +1,10 @@
 """Random erasing: boxes of training images become the mean colour or noise.
 
 Boxes are drawn on the host from the seed and the position, as timm draws them. Their pixels are
-filled on the device that has the images. Noise for a GPU's batch would take longer to draw and copy
-than to train on, so only a key of each image is copied, and the device computes the noise from the
-key and the place of the pixel: integer arithmetic and a table, which are the same to the last bit
-on every device.
+filled on the device that has the images. A box has 27,000 numbers of noise on average at 224
+pixels. They are not drawn on the host: only two keys of each image are copied, and the device
+computes the noise from the keys and the place of the pixel. Integer arithmetic and a table do that,
+which are the same to the last bit on every device.
 """
 
 from functools import lru_cache

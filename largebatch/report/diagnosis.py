@@ -173,8 +173,11 @@ def measure_classes(run: Record) -> causes.WeakClasses | None:
 
 
 def measure_pair(run: Record, small: Record | None) -> causes.Pair | None:
-    """Compare a run with one in smaller batches; None without one, or without training losses."""
-    if small is None or not run.loss.size or not small.loss.size:
+    """Compare a run with one in smaller batches; None without one, or without training losses.
+
+    Losses of mixed images are higher than those of others, so these are not compared.
+    """
+    if small is None or not run.loss.size or not small.loss.size or run.mixed != small.mixed:
         return None
     top1 = float(run.top1[-1]) if run.top1.size else math.nan
     small_top1 = float(small.top1[-1]) if small.top1.size else math.nan

@@ -119,7 +119,8 @@ def in_batches(pixels: Bytes, operations: Operations) -> Bytes:
 
 
 def one_by_one(pixels: Bytes, operations: Operations) -> Bytes:
-    return np.stack([pillow.apply(image, operations, row) for row, image in enumerate(pixels)])
+    changes = pillow.Changes(operations, height=pixels.shape[1], width=pixels.shape[2])
+    return np.stack([changes.apply(image, row) for row, image in enumerate(pixels)])
 
 
 def by_torchvision(image: Image.Image, operations: Operations, row: int) -> Image.Image:

@@ -26,6 +26,7 @@ from largebatch.report.diagnosis import (
     measure_classes,
     measure_corrected,
     measure_images,
+    measure_pair,
     require_comparable,
 )
 from largebatch.report.logs import read_record
@@ -423,6 +424,12 @@ def test_a_run_level_by_updates_has_too_few_of_them() -> None:
     behind = find_causes(large(2.3, 2.2, top1=0.3), small)
     assert behind[0].remedy != causes[0].remedy
     assert behind[0].check == "fewer updates"
+
+
+def test_losses_of_mixed_images_are_not_compared_with_others() -> None:
+    run, small = large(2.0, 0.5, 0.5, top1=0.80), large(2.0, 0.5, 0.5, top1=0.90)
+    assert measure_pair(run, small) is not None
+    assert measure_pair(replace(run, mixed=True), small) is None
 
 
 def test_runs_with_the_same_training_loss_and_another_top1_have_a_gap() -> None:

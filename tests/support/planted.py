@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "the second label is not smoothed",
-        "training/loop.py",
+        "training/losses.py",
         "labels = labels.to(logits.dtype)",
         "labels = labels.to(logits.dtype) / (1 - smoothing * (labels < labels.amax(1, True)))",
         "data/test_mixing.py::test_the_loss_is_the_weighted_mean_of_both_labels_losses",

@@ -129,6 +129,8 @@ def apart(one: Path, other: Path, most: float) -> dict[str, float]:
 def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
     """Return how far apart two values are, as a part of the largest."""
     one, other = (torch.as_tensor(value).double() for value in (ours, theirs))
+    unknown = one.isnan() & other.isnan()  # such as a number that only some recipes have
+    one, other = one.masked_fill(unknown, 0), other.masked_fill(unknown, 0)
     scale = one.abs().max().clamp(min=1e-3) if one.numel() else 1
     return float((one - other).abs().max() / scale) if one.numel() else 0.0
 
