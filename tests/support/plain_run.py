@@ -152,7 +152,7 @@ def train(case: Case, part: Part, images: Path, out: Path) -> None:
     )
 
 
-def plain_images(case: Case, root: Path) -> tuple[list[Tensor], list[list[Label]]]:
+def updates_by_hand(case: Case, root: Path) -> tuple[list[Tensor], list[list[Label]]]:
     """Return the images of all updates, mixed and clean, and what they show."""
     settings = SETTINGS[case]
     paths = sorted(root.glob("train/*/*"))
@@ -240,7 +240,7 @@ def plain_run(case: Case, root: Path) -> Trained:
     model.train()
     losses = []
     norms = []
-    for images, shown in zip(*plain_images(case, root), strict=True):
+    for images, shown in zip(*updates_by_hand(case, root), strict=True):
         optimizer.zero_grad()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         after = []
