@@ -32,6 +32,7 @@ from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
+from largebatch.runs.hangs import hangs_named
 from largebatch.runs.interrupts import describe_cause, scheduler
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import WEIGHTS
@@ -141,7 +142,7 @@ def recorded(session: Session, options: Options) -> Iterator[Recording]:
         session.begin()
         recording = Recording()
         try:
-            with failures_named():
+            with failures_named(), hangs_named(session, folder):
                 yield recording
                 session.saver.finish()
         except SmallerBatchError:  # not an end: the run starts again at once, and draws later
