@@ -23,6 +23,7 @@ from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.meta import find_referenced_templates, find_undeclared_variables
 
+from largebatch.address import Address
 from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.formatting import duration, plural
@@ -30,7 +31,7 @@ from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Changes, Count, Given, RecipeFile, Seconds
+from largebatch.runs.options import Changes, Count, DataPlace, Given, RecipeFile, Seconds
 
 TEMPLATES = Path(str(files("largebatch") / "launch"))
 BY_TORCH = sorted(path.stem for path in (TEMPLATES / "torch").iterdir())
@@ -164,7 +165,7 @@ class Job(Changes):
     gpus_per_node: Count = 8
     """Workers of each host."""
 
-    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    data: DataPlace | None = None
     """Images, as for `train`; in pods a folder below /data, which is the default."""
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
@@ -297,7 +298,8 @@ def _absolute_paths(kind: str, source: Path, weights: str | None, job: Job) -> d
         "model.weights": Path(weights) if weights else None,
         "--image": Path(job.image) if job.image and _FILE.match(job.image) else None,
     }
-    named = files_of_job | {"--data": job.data, "--out": job.out}
+    folder = job.data if isinstance(job.data, Path) else None  # an address is no path
+    named = files_of_job | {"--data": folder, "--out": job.out}
     paths = {
         key: Path(posixpath.normpath(path.absolute()))
         for key, path in named.items()
@@ -321,7 +323,7 @@ def _values_of_script(kind: str, source: Path, recipe: Recipe, job: Job) -> dict
     options = _options(job)
     if weights := paths.get("model.weights"):
         options += ["--set", f"model.weights={weights}"]
-    if data := paths.get("--data"):
+    if data := paths.get("--data", job.data):
         options += ["--data", str(data)]
     elif recipe.data.source == "folder":
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
@@ -379,8 +381,9 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
     weights = recipe.model.weights or ""
     out = PurePosixPath("/runs", job.out or job.name or "")
     options = _options(job)
-    reads_folder = recipe.data.source == "folder"
-    if reads_folder:
+    folder = "" if job.data is None or isinstance(job.data, Address) else str(job.data)
+    reads_folder = recipe.data.source == "folder" and not isinstance(job.data, Address)
+    if recipe.data.source == "folder":
         options += ["--data", str(job.data or "/data")]
     if not re.fullmatch(_IN_REGISTRY, job.image or "") or _FILE.match(job.image or ""):
         raise LargebatchError(
@@ -391,7 +394,7 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)
     for option, path, folders, remedy in (
         ("model.weights:", weights, ("/data", "/runs"), "copy it there, --set model.weights=PATH"),
-        ("--data", str(job.data or ""), ("/data",), "give a folder there"),
+        ("--data", folder, ("/data",), "give a folder there"),
         ("--out", str(out), ("/runs",), "give a folder there"),
     ):
         if path and not _inside(path, *folders):

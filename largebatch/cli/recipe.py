@@ -34,6 +34,7 @@ from largebatch.runs.options import (
     AsJson,
     Changes,
     Count,
+    DataPlace,
     Given,
     Overrides,
     RecipeFile,
@@ -140,7 +141,7 @@ def plan(  # noqa: PLR0913 -- its options
     cluster: ClusterName | None = None,
     json: bool = False,
     calibrate: bool = False,
-    data: Path | None = None,
+    data: DataPlace | None = None,
     out: Path | None = None,
     changes: Annotated[Changes, Given] = Changes(),
 ) -> None:

@@ -5,11 +5,11 @@ Worker 0 reads and checks the folder and sends the index to the others. Nothing 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from largebatch.address import Place, place_of
 from largebatch.data.index.folder import describe
 from largebatch.data.index.index import (
     Index,
@@ -70,18 +70,18 @@ def read_images(
     recipe: Recipe,
     backend: Backend,
     *,
-    folder: Path | str | None,
+    folder: Place | str | None,
     dataset: str | None = None,
     progress: ReadProgress = silent,
 ) -> Images:
     """Read which images a recipe has, on all workers.
 
-    They come from `folder` or from `dataset`, a function as in datasets/own.py. `progress` reports
-    the indexing of a folder without an index. Raises DataError if the folder or the data set does
-    not match the recipe.
+    They come from `folder`, which may be an address such as "s3://bucket/imagenet", or from
+    `dataset`, a function as in datasets/own.py. `progress` reports the indexing of a folder without
+    an index. Raises DataError if the folder or the data set does not match the recipe.
     """
     data = recipe.data
-    folder = None if folder is None else Path(folder)
+    folder = None if folder is None else place_of(folder)
     recipe.refuse_folder(folder)
     items: dict[str, Items] = {}
     if dataset is not None:
@@ -125,7 +125,7 @@ def divide_samples(
 
 
 def read_indexes(
-    data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: ReadProgress
+    data: Data, backend: Backend, folder: Place | None, *, every_file: bool, progress: ReadProgress
 ) -> tuple[Index, Index]:
     """Return the indexes of both splits; `every_file` compares all files with them."""
     if data.source == "synthetic":
@@ -146,7 +146,7 @@ def read_indexes(
     return train, val
 
 
-def _root_of(data: Data, folder: Path | None) -> Path:
+def _root_of(data: Data, folder: Place | None) -> Place:
     """Return the folder of the images; raise DataError if it must be given and is not."""
     if data.source == "digits":
         from largebatch.data.datasets.digits import write_digits
@@ -160,7 +160,7 @@ def _root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _read_own(
-    recipe: Recipe, dataset: str, folder: Path | None, backend: Backend
+    recipe: Recipe, dataset: str, folder: Place | None, backend: Backend
 ) -> "tuple[Index, Index, dict[str, Items]]":
     from largebatch.data.datasets import own
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby, product
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
 from largebatch import accelerator
+from largebatch.address import Place
 from largebatch.data.augment import augmented, clean_request, train_request
 from largebatch.data.decoding import Decoding, choose_decoding, decoding_threads
 from largebatch.data.images import Images, read_images
@@ -205,7 +205,7 @@ def open_images(
     plan: Plan,
     backend: Backend,
     *,
-    folder: Path | str | None,
+    folder: Place | str | None,
     dataset: str | None = None,
     progress: ReadProgress = silent,
 ) -> Pipeline:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from largebatch.address import Place
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
@@ -111,7 +112,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
 
 
 def write_sheet(
-    path: Path, recipe: Recipe, *, folder: Path | None, progress: ReadProgress = silent
+    path: Path, recipe: Recipe, *, folder: Place | None, progress: ReadProgress = silent
 ) -> None:
     """Write the contact sheet of a recipe, whose images may be in `folder`, as a PNG file.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from largebatch.address import Place, place_of
 from largebatch.data.datasets.own import import_own
 from largebatch.data.index.index import load_or_read
 from largebatch.distributed.agreement import checksum
@@ -204,7 +205,7 @@ def find_saved(
     path: Path,
     *,
     model: str | None = None,
-    data: Path | str | None = None,
+    data: Place | str | None = None,
     overrides: Sequence[str] = (),
     ema: bool = False,
 ) -> Saved:
@@ -223,7 +224,7 @@ def find_saved(
             names = []
             samples = (_BATCH, 1)  # no image is measured
         else:
-            train, val = (load_or_read(Path(data), split) for split in ("train", "val"))
+            train, val = (load_or_read(place_of(data), split) for split in ("train", "val"))
             number = len(train.classes)
             names = list(train.classes)
             samples = (len(train), len(val))

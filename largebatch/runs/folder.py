@@ -329,7 +329,7 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
-    if options.data is not None:  # the next command may be given in another folder
+    if isinstance(options.data, Path):  # the next command may be given in another folder
         options = replace(options, data=options.data.absolute())
     text = _OPTIONS.dump_json(options, indent=1)
     with writing(folder):

@@ -13,7 +13,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from cyclopts import Group, Parameter, Token
+from pydantic import PlainSerializer, PlainValidator
 
+from largebatch.address import Place, place_of
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import LargebatchError
 from largebatch.recipe.installed import installed
@@ -69,6 +71,18 @@ def _require_utf8(path: Path, option: str) -> None:
             "can hold it; rename it, or pass a link to it: ln -s FOLDER NAME"
         ) from None
 
+
+def _place(_: object, tokens: Sequence[Token]) -> Place:
+    return place_of(tokens[0].value)
+
+
+DataPlace = Annotated[
+    Place,
+    PlainValidator(place_of),
+    PlainSerializer(str),
+    Parameter(converter=_place, n_tokens=1, accepts_keys=False, metavar="DIR"),
+]
+"""A folder, or an address in a bucket; JSON has its text."""
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
 Number = Annotated[float, Parameter(validator=_positive)]
@@ -165,15 +179,15 @@ class Changes:
 class MachineOptions(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
-    """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
+    data: Annotated[DataPlace | None, OF_DATA] = None
+    """Images for data.source: folder, as DIR/{train,val}/<class>/* or *.tar, or s3:// of shards."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
     """Images instead from module:function, which returns data sets (train, val)."""
 
     def __post_init__(self) -> None:
         """Raise LargebatchError for images that no record can name."""
-        if self.data is not None:
+        if isinstance(self.data, Path):
             _require_utf8(self.data, "data")
 
     def options(self, *, out: Path) -> "Options":

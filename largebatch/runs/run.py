@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter
 
 from largebatch import accelerator
+from largebatch.address import Place, place_of
 from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
@@ -71,7 +72,7 @@ def run(  # noqa: PLR0913 -- the options of a run
     device_batch: int | None = None,
     decoder: str | None = None,
     imports: Sequence[str] = (),
-    data: Path | str | None = None,
+    data: Place | str | None = None,
     dataset: str | None = None,
     out: Path | str = NEW_FOLDER,
     resume: Resume = False,
@@ -91,7 +92,8 @@ def run(  # noqa: PLR0913 -- the options of a run
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
     then with `overrides` such as ["seed=3"] or {"seed": 3}; `device_batch` and `decoder` override
     the keys of `execution`. `imports` are modules to import first, which may register models with
-    timm. Images are those of the folder `data`, or of `dataset`, "module:function", which returns a
+    timm. Images are those of the folder `data`, or address such as
+    "s3://bucket/imagenet", or of `dataset`, "module:function", which returns a
     training and a validation data set.
 
     The run folder is `out`. `resume` continues the run in it; "auto" starts one if there is no
@@ -122,7 +124,7 @@ def run(  # noqa: PLR0913 -- the options of a run
         device_batch=device_batch,
         decoder=decoder,
         imports=tuple(imports),
-        data=None if data is None else Path(data),
+        data=None if data is None else place_of(data),
         dataset=dataset,
         out=Path(out),
         resume=resume,

@@ -9,21 +9,26 @@ import math
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
+from largebatch.address import Place
+from largebatch.bucket import open_bucket
 from largebatch.data.datasets.copies import MOST, Copies, Fingerprint, fingerprint
 from largebatch.data.decoders.reader import read
+from largebatch.data.decoders.sources import open_source
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
+from largebatch.data.index.remote import SHARD_NAME
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
 from largebatch.errors import DataError, shorten
 from largebatch.formatting import plural
-from largebatch.storage import PART, THREADS, ReadProgress, new_folder
+from largebatch.storage import PART, THREADS, ReadProgress, new_folder, require_new
 
 AT_A_TIME = 32  # number of samples whose fingerprints are taken together; photographs are large
 
@@ -55,7 +60,7 @@ class DataSet:
 
 
 @contextmanager
-def open_packed(source: Path) -> Iterator[DataSet]:
+def open_packed(source: Place) -> Iterator[DataSet]:
     """Read the images of `source/{train,val}` in the order of its indexes, without dropped ones."""
     indexes = {split: load_or_read(source, split) for split in SPLITS}
     classes = indexes[TRAIN].classes
@@ -63,9 +68,10 @@ def open_packed(source: Path) -> Iterator[DataSet]:
 
     def samples(split: str) -> Iterator[Sample]:
         index = indexes[split]
+        images = open_source(index)
 
         def copy(row: int) -> Sample:
-            content = read(index.locate(row))
+            content = read(index.locate(row), images)
             return Sample(content, extension_of(content), int(index.labels[row]))
 
         return in_parts(copy, len(index))
@@ -75,13 +81,13 @@ def open_packed(source: Path) -> Iterator[DataSet]:
 
 def write_shards(
     data_set: DataSet,
-    out: Path,
+    out: Place,
     *,
     shard_bytes: int,
     progress: ReadProgress,
     drop_bad: bool = False,
 ) -> list[str]:
-    """Write a data set atomically into a new folder and return lines to print about it.
+    """Write a data set atomically into a new folder or bucket; return lines to print about it.
 
     These are the bad images, which are left out, and copies. Raises DataError that lists the first
     bad images, unless `drop_bad`.
@@ -95,13 +101,13 @@ def write_shards(
     done = 0
     bad: list[str] = []
     copies = Copies(data_set.name)
-    with new_folder(out) as folder:
+    with _new_place(out) as (folder, finish):
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         # Training first: `Copies` calls an image of validation the copy.
         for split in data_set.sizes:
             used: set[int] = set()
-            with open_shards(folder / split, shard_bytes=shard_bytes) as write:
+            with open_shards(folder / split, shard_bytes=shard_bytes, finish=finish) as write:
                 samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
                 for position, (sample, packed) in enumerate(samples):
                     done += 1
@@ -131,6 +137,57 @@ def write_shards(
         [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
     )
     return [*left_out, *copies.remarks()]
+
+
+@contextmanager
+def _new_place(out: Place) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Yield a folder to fill, and a function to call with the path of each finished shard.
+
+    In a bucket the classes are written last, without which it is no data set; if the block fails,
+    its objects are removed.
+    """
+    if isinstance(out, Path):
+        with new_folder(out) as folder:
+            yield folder, lambda _: None
+        return
+    bucket = open_bucket(out)
+    written: list[str] = []
+    with TemporaryDirectory(prefix="largebatch-") as name:
+        folder = Path(name)
+
+        def send(path: Path) -> None:
+            bucket.write(path.relative_to(folder).as_posix(), path)
+            written.append(path.relative_to(folder).as_posix())
+            path.unlink()
+
+        try:
+            yield folder, send
+            send(folder / CLASSES)
+        except BaseException as error:
+            for name_of_object in written:
+                with suppress(OSError):
+                    bucket.remove(name_of_object)
+            if isinstance(error, OSError):
+                raise DataError(f"{error}; nothing was written") from None
+            raise
+
+
+def require_new_place(out: Place) -> None:
+    """Raise DataError unless `out` is a free name for a new folder, or an address without objects.
+
+    Also for a bucket that is not there, or not this user's.
+    """
+    if isinstance(out, Path):
+        require_new(out)
+        return
+    try:
+        if out.scheme == "file":
+            out.folder.mkdir(parents=True, exist_ok=True)
+        is_empty = open_bucket(out).is_empty
+    except OSError as error:
+        raise DataError(f"{error}; create the bucket, or correct the address") from None
+    if not is_empty:
+        raise DataError(f"{out}: has objects already; remove them or choose another address")
 
 
 def _with_fingerprints(
@@ -164,11 +221,14 @@ def extension_of(content: bytes) -> str:
 
 
 @contextmanager
-def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample], None]]:
+def open_shards(
+    folder: Path, *, shard_bytes: int, finish: Callable[[Path], None] = lambda _: None
+) -> Iterator[Callable[[Sample], None]]:
     """Yield a function that writes a sample into `folder/000000.tar` and so on.
 
     Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
-    the same bytes: owners, modes and times are omitted.
+    the same bytes: owners, modes and times are omitted. `finish` gets the path of each shard that
+    is complete.
     """
     num_samples = 0
     used = shard_bytes
@@ -182,8 +242,9 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
         if used + length + tarfile.RECORDSIZE > shard_bytes:  # the longest end of a tar
             if shards:
                 shards[-1].close()
+                finish(_path_of(folder, len(shards) - 1))
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{len(shards):06d}.tar"
+            path = _path_of(folder, len(shards))
             shards.append(tarfile.open(path, "x", format=tarfile.USTAR_FORMAT))  # noqa: SIM115 -- closed
             used = 0
         for name, data in files.items():
@@ -198,3 +259,9 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
     finally:
         if shards:
             shards[-1].close()
+    if shards:
+        finish(_path_of(folder, len(shards) - 1))
+
+
+def _path_of(folder: Path, shard: int) -> Path:
+    return folder / SHARD_NAME(shard)
