@@ -31,7 +31,15 @@ from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Changes, Count, DataPlace, Given, RecipeFile, Seconds
+from largebatch.runs.options import (
+    Changes,
+    Count,
+    DataPlace,
+    Given,
+    MirrorAddress,
+    RecipeFile,
+    Seconds,
+)
 
 TEMPLATES = Path(str(files("largebatch") / "launch"))
 BY_TORCH = sorted(path.stem for path in (TEMPLATES / "torch").iterdir())
@@ -139,6 +147,9 @@ class Pods:
     env_secret: ObjectName | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
+    service_account: ObjectName | None = None
+    """Service account of the pods, which may give them access to storage."""
+
     data_claim: ObjectName = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
@@ -170,6 +181,9 @@ class Job(Changes):
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Run folder (runs/NAME); in pods a folder below /runs."""
+
+    mirror: MirrorAddress | None = None
+    """Copy the run folder below this address, from which the job continues on other machines."""
 
     name: Annotated[str | None, Parameter(metavar="NAME")] = None
     """Name of the job (the recipe's)."""
@@ -417,6 +431,8 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
 
 def _options(job: Job) -> list[str]:
     words = ["--resume", "auto"]
+    if job.mirror is not None:
+        words += ["--mirror", str(job.mirror)]
     words += [word for change in job.changes for word in ("--set", change)]
     return words + [word for module in job.imports for word in ("--import", module)]
 

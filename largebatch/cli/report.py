@@ -13,7 +13,7 @@ from largebatch.cli.printing import print_json, wrapped
 from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import MISSING, percent, table
 from largebatch.rules import Finding
-from largebatch.runs.options import AsJson, Count
+from largebatch.runs.options import AsJson, Count, RunPlace
 
 if TYPE_CHECKING:
     from largebatch.report.record import Record
@@ -28,20 +28,23 @@ app = App(name="report", help="Draw the report of a run, or compare runs; diagno
 
 
 @app.default
-def report(run: Path, /, *runs: Path, out: Path | None = None) -> None:
+def report(run: RunPlace, /, *runs: RunPlace, out: Path | None = None) -> None:
     """Draw the report of a run, or compare several runs in one page.
 
     Args:
-        run: A run folder.
+        run: A run folder, or its address.
         runs: Further ones, to compare all of them.
-        out: Folder of the report (the run folder), or page of the comparison (compare.html).
+        out: Folder of the report (the run folder, which an address has in the cache), or page of
+            the comparison (compare.html).
     """
     from largebatch.report import write_comparison, write_report
+    from largebatch.runs.mirror import local_run
 
-    if not runs:
-        print(printable(str(write_report(run, out))))
+    folders = [local_run(place) for place in (run, *runs)]
+    if len(folders) == 1:
+        print(printable(str(write_report(folders[0], out))))
         return
-    page, comparison = write_comparison([run, *runs], out or Path())
+    page, comparison = write_comparison(folders, out or Path())
     for reason in comparison.left_out:
         print(f"largebatch: left out: {printable(reason)}", file=sys.stderr)
     print(printable(str(page)))
@@ -49,8 +52,8 @@ def report(run: Path, /, *runs: Path, out: Path | None = None) -> None:
 
 @app.command
 def diagnose(
-    run: Path,
-    other: Path | None = None,
+    run: RunPlace,
+    other: RunPlace | None = None,
     /,
     *,
     classes: Count | None = None,
@@ -60,8 +63,8 @@ def diagnose(
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
     Args:
-        run: A run folder, the log of another program (CSV, JSON lines, trainer_state.json), or a
-            folder of dumps of a run that hung (RUN/hangs/TIME).
+        run: A run folder or its address, the log of another program (CSV, JSON lines,
+            trainer_state.json), or a folder of dumps of a run that hung (RUN/hangs/TIME).
         other: A run of the same data in smaller batches, with which it is compared.
         classes: Number of classes, which the logs of other programs lack.
         columns: Columns of such a log, of loss, val_loss, top1 (COLUMN:percent or
@@ -71,7 +74,10 @@ def diagnose(
     from largebatch.report.hangs import has_dumps, newest_dumps
     from largebatch.report.logs import read_record
     from largebatch.report.verdict import verdict
+    from largebatch.runs.mirror import local_run
 
+    run = local_run(run)
+    other = None if other is None else local_run(other)
     if has_dumps(run):
         if other is not None or classes is not None or columns:
             raise LargebatchError(

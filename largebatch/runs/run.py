@@ -48,7 +48,8 @@ from largebatch.runs.folder import (
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved, noting_requests
-from largebatch.runs.options import NEW_FOLDER, Options, Resume, chosen_folder
+from largebatch.runs.mirror import bring_up_to_date, copy_of
+from largebatch.runs.options import NEW_FOLDER, Options, Resume, address_of, chosen_folder
 from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.checkpoint import Checkpoint
@@ -75,6 +76,7 @@ def run(  # noqa: PLR0913 -- the options of a run
     data: Place | str | None = None,
     dataset: str | None = None,
     out: Path | str = NEW_FOLDER,
+    mirror: str | None = None,
     resume: Resume = False,
     max_steps: int | None = None,
     time_limit: float | None = None,
@@ -96,7 +98,8 @@ def run(  # noqa: PLR0913 -- the options of a run
     "s3://bucket/imagenet", or of `dataset`, "module:function", which returns a
     training and a validation data set.
 
-    The run folder is `out`. `resume` continues the run in it; "auto" starts one if there is no
+    The run folder is `out`, and a copy of it is kept below the address `mirror`, such as
+    s3://bucket/runs. `resume` continues the run in it; "auto" starts one if there is no
     checkpoint. The run stops after `max_steps` updates in all or before `time_limit` seconds, and
     can be resumed. `profile` writes a trace of these updates, first and last. `allow` are keys that
     may differ from the resumed run, such as "schedule.peak_lr". `report`: draw the report at the
@@ -127,6 +130,7 @@ def run(  # noqa: PLR0913 -- the options of a run
         data=None if data is None else place_of(data),
         dataset=dataset,
         out=Path(out),
+        mirror=None if mirror is None else address_of(mirror),
         resume=resume,
         max_steps=max_steps,
         time_limit=time_limit,
@@ -169,6 +173,9 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     _require_options(options)
     # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
+        if options.mirror is not None:
+            copy = copy_of(options.out, options.mirror)
+            bring_up_to_date(options.out, copy, resume=bool(options.resume))
         check_folder(options.out, resume=options.resume)
         images = options.data if recipe.data.source == "folder" else None
         if recipe.tracking.logs_mlperf and images is not None:
