@@ -169,6 +169,25 @@ def test_storage_is_at_most_one_checkpoint_behind(
     }
 
 
+def test_the_last_copy_is_waited_for_no_longer_than_a_stop_allows(
+    folder: Address,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mirror, "open_bucket", Faulty)
+    monkeypatch.setattr(Faulty, "seconds", 1.0)
+    out = tmp_path / "mine"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "step-00000001.safetensors").write_bytes(b"x")
+    copies = Mirror(out, folder / "mine", note=lambda _: None)
+    copies.start()
+    copies.close(seconds=0.1)
+    assert "1 of 1 copy failed" in caplog.text
+    # The mark stays: another machine looks whether this one still writes.
+    assert (folder.folder / "mine" / OWNER).exists()
+
+
 def owner(identity: str, beat: int) -> bytes:
     return json.dumps({"identity": identity, "host": "node17", "beat": str(beat)}).encode()
 
