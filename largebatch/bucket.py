@@ -27,6 +27,7 @@ CONNECT_SECONDS = timedelta(seconds=5)
 REQUEST_SECONDS = timedelta(seconds=30)
 """Limits of one request with its retries: of 5xx, of connections refused or cut, and time-outs."""
 
+_MISSING = "404 Not Found"
 _EXPIRED = "ExpiredToken"  # S3's code, with status 400
 _LONGEST_REASON = 200
 
@@ -150,6 +151,8 @@ class Bucket:
                 f"{place}: access is denied; renew the credentials in the environment"
             ) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
+            if _MISSING in str(error):  # of a bucket
+                raise FileNotFoundError(f"{place}: there is no such bucket") from None
             if _EXPIRED in str(error):
                 raise PermissionError(
                     f"{place}: the credentials have expired; renew them in the environment"
@@ -182,5 +185,6 @@ def _object(facts: dict[str, Any]) -> Object:
 
 
 def _reason(error: BaseException) -> str:
-    line = str(error).strip().split("\n")[0]
+    # Without the content of the response, which is often XML.
+    line = str(error).strip().split("\n")[0].split(": <")[0]
     return clip(re.sub(r"\?\S*", "", line), _LONGEST_REASON)

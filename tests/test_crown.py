@@ -44,9 +44,15 @@ every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 def assert_equal(
-    ours: State, net: str, optimizer: str, *, chunk: int, sizes: Sequence[int] = CONSTANT
+    ours: State,
+    net: str,
+    optimizer: str,
+    *,
+    chunk: int,
+    sizes: Sequence[int] = CONSTANT,
+    mixes: bool = False,
 ) -> None:
-    expected = plain_pytorch(net, optimizer, chunk=chunk, sizes=sizes)
+    expected = plain_pytorch(net, optimizer, chunk=chunk, sizes=sizes, mixes=mixes)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, check_dtype=True)
 
 
@@ -113,6 +119,13 @@ def test_a_batch_schedule_matches_plain_pytorch_for_any_division(
     assert_equal(ours.state_dict(), net, optimizer, chunk=SPAN, sizes=crown.SIZES)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_mixed_images_match_plain_pytorch_which_computes_both_losses(accumulation: int) -> None:
+    serial = Serial(torch.device("cpu"))
+    ours = crown.solve(serial, "batchnorm", "sgd", accumulation=accumulation, mixes=True)
+    assert_equal(ours.state_dict(), "batchnorm", "sgd", chunk=SPAN, mixes=True)
+
+
 @every_net
 def test_two_threads_as_workers_match_plain_pytorch(
     net: str, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +183,8 @@ def test_workers_and_micro_batches_train_and_evaluate_like_plain_pytorch(
     for case, optimizer in product(crown.CASES, optimizers):
         sizes = crown.SIZES if case == "batch schedule" else CONSTANT
         ours, net = solved[f"{case} {optimizer}"], crown.CASES[case]
-        assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes)
+        mixes = case == "mixed images"
+        assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes, mixes=mixes)
         model = crown.net(net)
         model.load_state_dict(ours["state"])
         assert_measured(ours["evaluation"], model)

@@ -21,13 +21,17 @@ from torch.amp import GradScaler
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import dali, torchvision
+from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.operations.applying import operate
+from largebatch.data.operations.draws import draw
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, Batches, Request, View
 from largebatch.distributed.reducer import Reducer, by_bytes
 from largebatch.distributed.serial import Serial
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Erase
 from largebatch.runs.state import build_step_log
 from largebatch.tracking.events import StepEvent, System
 from largebatch.training.loop import Stopwatch, Update
@@ -207,6 +211,48 @@ def test_nothing_waits_for_a_gpu_with_cached_images(cache: Path) -> None:
         assert len(list(batches)) == 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        "{kind: rand_augment, set: timm, magnitude: 9, std: 0.5, probability: 1.0, operations: 1}",
+        "{kind: trivial_augment}",
+        "{kind: color_jitter, brightness: 0.4, contrast: 0.4, saturation: 0.4, hue: 0.1}",
+    ],
+)
+def test_operations_on_a_gpu_are_those_of_a_cpu(augment: str) -> None:
+    """For the same pixels; only interpolated ones may differ, by 1. Nothing waits."""
+    section = load_recipe(DIGITS, [f"data.augment={augment}"]).data.augment
+    assert section is not None
+    view = View(image_size=32, mean=(0.0,) * 3, std=(1 / 255,) * 3, interpolation="bilinear")
+    operations = draw(section, 3, range(256), view)
+    pixels = np.stack([photograph(40, 40)[row % 8 : row % 8 + 32, :32] for row in range(256)])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    expected = operate(images, operations)
+    on_gpu = images.to(GPU)
+    operate(on_gpu, operations)  # mean and deviation are copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = operate(on_gpu, operations)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = (found.cpu() - expected).abs()
+    assert difference.max() <= 1.01
+    assert (difference > 0.01).float().mean() < 1e-3
+
+
+def test_erased_pixels_are_those_of_the_cpu_to_the_last_bit_and_nothing_waits() -> None:
+    erasures = draw_erasures(3, range(64), Erase(probability=0.5, fill="noise", count=2))
+    images = torch.randn(64, 3, 96, 96)
+    there = images.to(GPU)
+    erase(there.clone(), erasures)  # the table of the noise is copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        erase(there, erasures)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(there.cpu(), erase(images, erasures))
 
 
 def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:

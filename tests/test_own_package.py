@@ -5,10 +5,12 @@ It is installed as pip does it, without pip: its modules and its metadata are on
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +33,14 @@ assert "torch" not in sys.modules, "torch was imported"
 sys.exit(code)
 """
 """A command that must not import torch."""
+
+IN_TURN = """
+import json
+import sys
+from largebatch.cli.main import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+"""Several commands."""
 
 
 def install(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:
@@ -73,16 +83,34 @@ def call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check(place: Path, *changes: str) -> subprocess.CompletedProcess[str]:
-    """Check the page's recipe with changes, without torch."""
-    (place / "changed.yaml").write_text((place / "all.yaml").read_text())
-    text = (place / "changed.yaml").read_text()
+def write(place: Path, name: str, *changes: str) -> str:
+    """Write the page's recipe with changes; return the name of its file."""
+    text = (place / "all.yaml").read_text()
     for change in changes:
         before, _, after = change.partition(" -> ")
         assert before in text
         text = text.replace(before, after)
-    (place / "changed.yaml").write_text(text)
-    return call(place, "-c", EVERY, "check", "changed.yaml")
+    (place / name).write_text(text)
+    return name
+
+
+def check(place: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    """Check the page's recipe with changes, without torch."""
+    return call(place, "-c", EVERY, "check", write(place, "changed.yaml", *changes))
+
+
+def problems(place: Path, *variants: Sequence[str]) -> list[str]:
+    """Check variants of the page's recipe in one process; return what each is refused for.
+
+    An empty text is a recipe without a problem.
+    """
+    names = [write(place, f"{number}.yaml", *changes) for number, changes in enumerate(variants)]
+    done = call(place, "-c", EVERY, "check", *names)
+    parts = re.split(r"^(?:largebatch: )?(\d+\.yaml): ", done.stderr, flags=re.MULTILINE)
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert done.stdout.splitlines() == [f"{name}: ok" for name in names if name not in texts]
+    assert done.returncode == (USER if texts else DONE)
+    return [texts.get(name, "") for name in names]
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
@@ -94,12 +122,24 @@ def test_the_page_has_a_part_of_every_group() -> None:
 
 
 def test_a_run_on_two_workers_is_resumed_with_every_part(place: Path) -> None:
+    """Resumed on one worker, without the start of others; the protocol has one learner too."""
     commands = [line for block in blocks(PAGE, "sh") for line in block.commands]
-    for command in commands:
+    resumed = [f"{command} --workers 1" for command in commands if "resume" in command]
+    careful = [
+        command.replace("--workers 2", "--workers 1").replace("learners: 2", "learners: 1")
+        for command in commands
+        if "protocol" in command
+    ]
+    assert resumed
+    assert careful
+    for command in commands[:3]:
         done = call(place, "-m", *shlex.split(command))
         assert done.returncode == DONE, done.stdout + done.stderr
         if "explain" in command:
             assert "sign" in done.stdout
+    words = [shlex.split(command)[1:] for command in (*resumed, *careful)]
+    done = call(place, "-c", IN_TURN, json.dumps(words))
+    assert done.returncode == DONE, done.stdout + done.stderr
     runs = place / "runs"
     summary = json.loads((runs / "all" / "summary.json").read_text())
     assert summary["status"] == "finished"
@@ -124,46 +164,47 @@ def test_a_run_on_two_workers_is_resumed_with_every_part(place: Path) -> None:
 
 
 def test_recipes_are_checked_with_the_keys_of_the_package(place: Path) -> None:
-    assert check(place).returncode == DONE
-    wrong = check(place, "weight_decay: 0.01 -> weight_decay: -1", "power: -> pwer:")
-    assert wrong.returncode == USER
-    assert "optimizer.weight_decay" in wrong.stderr
-    assert "schedule.decay.pwer: unknown key; did you mean 'power'?" in wrong.stderr
-    wrong = check(place, "factor: 0.5 -> factor: 2", "tracking: -> optimizr: 1\ntracking:")
-    assert "polish.others.0.factor: input should be less than" in wrong.stderr
-    twice = check(place, "[{kind: shrink -> [{kind: shrink, factor: 1.0}, {kind: shrink")
-    assert "polish: others: each stage can run once" in twice.stderr
+    right, wrong, other, twice = problems(
+        place,
+        (),
+        ("weight_decay: 0.01 -> weight_decay: -1", "power: -> pwer:"),
+        ("factor: 0.5 -> factor: 2", "tracking: -> optimizr: 1\ntracking:"),
+        ("[{kind: shrink -> [{kind: shrink, factor: 1.0}, {kind: shrink",),
+    )
+    assert not right
+    assert "optimizer.weight_decay" in wrong
+    assert "schedule.decay.pwer: unknown key; did you mean 'power'?" in wrong
+    assert "polish.others.0.factor: input should be less than" in other
+    assert "polish: others: each stage can run once" in twice
 
 
-@pytest.mark.parametrize(
-    ("key", "change"),
-    [
-        ("optimizer.kind", "kind: sign -> kind: sgn"),
-        ("schedule.decay.kind", "kind: root -> kind: branch"),
-        ("polish.others.0.kind", "kind: shrink -> kind: grow"),
-        ("execution.decoder", "negative -> positive"),
-        ("monitor.0", "[weights] -> [lengths]"),
-        ("tracking.trackers.0", "[lines] -> [pages]"),
-    ],
-)
-def test_a_part_of_no_installed_package_is_named(place: Path, key: str, change: str) -> None:
-    done = check(place, change)
-    name = change.rsplit(maxsplit=1)[-1].strip("[]")
-    assert done.returncode == USER
-    assert key in done.stderr
-    assert repr(name) in done.stderr or json.dumps(name) in done.stderr
+def test_a_part_of_no_installed_package_is_named(place: Path) -> None:
+    missing = {
+        "optimizer.kind": "kind: sign -> kind: sgn",
+        "schedule.decay.kind": "kind: root -> kind: branch",
+        "polish.others.0.kind": "kind: shrink -> kind: grow",
+        "execution.decoder": "negative -> positive",
+        "monitor.0": "[weights] -> [lengths]",
+        "tracking.trackers.0": "[lines] -> [pages]",
+    }
+    texts = problems(place, *((change,) for change in missing.values()))
+    for (key, change), text in zip(missing.items(), texts, strict=True):
+        name = change.rsplit(maxsplit=1)[-1].strip("[]")
+        assert key in text
+        assert repr(name) in text or json.dumps(name) in text
 
 
 def test_a_broken_package_stops_only_recipes_that_name_it(place: Path) -> None:
     broken = {"largebatch.optimizers": {"lost": "nowhere:Lost", "wrong": "json:loads"}}
     install(place / "site", "broken", broken)
-    assert check(place).returncode == DONE
-    done = check(place, "kind: sign, weight_decay: 0.01 -> kind: lost")
-    assert done.returncode == USER
-    assert "nowhere:Lost of broken 1.0 cannot be loaded: ModuleNotFoundError" in done.stderr
-    assert done.stderr.count("\n") == 2
-    done = check(place, "kind: sign, weight_decay: 0.01 -> kind: wrong")
-    assert "must be a subclass of largebatch.recipe.optimizers.Optimizer" in done.stderr
+    sign = "kind: sign, weight_decay: 0.01"
+    right, lost, wrong = problems(
+        place, (), (f"{sign} -> kind: lost",), (f"{sign} -> kind: wrong",)
+    )
+    assert not right
+    assert "nowhere:Lost of broken 1.0 cannot be loaded: ModuleNotFoundError" in lost
+    assert lost.count("\n") == 2
+    assert "must be a subclass of largebatch.recipe.optimizers.Optimizer" in wrong
     sections = place / "site" / "extras" / "sections.py"
     sections.write_text(sections.read_text().replace("sections:build_root", "lost:build_root"))
     done = check(place)
@@ -171,34 +212,38 @@ def test_a_broken_package_stops_only_recipes_that_name_it(place: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("group", "name", "owners"),
-    [
-        ("optimizers", "sign", ("extras 1.0", "rival 1.0")),
-        ("trackers", "lines", ("extras 1.0", "rival 1.0")),
-        ("schedules", "cosine", ("largebatch", "rival 1.0")),
-        ("trackers", "wandb", ("largebatch", "rival 1.0")),
-    ],
-)
-def test_a_name_of_two_packages_is_refused_with_both(
-    place: Path, group: str, name: str, owners: tuple[str, str]
-) -> None:
-    install(place / "site", "rival", {f"largebatch.{group}": {name: "extras.sections:Sign"}})
-    changes = {
-        "cosine": ["{kind: root, power: 0.25} -> {kind: cosine}"],
-        "wandb": ["[lines] -> [wandb]"],
+def test_a_name_of_two_packages_is_refused_with_both(place: Path) -> None:
+    rivals = {
+        "optimizers": ("sign",),
+        "trackers": ("lines", "wandb"),
+        "schedules": ("cosine",),
     }
-    done = check(place, *changes.get(name, []))
-    assert done.returncode == USER
-    assert all(owner in done.stderr for owner in owners)
-    others = check(
+    points = {
+        f"largebatch.{group}": dict.fromkeys(names, "extras.sections:Sign")
+        for group, names in rivals.items()
+    }
+    install(place / "site", "rival", points)
+    constant = "{kind: root, power: 0.25} -> {kind: constant}"
+    cosine = "{kind: root, power: 0.25} -> {kind: cosine}"
+    wandb = "tracking: [lines] -> tracking: [wandb]"
+    lars = "kind: sign, weight_decay: 0.01 -> kind: lars"
+    untracked = "tracking: [lines]\n -> "
+    others, *refused = problems(
         place,
-        "{kind: root, power: 0.25} -> {kind: constant}",
-        "kind: sign, weight_decay: 0.01 -> kind: lars",
-        "tracking: [lines] -> seed: 1",
-        "seed: 1\nduration -> duration",
+        (constant, lars, untracked),
+        (constant, untracked),
+        (constant, lars),
+        (cosine, lars, untracked),
+        (constant, lars, wandb),
     )
-    assert others.returncode == DONE, others.stderr
+    assert not others
+    owners = ("extras 1.0", "extras 1.0", "largebatch", "largebatch")
+    for text, name, owner in zip(
+        refused, ("sign", "lines", "cosine", "wandb"), owners, strict=True
+    ):
+        assert repr(name) in text
+        assert owner in text
+        assert "rival 1.0" in text
 
 
 @pytest.mark.parametrize(
@@ -216,12 +261,12 @@ def test_a_wrong_section_is_one_line_in_recipes_that_name_it(
     text = sections.read_text()
     assert before in text
     sections.write_text(text.replace(before, after))
-    done = check(place)
+    done = call(place, "-c", EVERY, "check", "all.yaml", "digits_96")
     assert done.returncode == USER
     assert key in done.stderr
     assert "extras.sections." in done.stderr
     assert done.stderr.count("\n") == 2
-    assert call(place, "-m", "largebatch", "check", "digits_96").returncode == DONE
+    assert done.stdout == "digits_96: ok\n"
 
 
 def test_a_policy_can_refuse_what_other_sections_have(place: Path) -> None:

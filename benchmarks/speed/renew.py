@@ -25,6 +25,7 @@ COMMANDS = {
     "reduction": "--rounds 12",
     "norm": "--rounds 6 --spans 32",
     "input_host": "",
+    "input_augmented": "",
     "checkpoint": "--rounds 8 --model resnet50 --batch 6 --pixels 128",
     "polish": "--rounds 9",
     "polish_error": "",
@@ -38,7 +39,7 @@ COMMANDS = {
 
 ENVIRONMENT = {"checkpoint": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
 
-NEED_DATA = {"index", "input_pipeline", "decoder_pixels"}
+NEED_DATA = {"index", "input_augmented", "input_pipeline", "decoder_pixels"}
 """Benchmarks of real images, from the folder LARGEBATCH_DATA."""
 
 

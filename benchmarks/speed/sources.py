@@ -28,6 +28,7 @@ MEASURED = {
         f"data/decoders/{name}.py" for name in ("crops", "dali", "torchvision")
     ),
     "index": ("data/index",),
+    "input_augmented": (*_INPUT, "data/mixing.py", "data/operations"),
     "input_gpu": _INPUT,
     "input_host": (*_INPUT, "data/index/index.py", "data/order.py"),
     "input_pipeline": _INPUT,

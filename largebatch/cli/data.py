@@ -164,6 +164,8 @@ def show(
 ) -> None:
     """Draw the images of training, clean training and evaluation as the model gets them.
 
+    Below an augmented image are the shares of its label, and the operations on its pixels.
+
     Args:
         data: The folder that `train --data` is given.
         out: PNG to write (<recipe name>-sheet.png).

@@ -119,6 +119,11 @@ def _require_device_batch(recipe: Recipe) -> None:
                 f"execution.device_batch: {device_batch} does not divide {key} ({size}), so no "
                 "number of workers can use it; give a divisor, or leave it out"
             )
+    if recipe.data.mix is not None and device_batch % 2 and recipe.execution.device_batch:
+        raise RecipeError(
+            f"execution.device_batch: {device_batch} must be even, because data.mix mixes pairs of "
+            "images; give an even divisor, or leave it out"
+        )
 
 
 def _describe(rules: "Sequence[Finding]", optimizer: Optimizer) -> str:
@@ -208,6 +213,11 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     if plan.sizes:
         parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
         rows["image size"] = f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"
+    repeats = recipe.data.repeats
+    if repeats > 1:
+        rows["repeats"] = (
+            f"every image {repeats} times in {repeats} epochs; one epoch has 1/{repeats} of them"
+        )
     if recipe.data.mix is not None:
         rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"
     if recipe.polish:

@@ -104,18 +104,24 @@ def mix(batch: Batch, pairs: MixedPairs) -> Batch:
     height, width = images.shape[-2:]
     dtype = torch.promote_types(images.dtype, torch.float32)
     shares = torch.from_numpy(shares_of(pairs, height=height, width=width)).to(dtype)
+    # A pair that exchanges a box is not blended: each image keeps all of its own pixels at first.
+    blended = torch.where(torch.from_numpy(pairs.is_cut), 1, shares)
     boxes = torch.from_numpy(boxes_of(pairs, height=height, width=width))
-    is_cut = torch.from_numpy(pairs.is_cut)
-    shares, boxes, is_cut = Transfer(images.device).send(shares, boxes, is_cut)
-    # The weight of an image's own pixels, N / 2 x 1 x 1 x 1, or N / 2 x 1 x H x W for boxes.
-    weights = shares.view(-1, 1, 1, 1)
-    if pairs.is_cut.any():
-        outside = (~_inside(boxes, height=height, width=width)).to(dtype)
-        weights = torch.where(is_cut.view(-1, 1, 1, 1), outside, weights)
-    mixed = torch.empty_like(images)
+    shares, blended, boxes = Transfer(images.device).send(shares, blended, boxes)
+    weights = blended.view(-1, 1, 1, 1)
+    inside = _inside(boxes, height=height, width=width)
+    pixels = images.to(dtype)
+    mixed = torch.empty_like(pixels)  # not in place: a decoder may yield its images again
     for own, partner in ((0, 1), (1, 0)):
-        mixed[own::2] = weights * images[own::2] + (1 - weights) * images[partner::2]
-    return Batch(mixed, shares_of_classes(batch.labels, shares, classes=pairs.classes))
+        # Not by torch.lerp, whose kernels round differently for other shapes: the same pair would
+        # differ in its last bits between device batches.
+        result = mixed[own::2]
+        torch.mul(weights, pixels[own::2], out=result)
+        result += (1 - weights) * pixels[partner::2]
+        if pairs.is_cut.any():
+            torch.where(inside, pixels[partner::2], result, out=result)
+    labels = shares_of_classes(batch.labels, shares, classes=pairs.classes)
+    return Batch(mixed.to(images.dtype), labels)
 
 
 def shares_of_classes(labels: Tensor, shares: Tensor, *, classes: int) -> Tensor:

@@ -21,7 +21,6 @@ from largebatch.data.decoders.prefetch import ahead
 from largebatch.data.decoding import Decoding, choose_decoding, decoding_threads
 from largebatch.data.images import Images, read_images
 from largebatch.data.index.index import Index
-from largebatch.data.operations.applying import of_values
 from largebatch.data.order import samples_at
 from largebatch.data.types import (
     Batches,
@@ -128,8 +127,8 @@ class Pipeline:
             with self.open_decoder(index, view) as decode:
                 yield from augmented(decode(requests))
             return
-        # Operations are defined on values from 0 to 255, so images are normalised after them.
-        with self.open_decoder(index, of_values(view)) as decode:
+        # Operations are defined on bytes, so images are normalised after them.
+        with self.open_decoder(index, view.of_bytes()) as decode:
             if self.operating_threads == 0:
                 yield from augmented(decode(requests))
                 return

@@ -1,7 +1,7 @@
 """Types shared by the modules of data/ and by training: requests, views and batches."""
 
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +42,7 @@ class Operations:
     centers: FloatArray  # centres of cut-out squares, down and right, in pixels, N x L x 2
     fill: tuple[int, int, int]  # colour of pixels from outside of the image, 0 .. 255
     shear_axis: float  # row or column, in pixels, that a shear leaves in its place
-    mean: Triple
-    std: Triple  # the images are normalised by them after their operations
+    view: "View"  # of the model: the images are normalised for it after their operations
 
 
 class Erasures(NamedTuple):
@@ -138,8 +137,8 @@ class Request:
     """Pixels by which the decoded images are moved down and right, N x 2; None: not moved."""
 
     operations: Operations | None = None
-    """Operations on the pixels of the decoded images, which then are values from 0 to 255 and are
-    normalised afterwards; None: the decoder has normalised them."""
+    """Operations on the pixels of the decoded images, which then are bytes and are normalised
+    afterwards; None: the decoder has normalised them."""
 
     erasures: Erasures | None = None
     """Boxes that are erased; None: none in any image."""
@@ -162,7 +161,18 @@ class View:
 
     channels_last: bool = False  # True for torch's channels_last memory format
     dtype: torch.dtype = torch.float32
-    """Type of the images. Pixels are computed in float32 and rounded once at the end."""
+    """Type of the images. Pixels are computed in float32 and rounded once at the end. uint8: whole
+    numbers from 0 to 255, which are not normalised; `mean` is 0 and `std` 1 / 255."""
+
+    def of_bytes(self) -> "View":
+        """Return the view whose images are normalised later."""
+        return replace(
+            self,
+            mean=(0.0, 0.0, 0.0),
+            std=(1 / 255, 1 / 255, 1 / 255),
+            channels_last=True,  # the order that Pillow and the threads of decoders use
+            dtype=torch.uint8,
+        )
 
     def pixel_scale(self) -> Tensor:
         """Return the mean and the deviation of pixels of 0 .. 255: 2 x 3 x 1 x 1."""
@@ -180,6 +190,8 @@ class Resources(NamedTuple):
 
 DecodedBatches = Generator[tuple[Request, Batch], None, None]
 """Batches of a decoder, each with its request, less the numbers that the decoder has applied.
+
+The decoder does not read a batch again: `augment` changes its images in place.
 
 A batch never parts from its request: decoders and prefetchers work several batches ahead, and a
 list beside them would have to count along.

@@ -150,7 +150,8 @@ class Data(Section):
     held_out: HeldOut | None = None
     """For choosing settings without the validation images: these training images validate, no stage
     trains or is measured on them, and the validation images are not read. An epoch is the remaining
-    ones. null: none."""
+    ones. `largebatch evaluate RUN --set data.held_out=null` measures the validation images at last.
+    null: none."""
 
     image_size: Side
     """Side of the square the model sees, in pixels."""

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     SerializerFunctionWrapHandler,
+    Tag,
     field_validator,
     model_serializer,
     model_validator,
@@ -62,7 +64,7 @@ class _Classification(Section):
             return value
         weights = value if isinstance(value, (list, tuple)) else []
         if len(weights) >= 2 and all(_is_weight(weight) for weight in weights):
-            return value
+            return tuple(weights)
         raise ValueError(
             "input should be 'balanced' or a list with a number above 0 for each class, got "
             f"{clip(str(value), 60)}"
@@ -104,15 +106,16 @@ def _is_weight(value: object) -> bool:
     return 0 < value <= LARGEST
 
 
-def _with_kind(value: object) -> object:
-    """Return the keys of a loss with `kind`: recipes before there were two kinds have none."""
-    return {"kind": "cross_entropy", **value} if isinstance(value, dict) else value
+def _kind_of(value: object) -> object:
+    """Return the kind of a loss; recipes from before there were two have none."""
+    if isinstance(value, dict):
+        return value.get("kind", "cross_entropy")
+    return getattr(value, "kind", "cross_entropy")
 
 
 Loss = Annotated[
-    CrossEntropy | BinaryCrossEntropy,
-    Field(discriminator="kind"),
-    BeforeValidator(_with_kind),
+    Annotated[CrossEntropy, Tag("cross_entropy")] | Annotated[BinaryCrossEntropy, Tag("bce")],
+    Discriminator(_kind_of),
 ]
 """The loss of a training image."""
 
@@ -287,7 +290,7 @@ class Keys(Section):
     """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Seed
-    """Seed of the initial weights, the order of the samples, crops, flips and dropout."""
+    """Seed of the initial weights, the order of the samples, their augmentation, and dropout."""
 
     duration: Duration
     """Length of the training, clean epochs included."""

@@ -35,9 +35,16 @@ SYNONYMS = {
         "model.name": "arch architecture model model_name network",
         "optimizer.kind": "opt optimizer optimizer_name",
         "optimizer.weight_decay": "wd",
+        "optimizer.clip_norm": "clip_grad clip_grad_norm grad_clip gradient_clip_val",
         "loss.label_smoothing": "smoothing",
+        "loss.target_threshold": "bce_target_thresh",
         "precision": "amp mixed_precision",
         "data.classes": "num_classes n_classes",
+        "data.mix.mixup": "mixup mixup_alpha",
+        "data.mix.cutmix": "cutmix cutmix_alpha",
+        "data.mix.probability": "mixup_prob",
+        "data.mix.switch": "mixup_switch_prob",
+        "data.mix.until": "mixup_off_epoch",
         "data.image_size": "img_size input_size resolution",
         "polish.ema": "ema_decay",
         "seed": "random_seed manual_seed",
@@ -123,7 +130,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
-    chooser = f"{where}.{context.get('discriminator', '')}".replace("'", "")
+    chooser = f"{where}.kind"  # of every union of a recipe
     match problem["type"]:
         case "missing":
             return f"{where}: missing"

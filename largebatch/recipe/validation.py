@@ -64,13 +64,6 @@ def _pairs(recipe: Keys) -> Iterator[str]:
                 f"{key} ({size}) must be even, because data.mix mixes pairs of images: give "
                 f"{possible}, or leave data.mix out"
             )
-            return  # no device batch divides it into pairs
-    asked = recipe.execution.device_batch
-    if asked is not None and asked % 2:
-        yield (
-            f"execution.device_batch ({asked}) must be even, because data.mix mixes pairs of "
-            f"images: give {asked - 1 or 2} or {asked + 1}, or leave one of the two out"
-        )
 
 
 def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
@@ -161,6 +154,10 @@ def _others(recipe: Keys) -> dict[str, bool]:
         and recipe.precision != "fp16",
         f"monitor: trust_ratios is for optimizer.kind: lars, got {recipe.optimizer.kind}": (
             "trust_ratios" in recipe.monitor and not recipe.optimizer.has_trust_ratios
+        ),
+        # It compares gradients of parts of the batch as if no image were in two of them.
+        "monitor: noise_scale needs independent images: leave it or data.repeats out": (
+            "noise_scale" in recipe.monitor and recipe.data.repeats > 1
         ),
     }
 

@@ -508,8 +508,9 @@ class Gap:
     training: float
     """Training loss without augmentation if it was recorded; else `training_end`."""
 
-    floor: float
-    """Training loss that smoothed and mixed labels alone leave."""
+    excess: float
+    """Training loss above what the labels alone leave; NaN if it is another function than the
+    validation loss and was not measured as that."""
 
     gap: float
     guess: Guess
@@ -537,7 +538,7 @@ GAP_AT_END: tuple[Rule[Gap], ...] = (
     Rule(
         check="generalisation gap",
         level="fault",
-        when=lambda e: e.training_end - e.floor < FIT * e.guess.loss and e.gap > GAP * e.guess.loss,
+        when=lambda e: e.excess < FIT * e.guess.loss and e.gap > GAP * e.guess.loss,
         text=lambda e: (
             f"the validation loss ends at {e.end:.3g}, the training loss at {e.training:.3g} "
             f"{e.guess}"

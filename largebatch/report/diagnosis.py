@@ -173,8 +173,11 @@ def measure_classes(run: Record) -> causes.WeakClasses | None:
 
 
 def measure_pair(run: Record, small: Record | None) -> causes.Pair | None:
-    """Compare a run with one in smaller batches; None without one, or without training losses."""
-    if small is None or not run.loss.size or not small.loss.size:
+    """Compare a run with one in smaller batches; None without one, or without training losses.
+
+    Losses of mixed images are higher than those of others, so these are not compared.
+    """
+    if small is None or not run.loss.size or not small.loss.size or run.mixed != small.mixed:
         return None
     top1 = float(run.top1[-1]) if run.top1.size else math.nan
     small_top1 = float(small.top1[-1]) if small.top1.size else math.nan
@@ -205,6 +208,12 @@ def measure_gap(run: Record) -> causes.Gap | None:
         return None
     recorded = run.run.last_gap if run.run else None
     end = float(losses[-1])
+    training_end = run.end
+    floor = run.floor
+    if not run.has_comparable_losses:
+        # Of the same function as the validation loss where it was measured; else there is no gap.
+        training_end = recorded.loss if recorded else math.nan
+        floor = 0.0
     lowest = int(np.nanargmin(losses))
     return causes.Gap(
         has_risen=_has_risen(run),
@@ -212,9 +221,9 @@ def measure_gap(run: Record) -> causes.Gap | None:
         low_at=causes.EvaluationEpoch(float(run.val_epoch[lowest])),
         end=end,
         training_end=run.end,
-        training=recorded.loss if recorded else run.end,
-        floor=run.floor,
-        gap=recorded.gap if recorded else end - max(0.0, run.end - run.floor),
+        training=recorded.loss if recorded else training_end,
+        excess=training_end - floor,
+        gap=recorded.gap if recorded else end - max(0.0, training_end - floor),
         guess=_guess(run),
     )
 
@@ -241,7 +250,7 @@ def _training_end(run: Record) -> causes.TrainingEnd:
         loss=run.end,
         floor=run.floor,
         mixed=run.mixed,
-        guess=_guess(run),
+        guess=causes.Guess(run.classes or 0, run.training_chance),
         updates=run.updates,
         progress=_progress(run),
     )
@@ -264,7 +273,7 @@ def _has_risen(run: Record) -> bool:
     low = float(losses[row])
     end = float(losses[-1])
     # Half of a spike of the training loss: a mean over all validation images has less noise.
-    if end <= RISEN * low or end - low <= RISE / 2 * run.unit:
+    if end <= RISEN * low or end - low <= RISE / 2 * run.validation_unit:
         return False
     known = np.isfinite(run.epoch)
     if not known.any() or not math.isfinite(run.val_epoch[row]):
@@ -296,7 +305,7 @@ def _progress(run: Record) -> causes.LossProgress:
         return causes.LossProgress(fall, improves=True)
     top1_rise = float(run.top1[-1]) - float(run.top1[before[-1]])
     loss_fall = float(run.val_loss[before[-1]]) - float(run.val_loss[-1])
-    improves = top1_rise > run.noise or loss_fall > FALLS * run.unit
+    improves = top1_rise > run.noise or loss_fall > FALLS * run.validation_unit
     return causes.LossProgress(fall, improves)
 
 

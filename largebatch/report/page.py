@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from largebatch.formatting import (
     MISSING,
     TOP5,
@@ -44,8 +46,10 @@ from largebatch.report.run import (
     Run,
     change_from,
     images_per_second,
+    median,
     shares,
     short_commit,
+    values_of,
 )
 from largebatch.report.style import MARGIN, MUTED, looks_of, save_png, write_title
 from largebatch.report.verdict import Verdict, verdict
@@ -173,7 +177,7 @@ def _stages(run: Run) -> list[PagePart]:
     shows_top5 = run.classes is None or run.classes > TOP5
     top5s = [f"{percent(one.after.top5)} %" if shows_top5 else None for one in run.stages]
     balanced = [
-        f"{percent(one.after.balanced_top1)} %" if math.isfinite(one.after.balanced_top1) else None
+        None if one.after.balanced_top1 is None else f"{percent(one.after.balanced_top1)} %"
         for one in run.stages
     ]
     columns = [
@@ -239,7 +243,8 @@ def charts_of(run: Run) -> dict[str, Chart]:
               draw=lambda figure: draw_loss(figure, run),
               caption="Training loss of every update (faint) and its running median; validation "
               "loss (dots); learning rate (below). The two losses need not meet: only training "
-              "images are augmented, and only the training loss may be label-smoothed."
+              "images are augmented, and only the training loss may be label-smoothed, weighted "
+              "by class, or a binary cross-entropy."
               + _caption_of_mixing(run)),
         Chart(name="accuracy", title="Accuracy", draw=lambda figure: draw_accuracy(figure, run),
               caption="Accuracy on the validation images. A hollow mark is a stage that was "
@@ -275,9 +280,25 @@ def _caption_of_mixing(run: Run) -> str:
 
 
 def _before(run: Run, name: str) -> list[PagePart]:
+    if name == "loss":
+        return describe_clipping(run)
     if name == "throughput" and run.timed:
         return [describe_waits(run)]
     return [describe_noise(run)] if name == "noise" else []
+
+
+def describe_clipping(run: Run) -> list[PagePart]:
+    """Return a sentence on how many updates were clipped; none without optimizer.clip_norm."""
+    limit = run.parsed.optimizer.clip_norm if run.parsed else None
+    norms = values_of(run.steps, "gradient_norm")
+    norms = norms[np.isfinite(norms)]
+    if limit is None or not norms.size:
+        return []
+    text = (
+        f"{percent(float((norms > limit).mean()))} % of the updates were clipped to a gradient "
+        f"norm of {limit:g}; the median norm before clipping was {three_digits(median(norms))}."
+    )
+    return [text]
 
 
 def describe_waits(run: Run) -> str:

@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from largebatch.recipe.keys import CrossEntropy, Loss
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy, Loss
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import has_course
 from largebatch.report.run import SCHEDULE, FloatArray, Run, median, values_of
@@ -88,6 +87,10 @@ class Record:
     mixed: bool = False
     """True if the training loss at the end is of mixed images."""
 
+    objective: Loss | None = None
+    """The training loss; None if it is not known, and taken for a cross-entropy. The validation
+    loss is the cross-entropy without weights of classes."""
+
     normalised: bool = True
     """False if the recipe states that the model has no BatchNorm."""
 
@@ -101,6 +104,21 @@ class Record:
     def chance(self) -> float:
         """Loss of equal probabilities for all classes, ln K; NaN if their number is not known."""
         return math.log(self.classes) if self.classes else math.nan
+
+    @property
+    def training_chance(self) -> float:
+        """Training loss of the same guess for every image, if all classes are equally frequent."""
+        if not self.classes or not isinstance(self.objective, BinaryCrossEntropy):
+            return self.chance
+        share = np.array(1 / self.classes)
+        loss = float(_surprise(share) + _surprise(1 - share))
+        return loss if self.objective.classes == "mean" else loss * self.classes
+
+    @property
+    def has_comparable_losses(self) -> bool:
+        """True if the difference of validation and training loss means something."""
+        loss = self.objective
+        return loss is None or (isinstance(loss, CrossEntropy) and loss.class_weights is None)
 
     @property
     def unchecked(self) -> list[str]:
@@ -173,6 +191,11 @@ class Record:
     @property
     def unit(self) -> float:
         """The loss of guessing; the first training loss where the classes are not known."""
+        return self.training_chance if self.classes else self.start
+
+    @property
+    def validation_unit(self) -> float:
+        """The validation loss of guessing; the first training loss as for `unit`."""
         return self.chance if self.classes else self.start
 
     def spike(self, rows: slice) -> Spike | None:
@@ -248,7 +271,7 @@ def record_of(run: Run) -> Record:
     if recipe is not None and mixed:
         floor = mixing_floor(recipe)
     elif classes:
-        floor = smoothing_floor(loss, classes)
+        floor = float(smoothing_floor(loss, classes))
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -265,6 +288,7 @@ def record_of(run: Run) -> Record:
         classes=classes,
         floor=floor,
         mixed=mixed,
+        objective=loss,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -290,14 +314,35 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     return np.array([np.partition(window, before)[before] for window in windows])
 
 
-def smoothing_floor(loss: Loss, num_classes: int) -> float:
-    """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
+def smoothing_floor(loss: Loss, num_classes: int, own: float | FloatArray = 1.0) -> FloatArray:
+    """Return the lowest loss that smoothed labels leave: the entropy of their targets, in nats.
 
-    >>> round(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2), 3)
+    `own` is the share of an image's label; the rest is that of another class.
+
+    >>> round(float(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2)), 3)
     0.199
     """
-    one_label = np.array([1.0, 0.0])
-    return float(_floor_of_shares(loss, one_label, np.array([1, num_classes - 1])))
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
+    off_target = loss.label_smoothing / others
+    shares = np.asarray(own)
+    # Of the label, of the other class, and of each of the rest.
+    labels = [shares, 1 - shares, np.zeros_like(shares)]
+    targets = [off_target + (1 - num_classes * off_target) * share for share in labels]
+    counts = [1, 1, num_classes - 2]
+    if isinstance(loss, CrossEntropy):
+        return sum(
+            (_surprise(p) * count for p, count in zip(targets, counts, strict=True)),
+            np.zeros_like(shares),
+        )
+    if loss.target_threshold is not None:
+        return np.zeros_like(shares)  # targets are 0 and 1
+    floor = sum(
+        ((_surprise(p) + _surprise(1 - p)) * n for p, n in zip(targets, counts, strict=True)),
+        np.zeros_like(shares),
+    )
+    return floor / num_classes if loss.classes == "mean" else floor
 
 
 def mixing_floor(recipe: Recipe) -> float:
@@ -312,29 +357,12 @@ def mixing_floor(recipe: Recipe) -> float:
     data = recipe.data
     assert data.mix is not None
     pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
-    first = shares_of(pairs, height=data.image_size, width=data.image_size)
-    shares = np.stack([first, 1 - first, np.zeros_like(first)], axis=-1)
-    two_classes = _floor_of_shares(recipe.loss, shares, np.array([1, 1, data.classes - 2]))
+    own = shares_of(pairs, height=data.image_size, width=data.image_size)
+    two_classes = smoothing_floor(recipe.loss, data.classes, own).mean()
     one_class = smoothing_floor(recipe.loss, data.classes)
-    return float(two_classes.mean() + (one_class - two_classes.mean()) / data.classes)
+    return float(two_classes + (one_class - two_classes) / data.classes)
 
 
-def _floor_of_shares(loss: Loss, shares: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
-    """Return the lowest loss of images: `counts` classes have each of these shares, ... x G."""
-    num_classes = int(counts.sum())
-    others = num_classes
-    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
-        others = num_classes - 1
-    off_target = loss.label_smoothing / others
-    targets = off_target + (1 - num_classes * off_target) * shares
-    if isinstance(loss, CrossEntropy):
-        return np.asarray(_surprise(targets) @ counts)
-    if loss.target_threshold is not None:
-        return np.zeros(shares.shape[:-1])  # targets are 0 and 1
-    floor = (_surprise(targets) + _surprise(1 - targets)) @ counts
-    return np.asarray(floor / num_classes if loss.classes == "mean" else floor)
-
-
-def _surprise(probabilities: FloatArray) -> FloatArray:
-    """Return -p ln p of each, the share of an entropy in nats that an outcome has."""
-    return -probabilities * np.log(np.where(probabilities > 0, probabilities, 1.0))
+def _surprise(probability: FloatArray) -> FloatArray:
+    """Return -p ln p, the share of an entropy in nats that an outcome has."""
+    return -probability * np.log(np.where(probability > 0, probability, 1.0))

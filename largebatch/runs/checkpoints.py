@@ -99,9 +99,12 @@ def evaluate_checkpoint(
     """Measure a saved model on its validation data; `path` and `model` are those of `find_saved`.
 
     `training` also measures it on its training data. `each` is called with the scores and labels
-    of every validation batch of this worker.
+    of every validation batch of this worker. `data.held_out=null` among the options' overrides
+    measures the validation images of a run that was validated on held-out training images.
     """
-    saved, options = load_saved(path, options, model=model)
+    # With it the training images would be those that were held out, too.
+    changes = () if training else (VALIDATION_IMAGES,)
+    saved, options = load_saved(path, options, model=model, changes=changes)
     facts = {"command": "evaluate", "checkpoint": checksum(saved.weights), "--training": training}
     with open_measuring(saved.recipe, options, facts) as session:
         restore(session, saved)
@@ -164,14 +167,23 @@ def restore(session: Session, saved: Saved) -> None:
     saved.load_into(model)
 
 
+VALIDATION_IMAGES = "data.held_out=null"
+"""The change of a recipe that has the validation images measured in place of held-out ones."""
+
+
 def load_saved(
-    path: Path, options: Options, *, model: str | None = None, ema: bool = False
+    path: Path,
+    options: Options,
+    *,
+    model: str | None = None,
+    ema: bool = False,
+    changes: tuple[str, ...] = (),
 ) -> tuple[Saved, Options]:
     """Find a saved model as `find_saved` does, to be measured with these options.
 
-    For a run and its export, only the recipe's execution and evaluation can be changed. Options
-    get the images of a run if they name none. Raises CheckpointError unless they name the code that
-    the run needs.
+    For a run and its export, only the recipe's execution and evaluation can be changed, and what is
+    among `changes`. Options get the images of a run if they name none. Raises CheckpointError
+    unless they name the code that the run needs.
     """
     for module in options.imports:
         import_own(module)  # before the model's name is looked up
@@ -189,9 +201,10 @@ def load_saved(
             options = replace(options, data=of_run.data)
     # Other keys would describe another model or other images than those of the training.
     for override in overrides:
-        if not override.startswith(("execution", "evaluation")):
+        if not override.startswith(("execution", "evaluation")) and override not in changes:
             raise LargebatchError(
-                f"--set {override}: of a checkpoint only execution and evaluation can be changed"
+                f"--set {override}: of a checkpoint only execution and evaluation can be changed; "
+                f"and {VALIDATION_IMAGES} for `evaluate`, without --training"
             )
     if overrides:
         recipe = parse_recipe(dump_yaml(saved.recipe), overrides, source=str(saved.path))

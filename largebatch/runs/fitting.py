@@ -215,8 +215,9 @@ def halve(session: Session, folder: Path) -> SmallerBatchError:
     step = session.state.progress.step
     in_passes = reducer.in_passes
     if smaller >= plan.device_batch or not recipe.sums_gradients:
+        pairs = " and pairs of mixed images" if recipe.data.mix is not None else ""
         raise DeviceMemoryError(
-            f"{where}, and no smaller one divides the batch into whole BatchNorm spans"
+            f"{where}, and no smaller one divides the batch into whole BatchNorm spans{pairs}"
         )
     if recipe != free or not (folder / KEPT).exists():  # on a disk of another host
         raise DeviceMemoryError(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -227,7 +226,7 @@ def _finish(session: Session, folder: Path, end: _End, *, draws: bool) -> Summar
         peak_memory_bytes=peak_memory_bytes(backend.device),
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
-        balanced_top1=last.balanced_top1 if last else math.nan,
+        balanced_top1=last.balanced_top1 if last else None,
         loss=last.loss if last else None,
         weights_sha256=state.weights_sha256,
         kernels=session.proven,

@@ -53,7 +53,7 @@ class Console:
             case EvaluationEvent():
                 top5 = f"  top-5 {event.top5:7.2%}" if self._shows_top5 else ""
                 balanced = ""
-                if math.isfinite(event.balanced_top1):
+                if event.balanced_top1 is not None:
                     balanced = f"mean of classes {event.balanced_top1:7.2%}  "
                 self._show(
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  top-1 {event.top1:7.2%}{top5}  "

@@ -43,9 +43,13 @@ Printable = Annotated[str, PlainSerializer(printable, return_type=str)]
 """A text with file names, whose bytes are escaped in JSON if they are not UTF-8."""
 
 
-BalancedTop1 = Annotated[Measured, Field(exclude_if=math.isnan)]
-"""Mean of the accuracies of the classes, in runs with loss.class_weights; NaN, and not in JSON, in
-others."""
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+BalancedTop1 = Annotated[float | None, Field(exclude_if=_is_none)]
+"""Mean of the accuracies of the classes, in runs with loss.class_weights; None in others, whose log
+has no such key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +160,7 @@ class EvaluationEvent(_StageEvent):
     top5: float
     loss: Measured
     samples: int
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
     average_confidence: Measured = math.nan
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
@@ -255,7 +259,7 @@ class Accuracy:
     top1: float
     top5: float
     loss: Measured
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +321,7 @@ class Summary(Tabular):
     loss: Measured | None
     """Metrics after the last stage that was kept."""
 
-    balanced_top1: BalancedTop1 = math.nan
+    balanced_top1: BalancedTop1 = None
 
     weights_sha256: str | None = None
     kernels: Printable | None = None
@@ -348,19 +352,22 @@ class Summary(Tabular):
         return f"{text}; {printable(str(page if page.is_file() else self.folder))}"
 
     def _rows(self) -> list[list[str]]:
-        head = ["stage", "updates", "seconds", "top-1 %", "top-5 %", "loss", "kept"]
-        rows = [
-            [
-                *(stage.name, f"{stage.steps:,}", f"{stage.seconds:.1f}"),
-                *(percent(stage.top1), percent(stage.top5), four_decimals(stage.loss)),
-                "yes" if stage.kept else "no",
-            ]
-            for stage in self.stages
-        ]
-        if self.stages and all(stage.top5 == 1 for stage in self.stages):
-            # So it is with five classes or fewer, and shows nothing.
-            return [[*row[:4], *row[5:]] for row in (head, *rows)]
-        return [head, *rows]
+        stages = self.stages
+        columns = {
+            "stage": [stage.name for stage in stages],
+            "updates": [f"{stage.steps:,}" for stage in stages],
+            "seconds": [f"{stage.seconds:.1f}" for stage in stages],
+            "top-1 %": [percent(stage.top1) for stage in stages],
+            "mean of classes %": [percent(stage.balanced_top1 or 0.0) for stage in stages],
+            "top-5 %": [percent(stage.top5) for stage in stages],
+            "loss": [four_decimals(stage.loss) for stage in stages],
+            "kept": ["yes" if stage.kept else "no" for stage in stages],
+        }
+        if all(stage.balanced_top1 is None for stage in stages):
+            del columns["mean of classes %"]
+        if stages and all(stage.top5 == 1 for stage in stages):
+            del columns["top-5 %"]  # so it is with five classes or fewer, and shows nothing
+        return [list(columns), *(list(row) for row in zip(*columns.values(), strict=True))]
 
 
 Summary.__init__.__annotations__ |= get_type_hints(Summary)  # without pydantic's types

@@ -174,7 +174,9 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
             values |= {f"monitor/{name}": value for name, value in event.measured.items()}
         case EvaluationEvent():
-            values = {f"val/{key}": getattr(event, key) for key in (*METRICS, "balanced_top1")}
+            values = {f"val/{key}": getattr(event, key) for key in METRICS}
+            if event.balanced_top1 is not None:
+                values["val/balanced_top1"] = event.balanced_top1
         case GeneralizationGap():
             values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
             values["generalization/train_top1"] = event.top1

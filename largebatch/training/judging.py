@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from torch import Tensor
@@ -145,8 +145,7 @@ class Judge:
         start = time.perf_counter()
         gc.collect()  # here, because it never does so by itself: see collected_by_hand
         metrics = self.evaluator.validation(each)
-        if not self.weights_classes:
-            metrics = replace(metrics, balanced_top1=math.nan)
+        numbers = {**asdict(metrics), "balanced_top1": self._balanced(metrics)}
         step = self.evaluator.state.progress.step
         self.log.emit(
             EvaluationEvent(
@@ -154,7 +153,7 @@ class Judge:
                 step=step,
                 epoch=self.evaluator.pipeline.plan.epoch(step),
                 seconds=time.perf_counter() - start,
-                **asdict(metrics),
+                **numbers,
             )
         )
         return metrics
@@ -196,7 +195,7 @@ class Judge:
                 top1=metrics.top1,
                 top5=metrics.top5,
                 loss=metrics.loss,
-                balanced_top1=metrics.balanced_top1,
+                balanced_top1=self._balanced(metrics),
                 before=_accuracy(last) if last else None,
                 held_out=held_out,
                 kept=is_kept,
@@ -205,6 +204,9 @@ class Judge:
         )
         state.snapshot = {}  # not in the next checkpoint: the decision is made
         self.saver.save()
+
+    def _balanced(self, metrics: Metrics) -> float | None:
+        return metrics.balanced_top1 if self.weights_classes else None
 
     def _evaluate_end(self, stage: StageName) -> Metrics:
         """Evaluate the model; emit the images it classifies wrongly and the generalization gap."""

@@ -1,5 +1,7 @@
 """The commands' declarations: the options of a run are declared once, and every word has help."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from cyclopts import App, Parameter
 from cyclopts.help.help import docstring_parse
+from on_forked_workers import on_forked_workers
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import COMMANDS, DONE, EXAMPLES, USER, main, make_app, parse
@@ -274,11 +277,8 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        ("mine.py:right", DONE, "no fault"),
+        pytest.param("mine.py:right", DONE, "no fault", marks=pytest.mark.long),
         ("mine:never_sums", USER, "fault"),
-        ("mine", USER, "mine:build"),
-        ("other.py", USER, "other.py"),
-        ("mine:unknown_key", USER, "set_epoch"),
     ],
 )
 def test_audit_checks_a_users_own_training_on_two_workers(
@@ -296,6 +296,40 @@ def test_audit_checks_a_users_own_training_on_two_workers(
     assert shown in captured.out + captured.err
     assert "Traceback" not in captured.err
     assert (f"largebatch: {function}" in captured.err) == (code == USER)
+
+
+def audit_on_worker(folder: Path) -> tuple[int, str]:
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        code = main(["audit", "mine:unknown_key"])
+    return code, printed.getvalue()
+
+
+def test_an_audit_names_the_arguments_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    code, printed = on_forked_workers(audit_on_worker, tmp_path, workers=2)
+    assert code == USER
+    assert printed.startswith("largebatch: mine:unknown_key")
+    assert "set_epoch" in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(("target", "shown"), [("mine", "mine:build"), ("other.py", "other.py")])
+def test_an_audit_of_what_is_not_there_is_refused(
+    target: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    assert main(["audit", target, "--workers", "1"]) == USER
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"largebatch: {target}")
+    assert shown in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

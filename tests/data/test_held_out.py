@@ -4,21 +4,30 @@ The choice is written out here: the numbers of the samples sorted by Philox word
 own, of which the first are held out.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import short_runs
 import torch
 from decoding import noting, worker
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_images import GREY, load
+from torch.nn import functional as F
 
+from largebatch import run
+from largebatch.data.datasets import digits
 from largebatch.data.order import divide
 from largebatch.data.types import Request
 from largebatch.distributed.serial import Serial
+from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.checkpoints import evaluate_checkpoint, polish_checkpoint
+from largebatch.runs.options import Options
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))
@@ -126,3 +135,23 @@ def test_validation_images_are_the_same_on_all_workers_and_never_trained_on(
         assert set(trained) == set(range(40)) - expected - set(decide)
         assert not expected & set(decide)
     assert set(asked("statistics", 26)) == set(trained)
+
+
+def test_validation_images_can_be_measured_after_a_run_that_held_out_others(tmp_path: Path) -> None:
+    """By timm's model and images read by Pillow; only an evaluation may change this."""
+    recipe = short_runs.a_recipe(short_runs.CLEAN, changes=("data.held_out={samples: 200}",))
+    run(recipe, out=tmp_path / "run")
+    options = Options(overrides=("data.held_out=null",))
+    metrics = evaluate_checkpoint(tmp_path / "run", options).metrics
+    files = sorted(digits.write_digits().glob("val/*/*"))
+    images, labels = load(files, colours=GREY, size=16)
+    model = short_runs.timms(recipe)
+    model.load_state_dict(short_runs.weights(tmp_path / "run"))
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert metrics.samples == len(files) == 360
+    assert metrics.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    with pytest.raises(LargebatchError, match="held_out=null"):
+        evaluate_checkpoint(tmp_path / "run", options, training=True)
+    with pytest.raises(LargebatchError, match="held_out=null"):
+        polish_checkpoint(tmp_path / "run", replace(options, out=tmp_path / "polished"))

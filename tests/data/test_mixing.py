@@ -1,18 +1,18 @@
 """Mixup and CutMix of pairs: images, labels and losses as written by hand, wherever a pair is.
 
-The reference draws each pair by itself from Philox and computes with plain Python numbers.
+The reference (plain_mixing.py) draws each pair by itself from Philox.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from decoding import worker
+from plain_mixing import CUTMIX, MIXUP, PROBABILITY, SWITCH, mixed_by_hand
 from scipy import stats
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from largebatch.data.mixing import boxes_of, draw_pairs, mix, shares_of
 from largebatch.data.order import Stream
 from largebatch.data.types import Batch, Request
 from largebatch.errors import PlanError, RecipeError
+from largebatch.lab.measure.batch import at_constant_rate
+from largebatch.lab.studies.study import of_few_updates
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.choices import OffTarget
@@ -29,62 +31,10 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.training.loop import cross_entropy
 
 DRAWS = 20_000
-BOTH = Mix(mixup=0.4, cutmix=1.0, probability=0.9, switch=0.6)
-SECTION = "data.mix={mixup: 0.4, cutmix: 1.0, probability: 0.9, switch: 0.6}"
+BOTH = Mix(mixup=MIXUP, cutmix=CUTMIX, probability=PROBABILITY, switch=SWITCH)
+SECTION = f"data.mix={BOTH.model_dump_json()}"
 SHORT = ("duration={steps: 8}", "schedule.warmup=null", "polish=null", "evaluation={}")
 SMALL = (*SHORT, "data.image_size=12", "data.crop_area=[0.3, 1]", "execution.cache=memory")
-
-
-class Pair(NamedTuple):
-    """The numbers of a pair: its share, and the box that is exchanged or None."""
-
-    share: float
-    box: tuple[range, range] | None
-
-
-def pair_by_hand(number: int, *, seed: int, height: int, width: int) -> Pair:
-    """Draw a pair of BOTH: four numbers from one block of words, and two for the box."""
-
-    def numbers(stream: int) -> list[float]:
-        philox = np.random.Philox(key=[seed, stream], counter=[number, 0, 0, 0])
-        return [(int(philox.random_raw()) >> 11) / 2**53 for _ in range(4)]
-
-    mixes, chooses, u, v = numbers(11)
-    if mixes >= 0.9:
-        return Pair(1.0, None)
-    is_cut = chooses < 0.6
-    a = 1.0 if is_cut else 0.4
-    t = math.sqrt(2 * a * ((1 - u) ** (-1 / a) - 1)) * math.cos(2 * math.pi * v)
-    share = (1 + t / math.sqrt(2 * a + t * t)) / 2
-    if not is_cut:
-        return Pair(share, None)
-    down, right, *_ = numbers(12)
-    sides = []
-    for side, center in ((height, int(height * down)), (width, int(width * right))):
-        length = int(side * math.sqrt(1 - share))
-        inside = range(center - length // 2, center + (length + 1) // 2)
-        sides.append(range(max(0, inside.start), min(side, inside.stop)))
-    rows, columns = sides
-    return Pair(1 - len(rows) * len(columns) / (height * width), (rows, columns))
-
-
-def mixed_by_hand(batch: Batch, first: int, *, seed: int) -> tuple[np.ndarray, list[Any]]:
-    """Return the mixed images of positions from `first` on, and (share, class, class) of each."""
-    images = batch.images.double().numpy()
-    result = images.copy()
-    labels = []
-    for row in range(len(images)):
-        position = first + row
-        partner = row + 1 if position % 2 == 0 else row - 1
-        pair = pair_by_hand(position // 2, seed=seed, height=images.shape[2], width=images.shape[3])
-        if pair.box is not None:
-            rows, columns = pair.box
-            cut = np.ix_(range(images.shape[1]), rows, columns)
-            result[row][cut] = images[partner][cut]
-        else:
-            result[row] = pair.share * images[row] + (1 - pair.share) * images[partner]
-        labels.append((pair.share, int(batch.labels[row]), int(batch.labels[partner])))
-    return result, labels
 
 
 def random_batch(num: int, *, dtype: torch.dtype = torch.float64) -> Batch:
@@ -104,8 +54,8 @@ def test_images_and_labels_are_those_written_by_hand(order: torch.memory_format)
     batch = batch._replace(images=batch.images.contiguous(memory_format=order))
     before = batch.images.clone()
     found = mixed(batch, 10)
-    images, labels = mixed_by_hand(batch, 10, seed=1)
-    np.testing.assert_allclose(found.images.numpy(), images, rtol=0, atol=1e-10)
+    images, labels = mixed_by_hand(*batch, first=10, seed=1)
+    torch.testing.assert_close(found.images, images, rtol=0, atol=1e-10)
     assert found.images.is_contiguous(memory_format=order)
     expected = np.zeros((80, 5))
     for row, (share, own, partners) in enumerate(labels):
@@ -125,7 +75,7 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(
     batch = random_batch(80)
     found = mixed(batch, 10)
     logits = torch.randn(80, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    _, labels = mixed_by_hand(batch, 10, seed=1)
+    _, labels = mixed_by_hand(*batch, first=10, seed=1)
 
     def loss_of(row: int, label: int) -> float:
         values: list[float] = logits[row].tolist()
@@ -236,8 +186,8 @@ def test_mixing_is_of_the_images_that_a_recipe_without_it_shows(
     with closing(worker(recipe, workers=1, rank=0, device_batch=96)) as pipeline:
         plain = list(pipeline.training(range(3, 5), clean=False))
     batch = Batch(*(torch.cat(parts) for parts in zip(*plain, strict=True)))
-    images, labels = mixed_by_hand(batch, 3 * 96, seed=recipe.seed)
-    np.testing.assert_allclose(alone[0][3 * 96 :].numpy(), images, rtol=0, atol=1e-6)
+    images, labels = mixed_by_hand(*batch, first=3 * 96, seed=recipe.seed)
+    torch.testing.assert_close(alone[0][3 * 96 :].double(), images, rtol=0, atol=1e-6)
     for row, (share, own, partners) in zip(alone[1][3 * 96 :], labels, strict=True):
         assert row[own].item() == pytest.approx(share + (1 - share) * (own == partners), abs=1e-6)
         assert row.sum().item() == pytest.approx(1, abs=1e-6)
@@ -289,6 +239,12 @@ def test_device_batches_are_even_whatever_fits() -> None:
     # A worker's 15 samples are not pairs, and 12 workers' pairs would have two halves of a span.
     with pytest.raises(PlanError, match=r"data\.mix.*possible workers: 6"):
         make_plan(recipe, workers=12)
+    asked = recipe.with_execution(device_batch=45)
+    with pytest.raises(PlanError, match=r"execution\.device_batch: 45 .*data\.mix.* 30 or 60"):
+        make_plan(asked)
+    # An evaluation takes any number of images at a time.
+    measuring = make_plan(asked.mathematics).measuring(workers=1, device_batch=45)
+    assert measuring.device_batch == 45
     plain = digits("batch={global_batch: 180, bn_span: 15}", "data.mix=null")
     assert make_plan(plain, workers=12).device_batch == 15
 
@@ -303,7 +259,6 @@ def test_device_batches_are_even_whatever_fits() -> None:
         ("data.mix={mixup: 1, cutmix: 1, switch: -0.1}", r"data\.mix\.switch"),
         ("data.mix={cutmix: 1, switch: 0.5}", "data.mix: .*mixup"),
         ("batch={global_batch: 45, bn_span: 15}", r"batch\.global_batch \(45\).* 30 or 60"),
-        ("execution.device_batch=3", r"execution\.device_batch \(3\).* 2 or 4"),
         ("protocol={kind: hardsync, learners: 2}", r"data\.mix .*protocol"),
     ],
 )
@@ -316,6 +271,17 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(change: str, message: str) 
 def test_mixing_cannot_outlast_augmented_images() -> None:
     with pytest.raises(RecipeError, match=r"data\.mix\.until \(step 9\) .* 8"):
         make_plan(digits("data.mix.until={steps: 9}"))
+
+
+def test_measurements_of_another_length_mix_throughout() -> None:
+    recipe = digits(
+        "data.mix.until={steps: 5}", "data.resolution=[{until: {steps: 3}, image_size: 8}]"
+    )
+    assert make_plan(recipe).mix_steps == 5
+    for short in (of_few_updates(recipe), at_constant_rate(recipe, updates=4)):
+        plan = make_plan(short)
+        assert plan.mix_steps == plan.train_steps
+        assert not plan.sizes
 
 
 def test_positions_that_divide_a_pair_are_refused() -> None:

@@ -51,6 +51,7 @@ def pair(*items):
 floats = pair(good, (torch.zeros(3, 8, 8), 0))
 alone = pair(good, good[0])
 words = pair(good, (good[0], "cat"))
+shares = pair(good, (good[0], torch.tensor([0.3, 0.7])))
 label = pair(good, (good[0], 2))
 empty = pair()
 stream = lambda: (iter([good]), iter([good]))
@@ -62,7 +63,8 @@ def recipe(*changes: str) -> Recipe:
         changes=(
             *("data.source=folder", "data.classes=2", "data.train_samples=14"),
             *("data.val_samples=6", "batch.global_batch=8", "batch.bn_span=4", "data.flip=true"),
-            *("execution.cache=none", "polish=null", "evaluation.every_epochs=1", *changes),
+            *("execution.cache=none", "polish=null", "evaluation.every_epochs=1"),
+            *("data.mix={mixup: 0.4, cutmix: 1}", *changes),
         )
     )
 
@@ -109,6 +111,7 @@ REFUSED = {
     "floats": "item 1: its image is a tensor of torch.float32",
     "alone": "item 1: ",
     "words": "item 1: 'str' object cannot be interpreted as an integer",
+    "shares": "data.mix",
     "label": "item 1: its label is 2, expected 0 to 1",
     "empty": "train of own_bad:empty: the data set is empty",
     "stream": "own_bad:stream: expected it to return two data sets",

@@ -18,11 +18,13 @@ from slow_proxy import Fault, Proxy, Seen
 
 from largebatch import bucket as buckets
 from largebatch.address import Address, place_of
+from largebatch.cli.main import main
 from largebatch.data.datasets import import_data
 from largebatch.data.decoders.reader import read
 from largebatch.data.decoders.sources import open_source
 from largebatch.data.index.index import Index, load_or_read, make
 from largebatch.errors import DataError
+from largebatch.recipe.loading import load_recipe
 from largebatch.storage import silent
 
 PLACE = place_of("s3://photos/small")
@@ -157,6 +159,27 @@ def test_an_import_writes_the_same_shards_into_a_bucket(
     assert objects.objects["small-2/val/000000.tar"] == (folder / NAMES[-1]).read_bytes()
 
 
+def test_the_commands_take_an_address(
+    folder: Path,
+    server: tuple[Storage, Proxy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "import", "webdataset", str(folder), "--out", str(PLACE)]) == 0
+    assert main(["data", "index", str(PLACE)]) == 0
+    assert main(["init", str(PLACE), "--weights", "none", "--image-size", "16"]) == 0
+    assert load_recipe(tmp_path / "small.yaml").data.train_samples == 18
+    words = ["small.yaml", "--data", str(PLACE), "--out", "sheet.png"]
+    assert main(["data", "show", *words]) == 0
+    text = capsys.readouterr().out
+    assert "18 training and 5 validation images" in text
+    assert f"largebatch train small.yaml --data {PLACE} --out runs/small" in text
+    assert main(["data", "index", "s3://key:secret@photos/small"]) == 2
+    assert "secret" not in capsys.readouterr().err
+
+
 def test_an_import_that_fails_leaves_nothing_in_the_bucket(
     folder: Path, server: tuple[Storage, Proxy]
 ) -> None:
@@ -237,7 +260,7 @@ def test_a_request_that_fails_is_repeated(
     upload(folder, objects, to="small")
     index = load_or_read(PLACE, "val")
     failing = iter([True, True])
-    proxy.fault = lambda _: fault if next(failing, False) else None  # type: ignore[assignment,return-value]
+    proxy.fault = lambda _: fault if next(failing, False) else None
     assert images(index) == images(load_or_read(folder, "val"))
     assert proxy.faults == {fault: 2}
 

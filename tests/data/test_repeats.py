@@ -130,12 +130,14 @@ def test_workers_share_the_positions_of_one(workers: int) -> None:
             assert torch.equal(batch.labels, alone.labels[place.start : place.stop])
 
 
-def test_fewer_images_than_a_block_are_refused() -> None:
+def test_what_repeats_cannot_be_is_refused() -> None:
     small = ["data.train_samples=63", "polish=null"]
     with pytest.raises(RecipeError, match=r"data\.repeats"):
         load_recipe("digits_96", [*DIGITS, *small])
     with pytest.raises(RecipeError, match=r"data\.repeats"):
         load_recipe("digits_96", ["data.repeats=11"])
+    with pytest.raises(RecipeError, match=r"monitor: noise_scale .* data\.repeats"):
+        load_recipe("digits_96", [*DIGITS, "monitor=noise_scale"])
 
 
 def test_held_out_images_are_not_repeated() -> None:

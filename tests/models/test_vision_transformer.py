@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from largebatch.errors import RecipeError
-from largebatch.models import build, param_groups
+from largebatch.models import build, layer_depths, param_groups
 from largebatch.models.fusion import pair
 from largebatch.models.vision_transformer import BigVisionViT, fixed_positions
 
@@ -111,6 +111,24 @@ def test_only_matrices_and_filters_are_decayed() -> None:
     kernels = {name for name, weight in model.named_parameters() if weight.ndim > 1}
     assert names == kernels
     assert "head.weight" in names
+
+
+def test_its_layers_are_those_of_timms_vision_transformer() -> None:
+    """The layer with the tanh belongs to the head."""
+    model = BigVisionViT(5, **SMALL)
+    timms = build("vit_small_patch16_224", num_classes=5, arguments={"depth": 2, "embed_dim": 96})
+    depths = layer_depths(model)
+    expected = dict(
+        zip(
+            (name for name, _ in timms.named_parameters()),
+            layer_depths(timms).values(),
+            strict=True,
+        )
+    )
+    for name, weight in model.named_parameters():
+        like = name.replace("patch_embed", "patch_embed.proj").replace("pre_logits", "head")
+        assert depths[weight] == expected[like], name
+    assert set(depths.values()) == {0, 1, 2, 3}
 
 
 def test_a_width_that_cannot_be_divided_is_refused() -> None:

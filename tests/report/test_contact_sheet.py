@@ -112,6 +112,55 @@ def test_the_sheet_has_every_image_once_in_its_row_and_the_values_that_the_model
     assert f"evaluation {values.mean():.2f} ± {values.std():.2f}" in figure.get_supxlabel()
 
 
+def test_a_mixed_image_has_the_classes_and_shares_of_its_label(folder: Path) -> None:
+    """Against the labels of the run's batches, three decimals apart."""
+    chosen = recipe("data.mix={mixup: 1.0, cutmix: 1.0}")
+    pipeline = opened(chosen, folder)
+    shown = show(pipeline)
+    batches = list(pipeline.training(range(2 * PASSES), clean=False))
+    labels = torch.cat([batch.labels for batch in batches])
+    images = torch.cat([batch.images for batch in batches])
+    captions = [row for captions in shown.captions for row in captions]
+    for image, caption in zip((i for row in shown.training for i in row), captions, strict=True):
+        (place,) = torch.nonzero((images == image).all(dim=(1, 2, 3)))[0].tolist()
+        written = np.zeros(CLASSES)
+        for word in filter(None, " ".join(caption.label).replace("\u00a0", " ").split(" + ")):
+            name, share = word.split()  # both may be of one class
+            written[int(name.removeprefix("class-"))] += float(share)
+        if caption.label:
+            assert written == pytest.approx(labels[place].numpy(), abs=0.0051)
+        else:
+            assert labels[place].max() == 1
+    assert sum(bool(caption.label) for caption in captions) > len(captions) // 2
+    figure = Figure()
+    draw_sheet(figure, shown, chosen.data)
+    lines = [line for caption in captions for line in (*caption.label, *caption.changes)]
+    assert [text.get_text() for text in figure.axes[0].texts] == lines
+
+
+def test_an_erased_image_says_how_much_of_it_is_erased(folder: Path) -> None:
+    """Pixels of the mean colour, which no image of noise has, are counted."""
+    chosen = recipe("data.erase={probability: 0.5, fill: constant, count: 2}")
+    shown = show(opened(chosen, folder))
+    for images, captions in zip(shown.training, shown.captions, strict=True):
+        for image, caption in zip(images, captions, strict=True):
+            erased = float((image == 0).all(dim=0).double().mean())
+            expected = (f"erased {100 * erased:.0f} %",) if erased else ()
+            assert tuple(line.replace("\u00a0", " ") for line in caption.changes) == expected
+            assert caption.label == ()
+    assert len({caption.changes for row in shown.captions for caption in row}) > 3
+
+
+def test_repeats_show_the_copies_of_the_same_image() -> None:
+    """Not augmented otherwise, they are the clean image."""
+    chosen = load_recipe("digits_96", ["data.repeats=3", "data.crop_area=null"])
+    pipeline = open_images(chosen, make_plan(chosen), Serial(), folder=None)
+    shown = show(pipeline)
+    for row, (clean,) in zip(shown.training, shown.clean, strict=True):
+        assert len(row) == PASSES
+        assert all(torch.equal(image, clean) for image in row)
+
+
 def test_the_command_writes_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "digits.png"
     words = ["data", "show", str(RECIPES / "quickstart" / "digits_96.yaml"), "--out", str(path)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_runs import FakeRun, trained
+from scipy.special import digamma
 
 from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
@@ -18,13 +19,14 @@ from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import CrossEntropy
-from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import (
     epochs_factor,
     find_causes,
     measure_classes,
     measure_corrected,
     measure_images,
+    measure_pair,
     require_comparable,
 )
 from largebatch.report.logs import read_record
@@ -32,6 +34,7 @@ from largebatch.report.page import make_page
 from largebatch.report.record import (
     RISE,
     Record,
+    mixing_floor,
     record_of,
     running_median,
     smoothing_floor,
@@ -233,6 +236,18 @@ def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reac
     assert reached == pytest.approx(floor, abs=1e-5)
 
 
+@pytest.mark.parametrize("concentration", [0.2, 1.0, 4.0])
+def test_the_floor_of_mixed_labels_is_their_entropy(concentration: float) -> None:
+    """For a share from Beta(a, a): digamma(2a + 1) - digamma(a + 1)."""
+    mix = f"data.mix={{mixup: {concentration}, probability: 0.5}}"
+    recipe = load_recipe("digits_96", [mix, "loss.label_smoothing=0"])
+    entropy = digamma(2 * concentration + 1) - digamma(concentration + 1)
+    expected = 0.5 * 0.9 * entropy  # one partner in ten has the same class
+    assert mixing_floor(recipe) == pytest.approx(expected, rel=0.03)
+    smoothed = load_recipe("digits_96", [mix, "loss.label_smoothing=0.1"])
+    assert mixing_floor(smoothed) > smoothing_floor(smoothed.loss, 10)
+
+
 def finished(
     folder: Path,
     *,
@@ -409,6 +424,12 @@ def test_a_run_level_by_updates_has_too_few_of_them() -> None:
     behind = find_causes(large(2.3, 2.2, top1=0.3), small)
     assert behind[0].remedy != causes[0].remedy
     assert behind[0].check == "fewer updates"
+
+
+def test_losses_of_mixed_images_are_not_compared_with_others() -> None:
+    run, small = large(2.0, 0.5, 0.5, top1=0.80), large(2.0, 0.5, 0.5, top1=0.90)
+    assert measure_pair(run, small) is not None
+    assert measure_pair(replace(run, mixed=True), small) is None
 
 
 def test_runs_with_the_same_training_loss_and_another_top1_have_a_gap() -> None:

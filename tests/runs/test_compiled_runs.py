@@ -1,7 +1,9 @@
 """Runs with `execution.compile`: their checkpoints are those of any run, and resume to the bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ class Tiny(nn.Sequential):
         self.extend([nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, num_classes)])
 
 
-@pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def traced() -> Iterator[None]:
     """Trace models, and run PyTorch's kernels in place of inductor's, which is quick."""
 
     def traces(
@@ -37,10 +39,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Callable[..., Tensor]:
         return compiles(model, dynamic=dynamic, backend="aot_eager")
 
-    monkeypatch.setattr(torch, "compile", traces)
-    monkeypatch.setitem(models._OURS, "tiny", (Tiny, {}))
     torch._dynamo.reset()
     torch.compiler.set_stance("default")  # workers that were threads of a test may leave another
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", traces)
+        patch.setitem(models._OURS, "tiny", (Tiny, {}))
+        yield
 
 
 def recipe(*changes: str) -> Recipe:
@@ -55,32 +59,54 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def test_a_compiled_run_makes_the_updates_of_any_run(tmp_path: Path) -> None:
-    """Averages, the affine stage, evaluations and statistics included."""
+@dataclass(frozen=True)
+class Whole:
+    """A run that was not stopped."""
+
+    stages: list[str]
+    state: dict[str, Any]
+    graphs: int
+
+
+def train_whole(folder: Path, *changes: str) -> Whole:
     before = graphs()
-    ours = run(recipe(COMPILED), out=tmp_path / "ours")
+    summary = run(recipe(*changes), out=folder)
+    stages = [stage.name for stage in summary.stages]
+    return Whole(stages, content(folder), graphs() - before)
+
+
+@pytest.fixture(scope="module")
+def compiled(traced: None, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return train_whole(tmp_path_factory.mktemp("compiled"), COMPILED)
+
+
+@pytest.fixture(scope="module")
+def plain(traced: None, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return train_whole(tmp_path_factory.mktemp("plain"))
+
+
+def test_a_compiled_run_makes_the_updates_of_any_run(compiled: Whole, plain: Whole) -> None:
+    """Averages, the affine stage, evaluations and statistics included."""
     # torch 2.13 makes one for the fewer gradients of the affine stage; nothing else is compiled.
-    assert 1 <= graphs() - before <= 2
-    plain = run(recipe(), out=tmp_path / "plain")
-    assert [stage.name for stage in ours.stages] == [stage.name for stage in plain.stages]
-    ours_state, plain_state = (content(tmp_path / name) for name in ("ours", "plain"))
-    torch.testing.assert_close(ours_state["model"], plain_state["model"], rtol=0, atol=1e-5)
+    assert 1 <= compiled.graphs <= 2
+    assert plain.graphs == 0
+    assert compiled.stages == plain.stages
+    torch.testing.assert_close(compiled.state["model"], plain.state["model"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "same"),
     [
-        pytest.param((COMPILED,), (COMPILED,), id="compiled both times"),
-        pytest.param((), (COMPILED,), id="compiled then"),
+        pytest.param((COMPILED,), 0.0, id="compiled both times"),
+        pytest.param((), 1e-5, id="compiled then"),
     ],
 )
 def test_a_run_is_resumed_whether_it_was_compiled_or_not(
-    first: tuple[str, ...], second: tuple[str, ...], tmp_path: Path
+    first: tuple[str, ...], same: float, compiled: Whole, plain: Whole, tmp_path: Path
 ) -> None:
     run(recipe(*first), out=tmp_path / "run", max_steps=STEPS)
-    run(recipe(*second), out=tmp_path / "run", resume=True)
-    run(recipe(*first), out=tmp_path / "whole")
-    resumed, whole = content(tmp_path / "run"), content(tmp_path / "whole")
+    run(recipe(COMPILED), out=tmp_path / "run", resume=True)
+    resumed = content(tmp_path / "run")
+    whole = compiled if first else plain
     assert not any("_orig_mod" in name for name in resumed["model"])
-    same = 0.0 if first == second else 1e-5
-    torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=same)
+    torch.testing.assert_close(resumed["model"], whole.state["model"], rtol=0, atol=same)

@@ -154,31 +154,39 @@ def test_the_batch_of_an_evaluation_is_kept_and_holds_whole_spans_in_statistics(
     pipeline.close()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        torch.AcceleratorError("CUDA error: out of memory", 2),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-    ],
-    ids=lambda error: str(error)[:35],
-)
-def test_every_class_of_out_of_memory_halves_the_device_batch(
-    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def test_running_out_of_memory_halves_the_device_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fifth class, torch's own, is in test_on_accelerator.py."""
+    """Torch's own class of error is in test_on_accelerator.py."""
     real, fails = EagerStep.accumulate, iter([False, True])
 
     def accumulate(step: EagerStep, *args: Any, **settings: Any) -> None:  # noqa: ANN401 -- its
         if next(fails, False):
-            raise error
+            raise CUBLAS
         real(step, *args, **settings)
 
     monkeypatch.setattr(EagerStep, "accumulate", accumulate)
     run(RECIPE, out=tmp_path / "run", max_steps=2, report=False)
     plans = [start["plan"]["device_batch"] for start in log(tmp_path / "run", "start")]
     assert plans == [240, 96]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CUBLAS,
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: str(error)[:35],
+)
+def test_every_class_of_out_of_memory_is_torchs_own_error(error: RuntimeError) -> None:
+    with pytest.raises(torch.OutOfMemoryError), memory_errors():
+        raise error
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ small variances and in deviations of confidences; a tenth of it for a loss."""
 ROUNDED = {"ghost spans and measurements": 1e-3}
 """Where a difference of nearly equal numbers is measured."""
 
+REPEATED = {"SWA, outside", "statistics, scaled-momentum, decoding", "LAMB"}
+"""Other averages, conventions and caches than the other cases have: long tests."""
+
 EXACT = {"bf16, accumulated", "fp16"}
 """Recipes whose kernels are all the same; in 16 bits a different rounding would be 1e-3. Without
 dropout, for which accelerators have a kernel of their own."""
@@ -103,7 +106,10 @@ CASES = {
             "monitor=[noise_scale, gradient_norm, trust_ratios, generalization_gap, system]",
         ),
     ),
-    "LAMB": ((STATISTICS,), an_optimizer("kind: lamb")),
+    "LAMB, mixed images": (
+        (STATISTICS,),
+        (*an_optimizer("kind: lamb"), "data.mix={mixup: 0.4, cutmix: 1, until: {steps: 3}}"),
+    ),
     "Muon": ((STATISTICS,), an_optimizer("kind: muon")),
     "Schedule-Free": (
         (STATISTICS,),
@@ -133,7 +139,9 @@ def on_accelerator(recipe: Recipe, folder: Path) -> dict[str, dict[str, int]]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(it, marks=[pytest.mark.long] * (it in REPEATED)) for it in CASES]
+)
 def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     stages, changes = CASES[case]
     recipe = a_recipe(*stages, changes=(CHANNELS_LAST, *changes))
@@ -189,7 +197,11 @@ def test_a_resumed_run_in_graphs_ends_with_the_bits_of_one_without(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(("batch.bn_span=24", "monitor=[noise_scale]"), id="spans of their own"),
+        pytest.param(
+            ("batch.bn_span=24", "monitor=[noise_scale]"),
+            id="spans of their own",
+            marks=pytest.mark.long,
+        ),
         pytest.param(("batch.bn_span=96",), id="spans shared by two"),
     ],
 )
@@ -206,7 +218,11 @@ def test_two_workers_have_the_numbers_of_two_on_cpus(
 
 def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
     """The host reads an update for its record while the next one runs; else only where it saves."""
-    recipe = a_recipe(CLEAN, changes=("execution.compare_every=null", "execution.cache=device"))
+    changes = (
+        *("execution.compare_every=null", "execution.cache=device"),
+        "data.mix={mixup: 0.4, cutmix: 1}",
+    )
+    recipe = a_recipe(CLEAN, changes=changes)
     waits = on_forked_workers(on_accelerator, recipe, tmp_path / "run", workers=1)
     by_file: Counter[str] = Counter()
     for line, number in waits["syncs"].items():
@@ -250,7 +266,7 @@ def until_memory_shrinks(recipe: Recipe, folder: Path) -> str | None:
 
 
 def test_after_memory_ran_out_a_run_goes_on_with_half_of_its_device_batch(tmp_path: Path) -> None:
-    recipe = a_recipe(CLEAN, STATISTICS, EMA, changes=(CHANNELS_LAST,))
+    recipe = a_recipe(CLEAN, STATISTICS, EMA, changes=(CHANNELS_LAST, "data.mix={mixup: 0.4}"))
     on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=1)
     found = on_forked_workers(until_memory_shrinks, recipe, tmp_path / "device", workers=1)
     assert found is None

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import io
+import os
 import re
 import shutil
 import signal
@@ -19,7 +20,7 @@ import torch
 from on_forked_workers import on_forked_workers
 from PIL import Image
 from programs import with_default_signals
-from short_runs import SMALL, STATISTICS, a_recipe, content, log, summary, weights
+from short_runs import SHALLOW, SMALL, STATISTICS, a_recipe, content, log, summary, weights
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import main
@@ -35,7 +36,7 @@ DIGITS = str(FOLDER / "quickstart" / "digits_96.yaml")
 COMMAND = [sys.executable, "-m", "largebatch", "train"]
 CHANGES = [
     *("duration.epochs=4", "polish.clean.epochs=1"),
-    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL),
+    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL, SHALLOW),
 ]
 SHORT = [word for change in CHANGES for word in ("--set", change)]
 
@@ -262,13 +263,22 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
 
 
+def evaluate_on_worker(folder: Path, results: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["evaluate", str(folder)]) == 0
+    (results / os.environ["RANK"]).write_text(printed.getvalue())
+
+
 def test_evaluate_measures_on_two_workers_what_one_measures(
-    finished: dict[str, Path], capfd: pytest.CaptureFixture[str]
+    finished: dict[str, Path], tmp_path: Path
 ) -> None:
+    """Worker 0 prints; test_launch.py starts the workers of a command."""
     found = []
-    for words in ([], ["--workers", "2"]):
-        assert main(["evaluate", str(finished["one"]), *words]) == 0
-        printed = capfd.readouterr().out
+    for workers in (1, 2):
+        results = tmp_path / str(workers)
+        results.mkdir()
+        on_forked_workers(evaluate_on_worker, finished["one"], results, workers=workers)
+        printed = "".join(path.read_text() for path in results.iterdir())
         assert printed.count("top-1") == 1
         assert "(360 images)" in printed
         found.append(list(map(float, re.findall(r"\d+\.\d+", printed.partition("(")[0]))))

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_mixing import CUTMIX, MIXUP, PROBABILITY, SWITCH
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from largebatch import load_recipe
+from largebatch.data.mixing import draw_pairs, mix
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend, Group
 from largebatch.distributed.connection import connect
@@ -24,6 +26,7 @@ from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.arithmetic.plan import BatchPiece, Plan
+from largebatch.recipe.data import Mix
 from largebatch.runs.optimizer_of_recipe import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import EagerStep, cross_entropy, step_seeds, train
@@ -34,6 +37,7 @@ SPAN = 8
 PEAK = 0.8
 MOMENTUM, WEIGHT_DECAY, ETA, EPS = 0.9, 0.05, 0.02, 1e-9
 SMOOTHING = 0.1
+MIX = Mix(mixup=MIXUP, cutmix=CUTMIX, probability=PROBABILITY, switch=SWITCH)
 CONVENTIONS = ("reference", "scaled-momentum", "outside", "fujitsu")
 SECTIONS = {
     "nesterov": "kind: sgd, momentum: 0.9, nesterov: true",
@@ -64,8 +68,10 @@ CASES = {
     "batchnorm": "batchnorm",
     "shared spans": "batchnorm",
     "batch schedule": "batchnorm",
+    "mixed images": "plain",
 }
-"""The net of each case on several workers. In the last two a worker holds half of a span."""
+"""The net of each case on several workers. Where spans are shared, and in the batch schedule, a
+worker holds half of a span."""
 
 LARGER = (BatchPiece(step=2, position=2 * GLOBAL_BATCH, global_batch=96),)
 SIZES = (GLOBAL_BATCH, GLOBAL_BATCH, 96, 96)
@@ -122,6 +128,7 @@ def solve(
     *,
     accumulation: int,
     changes: tuple[BatchPiece, ...] = (),
+    mixes: bool = False,
 ) -> nn.Module:
     """Train with everything largebatch has, and return the model."""
     steps = len(SIZES) if changes else STEPS
@@ -146,8 +153,11 @@ def solve(
     def batches() -> Iterator[Batch]:
         for part, _, number in plan.within(range(steps)):
             for step, micro in product(part, range(number)):
-                positions = list(plan.positions(step, micro, backend.rank))
-                yield Batch(images[positions], labels[positions])
+                positions = plan.positions(step, micro, backend.rank)
+                batch = Batch(images[list(positions)], labels[list(positions)])
+                if mixes:
+                    batch = mix(batch, draw_pairs(MIX, positions, seed=0, classes=5))
+                yield batch
 
     model = with_span(net(net_kind), SPAN)
     optimizer = make_optimizer(optimizer_kind, model, backend)
@@ -182,7 +192,14 @@ def solve_all(backend_name: BackendName, path: Path, optimizers: Sequence[str]) 
         most = share // 2 if changes else share
         device_batch = min(SPAN // 2 if halves else GLOBAL_BATCH // 4, most)
         accumulation = share // device_batch
-        model = solve(backend, CASES[case], kind, accumulation=accumulation, changes=changes)
+        model = solve(
+            backend,
+            CASES[case],
+            kind,
+            accumulation=accumulation,
+            changes=changes,
+            mixes=case == "mixed images",
+        )
         metrics = evaluate_each(model, backend)
         results[f"{case} {kind}"] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
     if backend.rank == 0:

@@ -10,6 +10,7 @@ import crown
 import torch
 import torch.nn.functional as F
 from crown import EPS, ETA, GLOBAL_BATCH, MOMENTUM, PEAK, SMOOTHING, WEIGHT_DECAY, State
+from plain_mixing import mixed_by_hand
 from pytorch_optimizer import ScalableShampoo
 from schedulefree import SGDScheduleFree
 from torch import Tensor, nn
@@ -23,7 +24,12 @@ from timm.optim.lamb import Lamb  # noqa: E402 -- timm needs torchvision's opera
 
 
 def plain_pytorch(
-    net: str, optimizer: str, *, chunk: int, sizes: Sequence[int] = (GLOBAL_BATCH,) * crown.STEPS
+    net: str,
+    optimizer: str,
+    *,
+    chunk: int,
+    sizes: Sequence[int] = (GLOBAL_BATCH,) * crown.STEPS,
+    mixes: bool = False,
 ) -> State:
     """One process, the formulas of the papers, statistics over `chunk` samples.
 
@@ -31,6 +37,12 @@ def plain_pytorch(
     """
     model = crown.net(net)
     images, labels = crown.data()
+    shares = torch.ones(len(labels), dtype=torch.float64)
+    partners = labels
+    if mixes:
+        images, shown = mixed_by_hand(images, labels, first=0, seed=0)
+        shares = torch.tensor([label.share for label in shown], dtype=torch.float64)
+        partners = torch.tensor([label.partners for label in shown])
     theirs = library_optimizer(optimizer, model)
     velocity = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
     start = 0
@@ -44,8 +56,14 @@ def plain_pytorch(
                     buffer.copy_(before[name])
             part = slice(first, first + chunk)
             logits = model(images[part])
-            loss = F.cross_entropy(logits, labels[part], label_smoothing=SMOOTHING, reduction="sum")
-            (loss / size).backward()
+            losses = F.cross_entropy(
+                logits, labels[part], label_smoothing=SMOOTHING, reduction="none"
+            )
+            of_partners = F.cross_entropy(
+                logits, partners[part], label_smoothing=SMOOTHING, reduction="none"
+            )
+            losses = shares[part] * losses + (1 - shares[part]) * of_partners
+            (losses.sum() / size).backward()
             after.append({name: value.clone() for name, value in model.named_buffers()})
         start += size
         with torch.no_grad():

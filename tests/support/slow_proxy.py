@@ -77,8 +77,8 @@ class Proxy:
                     await asyncio.sleep(3600)
                 if fault in STATUSES:
                     status, text = STATUSES[fault]
-                    length = f"Content-Length: {len(text)}"
-                    writer.write(f"HTTP/1.1 {status}\r\n{length}\r\n\r\n{text}".encode())
+                    header = f"Content-Length: {len(text)}"
+                    writer.write(f"HTTP/1.1 {status}\r\n{header}\r\n\r\n{text}".encode())
                     await writer.drain()
                     continue
                 up[1].write(head + body)

@@ -216,6 +216,7 @@ def on_both(case: Case) -> dict[str, float]:
         pytest.param(
             replace(HALF, init_scale=OVERFLOWS, kernels=True, optimizer=sgd),
             id="kernels, skipped, SGD",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -33,6 +33,11 @@ def assert_same(metrics: Metrics) -> None:
     ]
     assert metrics.top1 == sum(rank < 1 for rank in ranks) / SAMPLES
     assert metrics.top5 == sum(rank < 5 for rank in ranks) / SAMPLES
+    of_classes = [
+        np.mean([rank < 1 for rank, label in zip(ranks, labels, strict=True) if label == number])
+        for number in range(CLASSES)
+    ]
+    assert metrics.balanced_top1 == pytest.approx(np.mean(of_classes), rel=1e-14)
     assert metrics.samples == SAMPLES
     assert metrics.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-14)
     assert confidences_of(metrics) == pytest.approx(confidences(logits, labels), rel=1e-9)

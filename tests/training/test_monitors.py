@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from short_runs import DIGITS, HALF, SMALL, log, weights
+from short_runs import DIGITS, HALF, NARROW, SHALLOW, SMALL, log, weights
 from test_optimizers import CHANGES
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,7 +24,10 @@ from largebatch.training.step_log import Monitors
 
 NO_BIT = "gradient_norm, trust_ratios, system, generalization_gap"
 ALL = f"monitor=[noise_scale, {NO_BIT}]"
-SHORT = ("duration={steps: 4}", "schedule.warmup=null", "evaluation={}", *SMALL)
+SHORT = (
+    *("duration={steps: 4}", "schedule.warmup=null", "evaluation={}"),
+    *(*SMALL, NARROW, SHALLOW),
+)
 POLISH = "polish={clean: {steps: 1}, affine: {steps: 2, lr: 0.05}}"
 
 

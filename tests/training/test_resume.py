@@ -17,7 +17,13 @@ from largebatch.training.stages import run_stages
 from largebatch.training.state import TrainState, Updater
 
 SINGLE = "protocol={kind: asynchronous, learners: 1, modulation: n}"
-EVERYTHING = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED)
+OF_TODAY = (
+    "loss={kind: bce, target_threshold: 0.2, class_weights: balanced}",
+    "optimizer.clip_norm=0.1",
+    "optimizer.layer_decay=0.8",
+    "model.arguments.drop_path_rate=0.2",
+)
+EVERYTHING = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED, changes=OF_TODAY)
 AVERAGED = a_recipe(CLEAN, "swa: {over: {steps: 3}, every: {steps: 1}}", STATISTICS)
 ASYNCHRONOUS = a_recipe(changes=("polish=null", SINGLE))
 HALVES = a_recipe(CLEAN, "ema: 0.5", changes=HALF)

@@ -21,7 +21,7 @@ from largebatch.lab.studies.study import StudyMachine, load_study
 from largebatch.lab.studies.trained import cells_of
 
 FOLDER = Path(__file__).parent
-TRAINED = 6_400
+TRAINED = 4_800
 """Number of training images, as in the study."""
 
 INTERRUPTED = 75

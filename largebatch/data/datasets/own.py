@@ -193,10 +193,10 @@ def _fill(
 def _class_number(label: object) -> int:
     try:
         return operator.index(label)  # type: ignore[arg-type]  # raises TypeError
-    except TypeError:
+    except TypeError as error:
         raise TypeError(
-            f"its label is a {type(label).__name__}; shares of classes come from data.mix of the "
-            "recipe, which mixes images and labels"
+            f"{error}; a label is the number of one class: to mix images, set data.mix in the "
+            "recipe and return plain ones"
         ) from None
 
 

@@ -96,8 +96,8 @@ FillAhead = Callable[[Iterable[Order], Divide[Order]], Generator[tuple[Order, Ba
 class _BatchInProgress(NamedTuple):
     jobs: list[Future[None]]
     images: Tensor
-    """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy
-    takes a quarter of the time."""
+    """N x 3 x H x W. On a CPU float32, normalised, unless the view is of bytes; otherwise uint8,
+    channels last, because the copy takes a quarter of the time."""
 
     labels: IntArray
 
@@ -111,7 +111,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
     (scale_there,) = transfer.send(scale)
 
     def start(labels: IntArray, parts: Sequence[FillTask]) -> _BatchInProgress:
-        if transfer.is_remote:
+        if transfer.is_remote or view.dtype == torch.uint8:
             # Filled as N x H x W x 3, which is how decoders write; permuted, it is N x 3 x H x W
             # in the channels-last order.
             images = transfer.room(len(labels), size, size, 3).permute(0, 3, 1, 2)
@@ -127,7 +127,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[FillAhead[Any]
         for job in batch.jobs:
             job.result()
         images, labels = transfer.send(batch.images, torch.from_numpy(batch.labels))
-        if images.dtype == torch.uint8:
+        if images.dtype != view.dtype and images.dtype == torch.uint8:
             center, spread = scale_there
             images = images.sub(center).div_(spread)
             images = images if view.channels_last else images.contiguous()

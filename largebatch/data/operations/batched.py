@@ -156,7 +156,8 @@ def _auto_contrast(images: Tensor, _strengths: Tensor) -> Tensor:
 def _grey(images: Tensor) -> Tensor:
     """Return n x 1 x H x W values of Pillow's mode L, as int32 (ITU-R 601)."""
     red, green, blue = images.int().split(1, dim=1)
-    return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16
+    grey: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16
+    return grey
 
 
 def _blend(begin: Tensor, images: Tensor, factors: Tensor) -> Tensor:

@@ -150,8 +150,7 @@ def _color_jitter(
         centers=np.zeros((*order.shape, 2)),
         fill=_BLACK,
         shear_axis=0.0,
-        mean=view.mean,
-        std=view.std,
+        view=view,
     )
 
 
@@ -196,8 +195,7 @@ def _operations(
         centers=np.zeros((*kinds.shape, 2)),
         fill=_BLACK,
         shear_axis=0.0,
-        mean=view.mean,
-        std=view.std,
+        view=view,
     )
 
 
@@ -275,12 +273,16 @@ def _of_big_vision() -> dict[Operation, Strength]:
         # published runs have inverted the whole image.
         return _whole(256)(magnitudes, signs) % 256
 
+    def bits(magnitudes: FloatArray, signs: FloatArray) -> FloatArray:
+        # TensorFlow shifts the values by 7 places where it is told 8.
+        return np.maximum(1, _whole(4)(magnitudes, signs))
+
     return {
         Operation.AUTO_CONTRAST: _none,
         Operation.EQUALIZE: _none,
         Operation.INVERT: _none,
         Operation.ROTATE: _signed(30.0, at=10),
-        Operation.POSTERIZE: _whole(4),
+        Operation.POSTERIZE: bits,
         Operation.SOLARIZE: threshold,
         Operation.COLOR: _rising_factor,
         Operation.CONTRAST_BY_SIZE: _rising_factor,

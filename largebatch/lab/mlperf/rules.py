@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from largebatch.errors import clip
+from largebatch.recipe.keys import CrossEntropy
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
@@ -137,6 +138,8 @@ RULES: tuple[Rule[Recipe], ...] = (
           "half of the training images are mirrored at random"),
     _rule("data.translate", lambda it: not it.data.translate, "images are not moved"),
     _rule("data.mix", lambda it: it.data.mix is None, "images are not mixed"),
+    _rule("data.erase", lambda it: it.data.erase is None, "nothing is erased"),
+    _rule("data.repeats", lambda it: it.data.repeats == 1, "every image occurs once in an epoch"),
     _rule("data.eval_resize", lambda it: it.data.eval_resize == 256,
           "256, of which the centre is evaluated"),
     # The network.
@@ -165,6 +168,9 @@ RULES: tuple[Rule[Recipe], ...] = (
           "the ratio has no limit"),
     _rule("optimizer.clip_gradient", _optimizer(LARS, lambda it: it.clip_gradient is None),
           "no clipping"),
+    _rule("optimizer.clip_norm", lambda it: it.optimizer.clip_norm is None, "no clipping"),
+    _rule("optimizer.layer_decay", lambda it: it.optimizer.layer_decay is None,
+          "all layers have the rate of the schedule"),
     _rule("optimizer.momentum", _optimizer(SGD, lambda it: it.momentum == 0.9), "0.9 for SGD"),
     _rule("optimizer.nesterov", _optimizer(SGD, lambda it: not it.nesterov),
           "SGD has plain momentum"),
@@ -188,6 +194,9 @@ RULES: tuple[Rule[Recipe], ...] = (
     _rule("schedule.warmup",
           lambda it: not isinstance(it.optimizer, SGD) or _warms_up_whole_epochs(it),
           "whole epochs for SGD"),
+    _rule("loss.kind", lambda it: isinstance(it.loss, CrossEntropy), "cross_entropy"),
+    _rule("loss.class_weights", lambda it: it.loss.class_weights is None,
+          "every image has the same weight"),
     _rule("loss.label_smoothing", lambda it: it.loss.label_smoothing in {0.0, 0.1}, "0 or 0.1"),
     # What the reference does not have.
     *(

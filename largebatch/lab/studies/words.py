@@ -27,7 +27,7 @@ from largebatch.data.decoders.synthetic import synthetic_index
 from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch, DecodedBatches, Request
 from largebatch.distributed.agreement import share_weights
-from largebatch.errors import DataError
+from largebatch.errors import DataError, RecipeError
 from largebatch.models.of_recipe import model_without_memory
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
@@ -163,6 +163,8 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
     Raises DataError for another number of windows than data.train_samples.
     """
     arguments = arguments_of(recipe)
+    if recipe.data.mix is not None:
+        raise RecipeError(f"data.mix mixes images, and {NAME} is trained on words: leave it out")
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)

@@ -444,6 +444,11 @@ def _divide(
         fitting = [size for size in whole if size <= most]
         # Where nothing is small enough the smallest is tried.
         return max(fitting, default=min(whole))
+    if mixes and asked % 2:
+        raise PlanError(
+            f"execution.device_batch: {asked} must be even, as data.mix mixes pairs of images; "
+            f"the nearest possible: {_nearest(asked, possible)}"
+        )
     if asked not in possible:
         key, size = next(
             ((key, size) for key, size in batch.by_key.items() if size // workers % asked),
@@ -465,14 +470,17 @@ def _no_even_batch(common: int, *, workers: int, span: int) -> str:
             size % 2 == 0 for size in _device_batches(common // number, workers=number, span=span)
         )
     ]
-    below = [number for number in possible if number < workers][-1:]
-    above = [number for number in possible if number > workers][:1]
-    nearest = " or ".join(map(str, [*below, *above])) or "none"
     return (
         f"data.mix needs an even device batch, which {plural(workers, 'worker')} with "
         f"{plural(common // workers, 'sample')} of an update do not have; possible workers: "
-        f"{nearest}; or leave data.mix out"
+        f"{_nearest(workers, possible)}; or leave data.mix out"
     )
+
+
+def _nearest(number: int, possible: list[int]) -> str:
+    below = [other for other in possible if other < number][-1:]
+    above = [other for other in possible if other > number][:1]
+    return " or ".join(map(str, [*below, *above])) or "none"
 
 
 def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
