@@ -212,6 +212,7 @@ class HangWatch:
             write_whole(path, json.dumps(content).encode())
         except OSError as error:
             _print(f"{path}: the dump of the collectives was not written: {error.strerror}")
+        self._store.set(f"hang/dumped/{self._rank}", "")
         self._store.add(_DUMPED, 1)
 
     def _stack(self) -> list[str]:
@@ -229,8 +230,11 @@ class HangWatch:
         end = time.monotonic() + GRACE_SECONDS
         while self._store.add(_DUMPED, 0) < self._workers and time.monotonic() < end:
             time.sleep(0.1)
-        written = {path.name for path in folder.glob("worker-*.json")}
-        silent = [rank for rank in range(self._workers) if f"worker-{rank:05}.json" not in written]
+        silent = []
+        if self._store.add(_DUMPED, 0) < self._workers:
+            # Not by their files, which a network file system may show later.
+            ranks = range(self._workers)
+            silent = [rank for rank in ranks if not self._store.check([f"hang/dumped/{rank}"])]
         hosts = self._store.multi_get([f"hang/host/{rank}" for rank in silent]) if silent else []
         named = {rank: host.decode() for rank, host in zip(silent, hosts, strict=True)}
         line = f"{self._explain(folder, named)} (dumps: {folder})"

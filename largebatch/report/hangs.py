@@ -16,7 +16,7 @@ of torch. A pickle is refused, because reading one can run code.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -407,7 +407,7 @@ def read_dumps(folder: Path) -> dict[int, WorkerDump]:
 def measure_hang(folder: Path) -> Hang:
     """Find what the workers of a folder of dumps wait for; raise as `explain_hang`."""
     dumps = read_dumps(folder)
-    hosts: dict[int, str] = {}
+    hosts: dict[int, str] | None = None
     if (folder / SILENT).is_file():
         try:
             hosts = _HOSTS.validate_json((folder / SILENT).read_bytes())
@@ -419,8 +419,8 @@ def measure_hang(folder: Path) -> Hang:
 @dataclass
 class _Analysis:
     dumps: dict[int, WorkerDump]
-    hosts: dict[int, str]
-    _absent: dict[Place, list[int]] = field(default_factory=dict)
+    silent: dict[int, str] | None
+    """Hosts of the workers that wrote no dump; None: all whose dump is not here."""
 
     def hang(self) -> Hang:
         waiting = {rank: dump.waits for rank, dump in self.dumps.items() if dump.waits}
@@ -487,11 +487,14 @@ class _Analysis:
         return callers | members
 
     def _missing_from(self, place: Place) -> list[int]:
-        return [
-            rank
-            for rank in self._members[place.group]
-            if rank not in self.dumps or not self.dumps[rank].has_begun(place)
-        ]
+        return [rank for rank in self._members[place.group] if self._is_missing(rank, place)]
+
+    def _is_missing(self, rank: int, place: Place) -> bool:
+        dump = self.dumps.get(rank)
+        if dump is None:
+            # The file of a worker that wrote one may not have come here.
+            return self.silent is None or rank in self.silent
+        return not dump.has_begun(place)
 
     def _began(self, place: Place) -> int:
         calls = (dump.calls.get(place) for dump in self.dumps.values())
@@ -500,7 +503,7 @@ class _Analysis:
     def _describe(self, rank: int, place: Place) -> Missing:
         dump = self.dumps.get(rank)
         if dump is None:
-            host = self.hosts.get(rank, "")
+            host = (self.silent or {}).get(rank, "")
             return Missing(
                 rank=rank, place=place, how="silent", last=0, host=host, stack=(), update=None
             )

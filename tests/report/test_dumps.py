@@ -118,6 +118,14 @@ def test_a_worker_without_a_dump_is_named_with_its_host(tmp_path: Path) -> None:
     assert "worker 2 on node17" in finding.text
 
 
+def test_a_worker_whose_dump_was_lost_on_the_way_is_not_blamed(tmp_path: Path) -> None:
+    """Worker 3 wrote one, which a network file system does not show yet."""
+    write(tmp_path, 0, ring("started", workers=4))
+    write(tmp_path, 1, ring("", workers=4))
+    (tmp_path / "silent.json").write_text('{"2": "node17"}', encoding="utf-8")
+    assert [worker.rank for worker in measure_hang(tmp_path).missing] == [1, 2]
+
+
 WORKERS, MEMBERS, STUCK = 2048, 32, 1337
 
 
