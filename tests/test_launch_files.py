@@ -79,7 +79,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     for name in os.environ:
         if re.match(
-            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|AWS_|PYTHON$|IMAGE$",
+            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|AWS_|AZURE_|"
+            "GOOGLE_|PYTHON$|IMAGE$",
             name,
         ):
             monkeypatch.delenv(name)
@@ -268,6 +269,7 @@ def test_a_manifest_matches_its_published_schemas(
     words = [kind, "own.yaml", "--nodes", "3", "--data", "/data/$(A)$$B$", "--name", 'A "run"!']
     words += ["--namespace", "team", "--env-secret", "keys", "--rdma", "rdma/hca", "--host-ipc"]
     words += ["--cpus", "4", "--memory", "400G", "--shared-memory", "64G", "--runs-claim", "lustre"]
+    words += ["--mirror", "s3://bucket/runs", "--service-account", "trainer"]
     printed = filled(capsys, *words, *IMAGE)
     assert [number for number in numbers if number not in printed] == []
     found = manifests(capsys, *words, *IMAGE)
@@ -282,7 +284,9 @@ def test_a_manifest_matches_its_published_schemas(
     trains = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else None
     started = trains or pods[0]["containers"][0]
     train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run", "--resume"]
-    assert started["args"] == [*train, "auto", "--data", "/data/$$(A)$$$$B$$"]
+    copied = ["--mirror", "s3://bucket/runs"]
+    assert started["args"] == [*train, "auto", *copied, "--data", "/data/$$(A)$$$$B$$"]
+    assert pods[-1]["serviceAccountName"] == "trainer"
     assert {pod["containers"][0]["image"] for pod in pods} == {IMAGE[1]}
     assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] for pod in pods)
     limits = {"nvidia.com/gpu": 8, "rdma/hca": 1}
@@ -349,6 +353,7 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
     names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
     names += ["AWS_SECRET_ACCESS_KEY"]
     names += [] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
+    names += ["AZURE_STORAGE_KEY", "GOOGLE_SERVICE_ACCOUNT"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))

@@ -36,6 +36,7 @@ from largebatch.runs.options import (
     Count,
     DataPlace,
     Given,
+    MirrorAddress,
     RecipeFile,
     Seconds,
     require_cached_address,
@@ -147,6 +148,9 @@ class Pods:
     env_secret: ObjectName | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
+    service_account: ObjectName | None = None
+    """Service account of the pods, which may give them access to storage."""
+
     data_claim: ObjectName = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
@@ -184,6 +188,9 @@ class Job(Changes):
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Run folder (runs/NAME); in pods a folder below /runs."""
+
+    mirror: MirrorAddress | None = None
+    """Copy the run folder below this address, from which the job continues on other machines."""
 
     name: Annotated[str | None, Parameter(metavar="NAME")] = None
     """Name of the job (the recipe's)."""
@@ -433,6 +440,8 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
 
 def _options(job: Job) -> list[str]:
     words = ["--resume", "auto"]
+    if job.mirror is not None:
+        words += ["--mirror", str(job.mirror)]
     words += [word for change in job.changes for word in ("--set", change)]
     require_cached_address(job.data, job.cache_dir, job.cache_gb)
     if job.cache_dir is not None:

@@ -17,7 +17,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from largebatch.address import Address, Place, place_of
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
-from largebatch.errors import LargebatchError
+from largebatch.errors import DataError, LargebatchError
 from largebatch.recipe.installed import installed
 
 if TYPE_CHECKING:
@@ -96,6 +96,35 @@ DataPlace = Annotated[
     Parameter(converter=_place, n_tokens=1, accepts_keys=False, metavar="DIR"),
 ]
 """A folder, or an address in a bucket; JSON has its text."""
+
+
+def address_of(text: str | Address) -> Address:
+    """Return an address; raise DataError for a folder of this machine, and as place_of."""
+    address = place_of(text)
+    if isinstance(address, Path):
+        raise DataError(
+            f"--mirror {address}: expected an address such as s3://bucket/runs, or "
+            "file:///folder for a folder"
+        )
+    return address
+
+
+def _address(_: object, tokens: Sequence[Token]) -> Address:
+    return address_of(tokens[0].value)
+
+
+MirrorAddress = Annotated[
+    Address,
+    PlainValidator(address_of),
+    PlainSerializer(str),
+    Parameter(converter=_address, n_tokens=1, accepts_keys=False, metavar="ADDRESS"),
+]
+"""An address below which run folders are copied; JSON has its text."""
+
+RunPlace = Annotated[
+    Place, Parameter(converter=_place, n_tokens=1, accepts_keys=False, metavar="RUN")
+]
+"""A run folder, or the address of its copy."""
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
 Number = Annotated[float, Parameter(validator=_positive)]
@@ -223,6 +252,9 @@ class Options(MachineOptions):
     out: Annotated[Folder, OF_FOLDER] = NEW_FOLDER
     """Run folder."""
 
+    mirror: Annotated[MirrorAddress | None, OF_FOLDER] = None
+    """Copy the run folder below this address, such as s3://bucket/runs, while it is written."""
+
     resume: Annotated[Resume, OF_FOLDER, Parameter(metavar="yes|auto", show_choices=False)] = False
     """yes: continue the run in --out; auto: if it has a checkpoint, else start it."""
 
@@ -263,7 +295,7 @@ class Options(MachineOptions):
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
         # All others are equal: a worker with another --time-limit would stop alone.
-        of_one_worker = {"out", "backend", "report", "workers", "restarts", "min_workers"}
+        of_one_worker = {"out", "mirror", "backend", "report", "workers", "restarts", "min_workers"}
         return {
             f"--{name.replace('_', '-')}": value
             for name, value in vars(self).items()

@@ -141,9 +141,11 @@ class _Handler(BaseHTTPRequestHandler):
         if key is None:
             return
         if "delete" in query:
-            for removed in re.findall(r"<Key>(.*?)</Key>", body.decode()):
-                self.storage.objects.pop(unescape(removed), None)
-            self.answer(200, b"<DeleteResult></DeleteResult>")
+            removed = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            for written in removed:
+                self.storage.objects.pop(unescape(written), None)
+            rows = "".join(f"<Deleted><Key>{written}</Key></Deleted>" for written in removed)
+            self.answer(200, f"<DeleteResult>{rows}</DeleteResult>".encode())
             return
         if "uploads" in query:
             identity = str(len(self.storage.parts))
