@@ -20,13 +20,14 @@ from short_runs import NARROW, SHALLOW, SMALL
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.index.index import load_or_read
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.lab.measure import initial
 from largebatch.optional import require_timm
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import pretrained
+from largebatch.runs.pretrained import StartingModel
 
 
 @pytest.fixture
@@ -179,13 +180,15 @@ def test_minutes_choose_size_and_epochs_by_the_measured_time(
     def measured(recipe: Recipe, plan: Plan) -> SimpleNamespace:
         return SimpleNamespace(run_seconds=(recipe.data.image_size / 128) ** 2 * plan.updates)
 
-    def as_quick(found: initial.Survey, *, minutes: float, fixed: bool) -> object:
-        """Choose as on a machine that is not busy."""
-        return fitted(replace(found, seconds=0.001), minutes=minutes, fixed=fixed)
+    def survey_quickly(
+        train: Index, val: Index, start: StartingModel, *, image_size: int | None
+    ) -> initial.Survey:
+        """Survey as on a machine that is not busy."""
+        return replace(survey(train, val, start, image_size=image_size), seconds=0.001)
 
-    fitted = initial.fitted
+    survey = initial.survey
     monkeypatch.setattr(initial, "estimate", measured)
-    monkeypatch.setattr(initial, "fitted", as_quick)
+    monkeypatch.setattr(initial, "survey", survey_quickly)
     chosen = {}
     for minutes in ("3", "1", "0.4"):
         name = f"minutes-{minutes.replace('.', '-')}"

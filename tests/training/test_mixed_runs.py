@@ -68,6 +68,7 @@ def test_a_run_resumed_before_and_after_the_end_of_mixing_ends_with_identical_bi
     assert apart(folder, tmp_path / "parts", 0.0) == {}
 
 
+@pytest.mark.long
 def test_half_of_a_device_batch_has_the_same_weights(folder: Path, tmp_path: Path) -> None:
     run(a_recipe(CLEAN, changes=(*CHANGES, "execution.device_batch=48")), out=tmp_path / "halves")
     assert apart(folder, tmp_path / "halves", 1e-4) == {}
