@@ -12,8 +12,26 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from on_workers import has_horovod, on_workers
-from plain_run import CASES, LIMITS, STEPS, Case, Part, Trained, plain_run, train, write_images
+from plain_run import (
+    CASES,
+    CLASSES,
+    LIMITS,
+    MIXED,
+    STEPS,
+    Case,
+    Part,
+    Trained,
+    plain_run,
+    recipe_of,
+    train,
+    updates_by_hand,
+    write_images,
+)
 from short_runs import log, weights
+
+from largebatch.data.pipeline import open_images
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +59,28 @@ def assert_trained(out: Path, expected: Trained) -> None:
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-10)
     assert [step["gradient_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-10)
     torch.testing.assert_close(weights(out), expected.weights, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_are_those_of_pillow_and_torchvision_to_the_last_bit(
+    case: Case, images: Path
+) -> None:
+    recipe = recipe_of(case)
+    plan = make_plan(recipe.with_execution(device_batch=32))
+    opened = open_images(recipe, plan, Serial(torch.device("cpu")), folder=images)
+    for step, (expected, shown) in enumerate(zip(*updates_by_hand(case, images), strict=True)):
+        steps = range(step, step + 1)
+        batches = [*opened.training(steps, clean=step >= STEPS)]
+        assert torch.equal(torch.cat([batch.images for batch in batches]), expected)
+        labels = torch.cat([batch.labels for batch in batches])
+        if step >= MIXED:
+            assert labels.tolist() == [label.own for label in shown]
+            continue
+        shares = torch.zeros(len(shown), CLASSES)
+        for row, label in enumerate(shown):
+            shares[row, label.own] += label.share
+            shares[row, label.partners] += 1 - label.share
+        torch.testing.assert_close(labels, shares)
 
 
 @pytest.mark.parametrize("case", CASES)

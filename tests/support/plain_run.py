@@ -195,8 +195,12 @@ def losses_of(case: Case, logits: Tensor, shown: Sequence[Label]) -> Tensor:
     """Return the loss of each image."""
     own = torch.tensor([label.own for label in shown])
     partners = torch.tensor([label.partners for label in shown])
-    shares = torch.tensor([label.share for label in shown])  # float32, as the labels of a run
+    # In float32, as the labels of a run. Two images of one class have one number, which is the sum.
+    shares = torch.tensor([label.share for label in shown])
     others = 1 - shares
+    is_one_class = own == partners
+    shares = torch.where(is_one_class, shares + others, shares)
+    others = torch.where(is_one_class, 0, others)
     if case == "bce and AdamW":
         targets = torch.zeros(len(shown), CLASSES)
         rows = torch.arange(len(shown))
