@@ -36,6 +36,7 @@ from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.types import Batches, Decode, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
+from largebatch.recipe.data import Data
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -54,9 +55,20 @@ def view(size: int) -> View:
 
 
 def requests(index: Index, batch: int, area: tuple[float, float] = AREA) -> Iterator[Request]:
+    data = Data(
+        source="folder",
+        classes=len(index.classes),
+        train_samples=len(index),
+        val_samples=1,
+        image_size=224,
+        crop_area=area,
+        crop_aspect=ASPECT,
+        flip=True,
+        eval_resize=None,
+    )
     for number in count():
         positions = range(number * batch, (number + 1) * batch)
-        yield train_request(index, positions, seed=0, area=area, aspect=ASPECT, flip=True)
+        yield train_request(index, positions, data, view(224), seed=0)
 
 
 def batches(opened: AbstractContextManager[Decode], asked: Iterator[Request]) -> Batches:

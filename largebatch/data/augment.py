@@ -5,16 +5,17 @@ the device, behind any decoder, cache or prefetcher. A box is (top, left, height
 pixels, resized to the model's square input.
 """
 
-from concurrent.futures import Executor
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.data.decoders.prefetch import Transfer
+from largebatch.data.decoders.prefetch import Transfer, ahead
 from largebatch.data.erasing import draw_erasures, erase
 from largebatch.data.index.index import Index
 from largebatch.data.mixing import draw_pairs, mix
@@ -37,70 +38,58 @@ from largebatch.data.types import (
     Request,
     View,
 )
-from largebatch.recipe.augment import Augment
-from largebatch.recipe.data import Erase, Mix
+from largebatch.recipe.data import Data
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
 
-def train_request(  # noqa: PLR0913 -- the settings of the augmentation
+def train_request(
     index: Index,
     positions: range,
+    data: Data,
+    view: View,
     *,
     seed: int,
-    area: tuple[float, float] | None,
-    aspect: tuple[float, float],
-    flip: bool | Literal["alternating"],
-    translate: int = 0,
-    augment: Augment | None = None,
-    view: View | None = None,
-    repeats: int = 1,
-    erasing: Erase | None = None,
-    mixed: Mix | None = None,
+    mixes: bool = False,
 ) -> Request:
     """Return the request for the samples at these positions of the run, augmented for training.
 
-    Whole images are shown if `area` is None. `augment` needs the view of the model.
+    `view` is how the model sees them; `mixes` is True if `data.mix` has not ended there.
     """
     samples = samples_at(
-        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
+        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=data.repeats
     )
     heights = index.heights[samples]
     widths = index.widths[samples]
-    if area is None:
+    if data.crop_area is None:
         boxes = whole_boxes(heights, widths)
     else:
-        boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
-    if flip == "alternating":
+        boxes = random_boxes(
+            seed, positions, heights, widths, area=data.crop_area, aspect=data.crop_aspect
+        )
+    if data.flip == "alternating":
         # Every other occurrence, which is every other epoch without repeats, shows the mirror
         # image (Jordan 2024, arXiv:2404.00498): with random flips half of the images look the
         # same in two epochs in a row.
         num_trained = len(index) if index.trained is None else len(index.trained)
-        occurrences = occurrences_at(positions, num_samples=num_trained, repeats=repeats)
+        occurrences = occurrences_at(positions, num_samples=num_trained, repeats=data.repeats)
         flips = first_flips(seed, len(index))[samples] ^ (occurrences % 2).astype(np.bool_)
-    elif flip:
+    elif data.flip:
         flips = random_flips(seed, positions)
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
-    shifts = random_shifts(seed, positions, largest=translate) if translate else None
-    operations = None
-    if augment is not None:
-        assert view is not None
-        operations = draw(augment, seed, positions, view)
-    erasures = None if erasing is None else draw_erasures(seed, positions, erasing)
-    pairs = None
-    if mixed is not None:
-        pairs = draw_pairs(mixed, positions, seed=seed, classes=len(index.classes))
-    return Request(
-        samples=samples,
-        boxes=boxes,
-        flips=flips,
-        shifts=shifts,
-        operations=operations,
-        erasures=erasures,
-        mix=pairs,
-        start=positions.start,
-    )
+    request = Request(samples=samples, boxes=boxes, flips=flips, start=positions.start)
+    if data.translate:
+        request = replace(request, shifts=random_shifts(seed, positions, largest=data.translate))
+    if data.augment is not None:
+        request = replace(request, operations=draw(data.augment, seed, positions, view))
+    if data.erase is not None:
+        request = replace(request, erasures=draw_erasures(seed, positions, data.erase))
+    if mixes:
+        assert data.mix is not None
+        pairs = draw_pairs(data.mix, positions, seed=seed, classes=len(index.classes))
+        request = replace(request, mix=pairs)
+    return request
 
 
 def clean_request(
@@ -205,6 +194,25 @@ def _centered(
     tops = (heights - box_heights) // 2
     lefts = (widths - box_widths) // 2
     return np.stack([tops, lefts, box_heights, box_widths], axis=-1)
+
+
+@contextmanager
+def open_augmentation(threads: int) -> Iterator[Callable[[DecodedBatches], Batches]]:
+    """Yield what augments the batches of a decoder; its threads end with the block.
+
+    The threads share the images of a batch on the host, ahead of its use. Without them a batch is
+    augmented when it is asked for, as a device does that later.
+    """
+    if threads == 0:
+        yield augmented
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="augment") as pool:
+
+        def augmented_ahead(decoded: DecodedBatches) -> Batches:
+            with closing(augmented(decoded, pool)) as batches, closing(ahead(batches)) as prepared:
+                yield from prepared
+
+        yield augmented_ahead
 
 
 def augmented(decoded: DecodedBatches, pool: Executor | None = None) -> Batches:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.order import Stream, random_words, uniform
 from largebatch.data.types import Batch, FloatArray, IntArray, MixedPairs
@@ -95,33 +96,54 @@ def shares_of(pairs: MixedPairs, *, height: int, width: int) -> FloatArray:
 
 
 def mix(batch: Batch, pairs: MixedPairs) -> Batch:
-    """Return the batch with mixed images, and the shares of the classes as their labels.
+    """Mix the images of a batch in place; return them with the shares of the classes as labels.
 
-    Pixels and shares are computed in float32, or in the type of the images if that is longer;
-    pixels are then rounded once. The host does not wait.
+    Pixels that are exchanged are copied. Blended ones and the shares are computed in float32, or in
+    the type of the images if that is longer, and pixels are then rounded once. The host does not
+    wait for a device, whose pixels have the same bits.
     """
     images = batch.images
+    device = images.device
     height, width = images.shape[-2:]
+    shares = shares_of(pairs, height=height, width=width)
+    # What an image gets of its partner. Nothing where a box is exchanged: each keeps its own rest.
+    parts = np.where(pairs.is_cut, 0.0, 1 - shares)
+    boxes = boxes_of(pairs, height=height, width=width)
     dtype = torch.promote_types(images.dtype, torch.float32)
-    shares = torch.from_numpy(shares_of(pairs, height=height, width=width)).to(dtype)
-    # A pair that exchanges a box is not blended: each image keeps all of its own pixels at first.
-    blended = torch.where(torch.from_numpy(pairs.is_cut), 1, shares)
-    boxes = torch.from_numpy(boxes_of(pairs, height=height, width=width))
-    shares, blended, boxes = Transfer(images.device).send(shares, blended, boxes)
-    weights = blended.view(-1, 1, 1, 1)
-    inside = _inside(boxes, height=height, width=width)
-    pixels = images.to(dtype)
-    mixed = torch.empty_like(pixels)  # not in place: a decoder may yield its images again
-    for own, partner in ((0, 1), (1, 0)):
-        # Not by torch.lerp, whose kernels round differently for other shapes: the same pair would
-        # differ in its last bits between device batches.
-        result = mixed[own::2]
-        torch.mul(weights, pixels[own::2], out=result)
-        result += (1 - weights) * pixels[partner::2]
+    # One copy for all numbers of the batch; those of a box are whole, and exact in both types.
+    table = torch.from_numpy(np.column_stack([shares, parts, boxes])).to(dtype)
+    (sent,) = Transfer(device).send(table)
+    first = images[0::2]
+    second = images[1::2]
+    if accelerator.is_remote(device):
+        if parts.any():
+            _blend(first, second, sent[:, 1].view(-1, 1, 1, 1), dtype)
         if pairs.is_cut.any():
-            torch.where(inside, pixels[partner::2], result, out=result)
-    labels = shares_of_classes(batch.labels, shares, classes=pairs.classes)
-    return Batch(mixed.to(images.dtype), labels)
+            inside = _inside(sent[:, 2:], height=height, width=width)
+            exchanged = torch.where(inside, second, first)
+            torch.where(inside, first, second, out=second)
+            first.copy_(exchanged)
+    else:
+        # Pair by pair a processor touches no other pixels, and those of a pair stay in its cache.
+        for pair, (part, box) in enumerate(zip(parts.tolist(), boxes.tolist(), strict=True)):
+            if part:
+                _blend(first[pair], second[pair], part, dtype)
+            top, left, bottom, right = box
+            if bottom > top and right > left:
+                there = (slice(None), slice(top, bottom), slice(left, right))
+                replaced = first[pair][there].clone()
+                first[pair][there] = second[pair][there]
+                second[pair][there] = replaced
+    return Batch(images, shares_of_classes(batch.labels, sent[:, 0], classes=pairs.classes))
+
+
+def _blend(first: Tensor, second: Tensor, part: Tensor | float, dtype: torch.dtype) -> None:
+    """Replace this part of each image by its partner, in place."""
+    # Not by torch.lerp, whose kernels round differently for other shapes: the same pair would
+    # differ in its last bits between device batches. A sum with a longer type is rounded once.
+    change = (second.to(dtype) - first).mul_(part)
+    first += change
+    second -= change
 
 
 def shares_of_classes(labels: Tensor, shares: Tensor, *, classes: int) -> Tensor:

@@ -5,7 +5,6 @@ only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
@@ -16,8 +15,7 @@ import torch
 
 from largebatch import accelerator
 from largebatch.address import Place
-from largebatch.data.augment import augmented, clean_request, train_request
-from largebatch.data.decoders.prefetch import ahead
+from largebatch.data.augment import augmented, clean_request, open_augmentation, train_request
 from largebatch.data.decoding import Decoding, choose_decoding, decoding_threads
 from largebatch.data.images import Images, read_images
 from largebatch.data.index.index import Index
@@ -123,21 +121,17 @@ class Pipeline:
         Requests of augmented images need `clean` to be False.
         """
         view = self.view(image_size)
-        if clean or self.data.augment is None:
-            with self.open_decoder(index, view) as decode:
-                yield from augmented(decode(requests))
-            return
-        # Operations are defined on bytes, so images are normalised after them.
-        with self.open_decoder(index, view.of_bytes()) as decode:
-            if self.operating_threads == 0:
-                yield from augmented(decode(requests))
-                return
-            with (
-                ThreadPoolExecutor(self.operating_threads, thread_name_prefix="operate") as pool,
-                closing(augmented(decode(requests), pool)) as batches,
-                closing(ahead(batches)) as prepared,  # else training would wait for each batch
-            ):
-                yield from prepared
+        threads = 0
+        if self.data.augment is not None and not clean:
+            # Operations are defined on bytes, so images are normalised after them.
+            view = view.of_bytes()
+            threads = self.operating_threads
+        with (
+            self.open_decoder(index, view) as decode,
+            open_augmentation(threads) as augment,
+            closing(augment(decode(requests))) as batches,
+        ):
+            yield from batches
 
     def view(self, image_size: int | None = None) -> View:
         """Return how images become the model's input, at this size or the evaluation's."""
@@ -185,19 +179,14 @@ class Pipeline:
         if clean:
             return self.clean_request(self.train_index, self.training_samples(positions))
         usual = self.data.image_size
+        first = positions.start
         return train_request(
             self.train_index,
             positions,
+            self.data,
+            self.view(self.plan.image_size(first, otherwise=usual)),
             seed=self.seed,
-            area=self.data.crop_area,
-            aspect=self.data.crop_aspect,
-            flip=self.data.flip,
-            translate=self.data.translate,
-            augment=self.data.augment,
-            view=self.view(self.plan.image_size(positions.start, otherwise=usual)),
-            repeats=self.data.repeats,
-            erasing=self.data.erase,
-            mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
+            mixes=self.plan.is_mixed(first),
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:

@@ -4,7 +4,6 @@ The reference is written out here: epochs of argsorted random words one after th
 asked for alone. Samples are followed through real decoders by their colour.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import has_dali, noting, worker
+from decoding import has_dali, noting, section, view, worker
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -98,9 +97,11 @@ def test_every_division_and_every_resume_see_the_reference_order(
 def test_a_box_depends_only_on_its_position(positions: list[int]) -> None:
     recipe = a_recipe(train_samples=1437)
     index = worker(recipe, workers=1, rank=0, device_batch=None).train_index
-    request = functools.partial(
-        train_request, index, seed=recipe.seed, area=(0.2, 1.0), aspect=(0.5, 2.0), flip=True
-    )
+    data = section(crop_area=(0.2, 1.0), crop_aspect=(0.5, 2.0))
+
+    def request(positions: range) -> Request:
+        return train_request(index, positions, data, view(), seed=recipe.seed)
+
     for position in positions:
         alone = request(range(position, position + 1))
         among = request(range(max(0, position - 3), position + 4))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from class_folders import imported, png
+from decoding import section, view
 from s3_server import Storage, connected, upload
 from slow_proxy import Proxy
 
@@ -34,6 +35,7 @@ from largebatch.recipe.loading import load_recipe
 
 PLACE = place_of("s3://photos/small")
 NUMBER = 96
+WHOLE = section(crop_area=None, flip=False)
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
@@ -82,9 +84,7 @@ def cached(tmp_path: Path, *, share: int | None = None, worker: int = 0, workers
 def contents(index: Index, *, batches: range, worker: int = 0, workers: int = 1) -> list[bytes]:
     """Read these batches of 8 images in the order of training, those of one worker."""
     requests = (
-        train_request(
-            index, range(8 * batch, 8 * batch + 8), seed=0, area=None, aspect=(1.0, 1.0), flip=False
-        )
+        train_request(index, range(8 * batch, 8 * batch + 8), WHOLE, view(), seed=0)
         for batch in batches[worker::workers]
     )
     found = []

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
+import accelerator
 import numpy as np
 import pytest
 import torch
 from decoding import worker
+from on_forked_workers import on_forked_workers
 from plain_mixing import CUTMIX, MIXUP, PROBABILITY, SWITCH, mixed_by_hand
 from scipy import stats
 from torch import Tensor
@@ -44,15 +46,16 @@ def random_batch(num: int, *, dtype: torch.dtype = torch.float64) -> Batch:
 
 
 def mixed(batch: Batch, first: int, *, seed: int = 1) -> Batch:
+    """Return a mixed copy of a batch."""
     positions = range(first, first + len(batch.images))
-    return mix(batch, draw_pairs(BOTH, positions, seed=seed, classes=5))
+    copied = batch._replace(images=batch.images.clone())
+    return mix(copied, draw_pairs(BOTH, positions, seed=seed, classes=5))
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_images_and_labels_are_those_written_by_hand(order: torch.memory_format) -> None:
     batch = random_batch(80)
     batch = batch._replace(images=batch.images.contiguous(memory_format=order))
-    before = batch.images.clone()
     found = mixed(batch, 10)
     images, labels = mixed_by_hand(*batch, first=10, seed=1)
     torch.testing.assert_close(found.images, images, rtol=0, atol=1e-10)
@@ -62,7 +65,6 @@ def test_images_and_labels_are_those_written_by_hand(order: torch.memory_format)
         expected[row, own] += share
         expected[row, partners] += 1 - share
     np.testing.assert_allclose(found.labels.numpy(), expected, rtol=0, atol=1e-10)
-    assert torch.equal(batch.images, before)  # which a decoder may yield again
     kinds = {(share == 1, 0 < share < 1) for share, _, _ in labels}
     assert len(kinds) == 2
 
@@ -103,6 +105,29 @@ def test_pixels_of_a_shorter_type_are_rounded_once_and_labels_keep_float32() -> 
     assert torch.equal(found.images, exact.images.bfloat16())
     assert found.labels.dtype == torch.float32
     assert torch.equal(found.labels, exact.labels)
+
+
+def _mix_there() -> list[tuple[bool, dict[str, int]]]:
+    device = accelerator.simulate()
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = random_batch(80, dtype=dtype)
+        pairs = draw_pairs(BOTH, range(80), seed=1, classes=5)
+        there = Batch(batch.images.to(device), batch.labels.to(device))
+        accelerator.COUNTS.clear()
+        found = mix(there, pairs)
+        counts = accelerator.COUNTS.totals()
+        expected = mixed(batch, 0)
+        is_equal = torch.equal(found.images.cpu(), expected.images)
+        results.append((is_equal and torch.equal(found.labels.cpu(), expected.labels), counts))
+    return results
+
+
+def test_on_a_device_images_have_the_same_bits_and_the_host_does_not_wait() -> None:
+    for is_equal, counts in on_forked_workers(_mix_there, workers=1):
+        assert is_equal
+        assert (counts["transfers"], counts["syncs"], counts["pageable"]) == (1, 0, 0)
+        assert counts["launches"] < 50  # of any number of pairs
 
 
 def two_samples(ours: np.ndarray, theirs: np.ndarray, *, edges: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from largebatch.data.augment import train_request
 from largebatch.data.order import occurrences_at, sample_ids, samples_at, unrepeated
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.serial import Serial
@@ -144,8 +143,6 @@ def test_held_out_images_are_not_repeated() -> None:
     pipeline = opened("data.held_out.samples=200", "polish=null")
     trained = pipeline.train_index.trained
     assert trained is not None
-    request = train_request(
-        pipeline.train_index, range(3 * len(trained)), seed=0, area=None, aspect=(1.0, 1.0),
-        flip=False, repeats=3,
-    )  # fmt: skip
+    positions = range(3 * len(trained))
+    request = pipeline.training_request(positions, clean=False)
     assert set(request.samples.tolist()) == set(trained.tolist())

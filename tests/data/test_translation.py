@@ -3,12 +3,11 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import needs_dali, png_folder
+from decoding import needs_dali, png_folder, section, view
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,7 +24,8 @@ CPU = Serial(torch.device("cpu"))
 MOVED = ("data.translate=2", "data.flip=alternating", "data.crop_area=null")
 STILL = ("data.translate=0", "data.flip=false", "data.crop_area=null")
 SMALL = ("batch={global_batch: 4, bn_span: 2}", "schedule.warmup=null", "polish=null")
-MIRRORED: Any = {"area": None, "aspect": (1.0, 1.0), "flip": "alternating"}
+MIRRORED = section(crop_area=None, flip="alternating")
+SHIFTED = section(crop_area=None, flip="alternating", translate=2)
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
@@ -54,7 +54,7 @@ def test_flips_alternate_by_epoch_also_within_a_batch(tmp_path: Path) -> None:
     index = png_folder(tmp_path, one_size=True)
     shown: dict[int, list[bool]] = {}
     for start in range(0, 52, 4):  # 13 images: the fourth batch ends in the second epoch
-        request = train_request(index, range(start, start + 4), seed=1, **MIRRORED)
+        request = train_request(index, range(start, start + 4), MIRRORED, view(), seed=1)
         for sample, flip in zip(request.samples.tolist(), request.flips.tolist(), strict=True):
             shown.setdefault(sample, []).append(flip)
     assert len(shown) == 13
@@ -79,7 +79,7 @@ def test_every_decoder_shows_the_moved_image_mirrored(settings: list[str], tmp_p
     plain = load_recipe("digits_96", [*SMALL, *folder, *sizes, *STILL])
     moved, still = (images(each, range(8), folder=tmp_path) for each in (recipe, plain))
     index = load_or_read(tmp_path, "train")
-    request = train_request(index, range(32), seed=recipe.seed, translate=2, **MIRRORED)
+    request = train_request(index, range(32), SHIFTED, view(), seed=recipe.seed)
     assert request.shifts is not None
     assert request.flips.any()
     for number, (flip, (down, right)) in enumerate(zip(request.flips, request.shifts, strict=True)):
@@ -92,9 +92,9 @@ def test_every_decoder_shows_the_moved_image_mirrored(settings: list[str], tmp_p
 def test_what_is_left_to_apply_travels_with_the_batch(tmp_path: Path) -> None:
     index = png_folder(tmp_path, one_size=True)
     batch = Batch(torch.randn(4, 3, 9, 9), torch.arange(4))
-    plain = train_request(index, range(4), seed=1, **MIRRORED)
+    plain = train_request(index, range(4), MIRRORED, view(), seed=1)
     assert augment(batch, plain) is batch
-    request = train_request(index, range(4), seed=1, translate=2, **MIRRORED)
+    request = train_request(index, range(4), SHIFTED, view(), seed=1)
     assert request.shifts is not None
     assert request.shifts.any()
     moved = augment(batch, request)

@@ -22,6 +22,7 @@ from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import Batches, DecodedBatches, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -49,6 +50,21 @@ def view(**changes: object) -> View:
         "interpolation": "bilinear",
     }
     return View(**(arguments | changes))
+
+
+def section(**changes: object) -> Data:
+    """Random crops, half of them mirrored."""
+    arguments: dict[str, Any] = {
+        "source": "folder",
+        "classes": 2,
+        "train_samples": 13,
+        "val_samples": 13,
+        "image_size": 128,
+        "crop_area": (0.08, 1.0),
+        "flip": True,
+        "eval_resize": None,
+    }
+    return Data(**(arguments | changes))
 
 
 def photograph(height: int, width: int) -> np.ndarray:
@@ -143,5 +159,5 @@ def open_cache(index: Index) -> PixelCache:
 
 
 def augmented(index: Index, size: int, number: int) -> list[Request]:
-    request = partial(train_request, seed=0, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip=True)
-    return [request(index, range(n * size, (n + 1) * size)) for n in range(number)]
+    positions = (range(n * size, (n + 1) * size) for n in range(number))
+    return [train_request(index, part, section(), view(), seed=0) for part in positions]

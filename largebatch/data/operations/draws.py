@@ -12,7 +12,7 @@ from typing import assert_never
 
 import numpy as np
 
-from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words, uniform
 from largebatch.data.types import BoolArray, FloatArray, IntArray, Operations, View
 from largebatch.recipe import augment as recipe
 
@@ -87,20 +87,20 @@ def draw(section: recipe.Augment, seed: int, positions: range, view: View) -> Op
 def _rand_augment(
     section: recipe.RandAugment, seed: int, positions: range, view: View
 ) -> Operations:
-    uniform = _uniform(seed, positions, layers=section.operations)
+    numbers = _numbers(seed, positions, layers=section.operations)
     defaults = recipe.SETS[section.set]
-    magnitudes = np.full(uniform.shape[:2], section.magnitude)
+    magnitudes = np.full(numbers.shape[:2], section.magnitude)
     if section.std:
         # Box and Muller 1958: two uniform numbers give a normal one.
-        radius = np.sqrt(-2.0 * np.log(1.0 - uniform[..., _MAGNITUDE]))
-        normal = radius * np.cos(2.0 * np.pi * uniform[..., _ANGLE])
+        radius = np.sqrt(-2.0 * np.log(1.0 - numbers[..., _MAGNITUDE]))
+        normal = radius * np.cos(2.0 * np.pi * numbers[..., _ANGLE])
         magnitudes = np.clip(magnitudes + section.std * normal, 0.0, defaults.most)
     drawn = _operations(
-        uniform,
+        numbers,
         magnitudes,
         _strengths(section, view.image_size),
         view,
-        applied=uniform[..., _APPLIED] < (section.probability or defaults.probability),
+        applied=numbers[..., _APPLIED] < (section.probability or defaults.probability),
         interpolation=section.interpolation or defaults.interpolation,
     )
     match section.set:
@@ -110,7 +110,7 @@ def _rand_augment(
             red, green, blue = (min(255, round(255 * value)) for value in view.mean)
             return replace(drawn, fill=(red, green, blue))
         case "big_vision":
-            centers = np.floor(uniform[..., [_DOWN, _RIGHT]] * view.image_size)
+            centers = np.floor(numbers[..., [_DOWN, _RIGHT]] * view.image_size)
             # TensorFlow shears about the middle of the first pixel, Pillow about its corner.
             return replace(drawn, fill=_GREY, centers=centers, shear_axis=0.5)
 
@@ -118,13 +118,13 @@ def _rand_augment(
 def _trivial_augment(
     section: recipe.TrivialAugment, seed: int, positions: range, view: View
 ) -> Operations:
-    uniform = _uniform(seed, positions, layers=1)
+    numbers = _numbers(seed, positions, layers=1)
     return _operations(
-        uniform,
-        np.floor(uniform[..., _MAGNITUDE] * BINS),
+        numbers,
+        np.floor(numbers[..., _MAGNITUDE] * BINS),
         _of_torchvision(shear=0.99, pixels=32.0, degrees=135.0, factor=0.99, bits=6),
         view,
-        applied=np.ones(uniform.shape[:2], dtype=np.bool_),
+        applied=np.ones(numbers.shape[:2], dtype=np.bool_),
         interpolation=section.interpolation,
     )
 
@@ -132,17 +132,17 @@ def _trivial_augment(
 def _color_jitter(
     section: recipe.ColorJitter, seed: int, positions: range, view: View
 ) -> Operations:
-    uniform = _uniform(seed, positions, layers=1)[:, 0]
+    numbers = _numbers(seed, positions, layers=1)[:, 0]
     widths = np.array([section.brightness, section.contrast, section.saturation])
     lows = np.maximum(0.0, 1.0 - widths)
-    factors = lows + uniform[:, :3] * (1.0 + widths - lows)
-    hues = (2.0 * uniform[:, 3:4] - 1.0) * section.hue
+    factors = lows + numbers[:, :3] * (1.0 + widths - lows)
+    hues = (2.0 * numbers[:, 3:4] - 1.0) * section.hue
     strengths = np.concatenate([factors, hues], axis=1)
     kinds = np.array(
         [Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR, Operation.HUE], dtype=np.int64
     )
     kinds[np.array([*widths, section.hue]) == 0.0] = Operation.IDENTITY
-    order = np.argsort(uniform[:, 4:], axis=1)
+    order = np.argsort(numbers[:, 4:], axis=1)
     return Operations(
         kinds=kinds[order],
         strengths=np.take_along_axis(strengths, order, axis=1),
@@ -154,7 +154,7 @@ def _color_jitter(
     )
 
 
-def _uniform(seed: int, positions: range, *, layers: int) -> FloatArray:
+def _numbers(seed: int, positions: range, *, layers: int) -> FloatArray:
     """Return N x layers x 8 numbers in [0, 1); those of a position depend on it alone."""
     blocks = 2 * layers
     words = random_words(
@@ -163,16 +163,15 @@ def _uniform(seed: int, positions: range, *, layers: int) -> FloatArray:
         block=positions.start * blocks,
         num_blocks=len(positions) * blocks,
     )
-    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return uniform.reshape(len(positions), layers, 2 * WORDS_PER_BLOCK)
+    return uniform(words).reshape(len(positions), layers, 2 * WORDS_PER_BLOCK)
 
 
-def _choice(uniform: FloatArray, values: tuple[int, ...]) -> IntArray:
-    return np.array(values, dtype=np.int64)[(uniform * len(values)).astype(np.int64)]
+def _choice(numbers: FloatArray, values: tuple[int, ...]) -> IntArray:
+    return np.array(values, dtype=np.int64)[(numbers * len(values)).astype(np.int64)]
 
 
 def _operations(
-    uniform: FloatArray,
+    numbers: FloatArray,
     magnitudes: FloatArray,
     strength_of: dict[Operation, Strength],
     view: View,
@@ -181,9 +180,9 @@ def _operations(
     interpolation: recipe.Filter,
 ) -> Operations:
     """Draw the kinds, with equal shares, and compute their strengths."""
-    kinds = _choice(uniform[..., _KIND], tuple(strength_of))
+    kinds = _choice(numbers[..., _KIND], tuple(strength_of))
     kinds[~applied] = Operation.IDENTITY
-    signs = np.where(uniform[..., _SIGN] < 0.5, -1.0, 1.0)
+    signs = np.where(numbers[..., _SIGN] < 0.5, -1.0, 1.0)
     strengths = np.zeros(kinds.shape)
     for kind, strength in strength_of.items():
         has_kind = kinds == kind
@@ -191,7 +190,7 @@ def _operations(
     return Operations(
         kinds=kinds,
         strengths=strengths,
-        filters=_choice(uniform[..., _FILTER], _FILTERS[interpolation]),
+        filters=_choice(numbers[..., _FILTER], _FILTERS[interpolation]),
         centers=np.zeros((*kinds.shape, 2)),
         fill=_BLACK,
         shear_axis=0.0,
