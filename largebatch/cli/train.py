@@ -158,17 +158,19 @@ def _print_metrics(evaluated: "Evaluated", *, json: bool) -> None:
         print_json({"checkpoint": evaluated.path, "step": evaluated.step, **every})
         return
     after = "" if evaluated.step is None else f", after {plural(evaluated.step, 'update')}"
-    print(printable(f"{_scores(metrics, evaluated.classes)}  {evaluated.path}{after}"))
+    print(printable(f"{_scores(metrics, evaluated)}  {evaluated.path}{after}"))
     if evaluated.training is not None:
-        print(f"training images: {_scores(evaluated.training, evaluated.classes)}")
+        print(f"training images: {_scores(evaluated.training, evaluated)}")
         gap = four_decimals(metrics.loss - evaluated.training.loss, sign=True)
         print(f"validation loss - training loss: {gap}")
 
 
-def _scores(metrics: "Metrics", classes: int) -> str:
+def _scores(metrics: "Metrics", evaluated: "Evaluated") -> str:
     scores = f"top-1 {metrics.top1:.2%}"
-    if classes > TOP5:
+    if evaluated.classes > TOP5:
         scores += f"  top-5 {metrics.top5:.2%}"
+    if evaluated.weights_classes:
+        scores += f"  mean of classes {metrics.balanced_top1:.2%}"
     return f"{scores}  loss {four_decimals(metrics.loss)}  ({plural(metrics.samples, 'image')})"
 
 

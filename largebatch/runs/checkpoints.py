@@ -57,6 +57,8 @@ class Evaluated(NamedTuple):
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
     classes: int
+    weights_classes: bool = False
+    """True if it was trained with weights of classes."""
 
 
 class Saved(NamedTuple):
@@ -111,8 +113,14 @@ def evaluate_checkpoint(
         on_validation = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         step = saved.checkpoint.progress.updates if saved.checkpoint else None
-        classes = saved.recipe.data.classes
-        return Evaluated(saved.path, step, on_validation, on_training, classes)
+        return Evaluated(
+            saved.path,
+            step,
+            on_validation,
+            on_training,
+            classes=saved.recipe.data.classes,
+            weights_classes=saved.recipe.loss.class_weights is not None,
+        )
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:

@@ -8,6 +8,7 @@ import pytest
 from short_runs import a_recipe, log, summary
 
 from largebatch import run
+from largebatch.cli.main import DONE, main
 from largebatch.formatting import percent
 from largebatch.report import write_report
 
@@ -40,6 +41,14 @@ def test_the_mean_of_the_classes_is_in_log_and_summary(folder: Path) -> None:
     found = summary(folder)
     assert found["balanced_top1"] == found["stages"][0]["balanced_top1"] == last["balanced_top1"]
     assert "Mean of classes" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_evaluate_command_prints_it_where_classes_have_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(folder)]) == DONE
+    printed = f"mean of classes {summary(folder)['balanced_top1']:.2%}"
+    assert printed in capsys.readouterr().out
 
 
 def test_the_norm_before_clipping_is_recorded_and_the_report_counts(folder: Path) -> None:
