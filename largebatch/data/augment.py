@@ -38,7 +38,7 @@ from largebatch.data.types import (
     View,
 )
 from largebatch.recipe.augment import Augment
-from largebatch.recipe.data import Erase, Mix
+from largebatch.recipe.data import Erase, Mix, Order
 
 ATTEMPTS = 10  # number of random boxes drawn before the central one is used, as in torchvision
 
@@ -55,6 +55,7 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     augment: Augment | None = None,
     view: View | None = None,
     repeats: int = 1,
+    order: Order | None = None,
     erasing: Erase | None = None,
     mixed: Mix | None = None,
 ) -> Request:
@@ -63,7 +64,12 @@ def train_request(  # noqa: PLR0913 -- the settings of the augmentation
     Whole images are shown if `area` is None. `augment` needs the view of the model.
     """
     samples = samples_at(
-        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=repeats
+        positions,
+        seed=seed,
+        num_samples=len(index),
+        trained=index.trained,
+        repeats=repeats,
+        order=order,
     )
     heights = index.heights[samples]
     widths = index.widths[samples]

@@ -142,10 +142,24 @@ class Pipeline:
         )
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once per epoch, none held out.
+        """Return the images of clean updates at these positions: each once per epoch.
 
-        Those of clean updates and statistics: data.repeats is for augmented images, because clean
-        copies of an image would be equal.
+        data.repeats is for augmented images, because clean copies of an image would be equal.
+        """
+        index = self.train_index
+        return samples_at(
+            positions,
+            seed=self.seed,
+            num_samples=len(index),
+            trained=index.trained,
+            order=self.data.order,
+        )
+
+    def random_samples(self, positions: range) -> IntArray:
+        """Return the images at these positions of the order without data.order, none held out.
+
+        The first windows of data.order have images of a few chunks, whose statistics are those of
+        all images only if the shards are shuffled.
         """
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
@@ -187,6 +201,7 @@ class Pipeline:
             augment=self.data.augment,
             view=self.view(self.plan.image_size(positions.start, otherwise=usual)),
             repeats=self.data.repeats,
+            order=self.data.order,
             erasing=self.data.erase,
             mixed=self.data.mix if self.plan.is_mixed(positions.start) else None,
         )
@@ -202,11 +217,11 @@ class Pipeline:
         return self.clean("val", self._dealt(self.evaluated_samples, size=self._evaluated_at_once))
 
     def statistics(self, num_samples: int) -> Batches:
-        """Yield this worker's share of the first `num_samples` of the training order, clean.
+        """Yield this worker's share of `num_samples` random training images, clean.
 
         Every batch holds whole BatchNorm spans, even if several workers share a span in training.
         """
-        samples = self.training_samples(range(num_samples))
+        samples = self.random_samples(range(num_samples))
         return self.clean("train", self._dealt(samples, size=self.plan.statistics_batch))
 
     def held_out(self) -> Batches:
