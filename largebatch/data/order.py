@@ -40,6 +40,7 @@ class Stream(enum.IntEnum):
     ERASE = 14
     ERASE_NOISE = 15
     CHUNKS = 16
+    IMPORT = 17
 
 
 def random_words(
@@ -163,6 +164,11 @@ def divide(
         raise ValueError(f"held_out must be from 1 to {num_samples - 1}, got {held_out}")
     order = _draw(seed, stream, part=0, num_samples=num_samples)
     return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
+
+
+def import_order(num_samples: int, *, seed: int) -> IntArray:
+    """Return the order in which an import writes training images, so that chunks are random."""
+    return _draw(seed, Stream.IMPORT, part=0, num_samples=num_samples).astype(np.int64)
 
 
 def _order_of_epoch(
