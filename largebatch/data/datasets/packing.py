@@ -143,7 +143,8 @@ def write_shards(
     left_out = (
         [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
     )
-    return [*left_out, *copies.remarks()]
+    shuffled = [] if seed is None else [f"{TRAIN}: shuffled with seed {seed}"]
+    return [*shuffled, *left_out, *copies.remarks()]
 
 
 def _with_fingerprints(
