@@ -38,7 +38,7 @@ Format = Literal[
 ]
 """Formats that can be imported."""
 
-_OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed"}, "parquet": {"val_name"}}
+_OPTIONS = {"imagefolder": {"val_name", "val_fraction"}, "parquet": {"val_name"}}
 """Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
@@ -112,10 +112,11 @@ def import_(  # noqa: PLR0913 -- its options
     shard_mb: Count = 256,
     val_name: str | None = None,
     val_fraction: Annotated[float | None, Parameter(validator=Between(gt=0, lt=1))] = None,
-    seed: int | None = None,
+    seed: Annotated[int | None, Parameter(validator=Between(gte=0, lt=2**63))] = None,
+    keep_order: bool = False,
     drop_bad: bool = False,
 ) -> None:
-    """Turn an archive on disk into shards.
+    """Turn an archive on disk into shards, whose training images are shuffled.
 
     SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
     Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
@@ -130,19 +131,31 @@ def import_(  # noqa: PLR0913 -- its options
         shard_mb: Longest shard, in 10^6 bytes.
         val_name: Split that validates, of imagefolder (val) and parquet.
         val_fraction: Part of every class that validates, of imagefolder.
-        seed: Seed of that part (0).
+        seed: Seed of the order of training images, and of that part (0).
+        keep_order: Keep the order of SOURCE, often by class, which data.order is not for.
         drop_bad: Leave out images that cannot be used.
     """
-    possible = {"val_name": val_name, "val_fraction": val_fraction, "seed": seed}
+    if seed is not None and keep_order and val_fraction is None:
+        raise DataError("--seed draws the order: leave out --seed or --keep-order")
+    possible = {"val_name": val_name, "val_fraction": val_fraction}
     options = {key: value for key, value in possible.items() if value is not None}
     for key in sorted(options.keys() - _OPTIONS.get(name, set())):
         raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
+    if val_fraction is not None:
+        options["seed"] = seed or 0
     from largebatch.data.datasets import import_data
 
     size = shard_mb * 10**6
     with _progress("importing") as bar:
         remarks = import_data(
-            name, source, out, shard_bytes=size, progress=bar, drop_bad=drop_bad, options=options
+            name,
+            source,
+            out,
+            shard_bytes=size,
+            progress=bar,
+            drop_bad=drop_bad,
+            seed=None if keep_order else seed or 0,
+            options=options,
         )
     check = f"largebatch data index {out}"
     for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):

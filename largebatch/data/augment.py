@@ -57,7 +57,12 @@ def train_request(
     `view` is how the model sees them; `mixes` is True if `data.mix` has not ended there.
     """
     samples = samples_at(
-        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=data.repeats
+        positions,
+        seed=seed,
+        num_samples=len(index),
+        trained=index.trained,
+        repeats=data.repeats,
+        order=data.order,
     )
     heights = index.heights[samples]
     widths = index.widths[samples]

@@ -145,10 +145,24 @@ class Pipeline:
         )
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once per epoch, none held out.
+        """Return the images of clean updates at these positions: each once per epoch.
 
-        Those of clean updates and statistics: data.repeats is for augmented images, because clean
-        copies of an image would be equal.
+        data.repeats is for augmented images, because clean copies of an image would be equal.
+        """
+        index = self.train_index
+        return samples_at(
+            positions,
+            seed=self.seed,
+            num_samples=len(index),
+            trained=index.trained,
+            order=self.data.order,
+        )
+
+    def random_samples(self, positions: range) -> IntArray:
+        """Return the images at these positions of the order without data.order, none held out.
+
+        The first windows of data.order have images of a few chunks, whose statistics are those of
+        all images only if the shards are shuffled.
         """
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
@@ -200,11 +214,11 @@ class Pipeline:
         return self.clean("val", self._dealt(self.evaluated_samples, size=self._evaluated_at_once))
 
     def statistics(self, num_samples: int) -> Batches:
-        """Yield this worker's share of the first `num_samples` of the training order, clean.
+        """Yield this worker's share of `num_samples` random training images, clean.
 
         Every batch holds whole BatchNorm spans, even if several workers share a span in training.
         """
-        samples = self.training_samples(range(num_samples))
+        samples = self.random_samples(range(num_samples))
         return self.clean("train", self._dealt(samples, size=self.plan.statistics_batch))
 
     def held_out(self) -> Batches:
@@ -267,6 +281,7 @@ def _with_order(index: Index, recipe: Recipe, plan: Plan, backend: Backend) -> I
         num_samples=len(index),
         trained=index.trained,
         repeats=recipe.data.repeats,
+        order=recipe.data.order,
         device_batch=plan.device_batch,
         ranks=range(first, first + backend.local_size),
         workers=plan.workers,

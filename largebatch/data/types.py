@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from largebatch.recipe.data import Interpolation, Triple
+from largebatch.recipe.data import Interpolation, Order, Triple
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -86,6 +86,9 @@ class TrainingOrder:
     num_samples: int  # length of the index
     trained: IntArray | None  # rows that are trained on; None for all
     repeats: int
+    order: Order | None
+    """Chunks and windows of the recipe; None for none."""
+
     device_batch: int
     ranks: range
     """Workers of this host among `workers`."""

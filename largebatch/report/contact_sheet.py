@@ -110,6 +110,7 @@ def _first_positions(pipeline: Pipeline) -> tuple[IntArray, IntArray]:
         num_samples=len(index),
         trained=index.trained,
         repeats=pipeline.data.repeats,
+        order=pipeline.data.order,
     )
     _, first = np.unique(index.labels[order[:epoch]], return_index=True)
     chosen = np.sort(np.argsort(first)[:CLASSES])

@@ -198,7 +198,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
-    """Call the model's `init_from_images`, if any, with clean images in the first epoch's order."""
+    """Call the model's `init_from_images`, if any, with clean images in a random order."""
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
@@ -206,7 +206,7 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     positions = range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
     batches_of_samples = (
-        pipeline.training_samples(positions[start : start + size]) for start in starts
+        pipeline.random_samples(positions[start : start + size]) for start in starts
     )
     # In float32, with decoders of its own: weights are computed from the images.
     exact = replace(pipeline, dtype=torch.float32, idle={})

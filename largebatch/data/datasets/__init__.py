@@ -25,13 +25,15 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     shard_bytes: int,
     progress: ReadProgress,
     drop_bad: bool = False,
+    seed: int | None = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Sequence[str]:
     """Write the data set `name` from `source`, an archive or its folder, to `out` as shards.
 
     `out` is a new folder or an address without objects; shards of `webdataset` may come from one.
 
-    `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
+    `seed` draws the order of the training images; None keeps the source's. `options` are the
+    keyword arguments of its opener. Returns lines to print: the ignored files,
     the division, copies, and with `drop_bad` the images that cannot be used. Raises DataError if
     files are missing; the message says which are expected.
     """
@@ -53,6 +55,11 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     with warnings.catch_warnings(), openers[name](source, **(options or {})) as data_set:
         warnings.simplefilter("ignore")  # of Pillow, about images that are checked here
         remarks = write_shards(
-            data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
+            data_set,
+            out,
+            shard_bytes=shard_bytes,
+            progress=progress,
+            drop_bad=drop_bad,
+            seed=seed,
         )
         return [*data_set.remarks, *remarks]

@@ -1,7 +1,8 @@
 """Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
 
-Images keep their bytes and their order, so a run sees the same ones as from the original folder.
-Readers without this package's index should shuffle the shards: they are sorted by class.
+Images keep their bytes. Training images are shuffled, so that consecutive ones are a random part
+of the data set: a reader of whole chunks or shards needs no large buffer. The name of an image is
+its row in the source, which records the order.
 """
 
 import io
@@ -26,6 +27,7 @@ from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
 from largebatch.data.index.remote import SHARD_NAME
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
+from largebatch.data.order import import_order
 from largebatch.errors import DataError, shorten
 from largebatch.formatting import plural
 from largebatch.storage import PART, THREADS, ReadProgress, new_folder, require_new
@@ -51,8 +53,8 @@ class DataSet:
 
     classes: Sequence[str]
     sizes: Mapping[str, int]  # number of samples of each split, for the progress
-    samples: Callable[[str], Iterable[Sample | Unusable]]
-    """Function that yields the samples of a split in order."""
+    samples: Callable[[str, Sequence[int]], Iterable[Sample | Unusable]]
+    """Function that yields the samples of these rows of a split, in their order."""
 
     remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
     name: Callable[[str, int], str] = "{} image {}".format
@@ -61,12 +63,12 @@ class DataSet:
 
 @contextmanager
 def open_packed(source: Place) -> Iterator[DataSet]:
-    """Read the images of `source/{train,val}` in the order of its indexes, without dropped ones."""
+    """Read the images of `source/{train,val}`; rows are those of its indexes."""
     indexes = {split: load_or_read(source, split) for split in SPLITS}
     classes = indexes[TRAIN].classes
     check_classes(source, classes, indexes[VAL].classes)
 
-    def samples(split: str) -> Iterator[Sample]:
+    def samples(split: str, rows: Sequence[int]) -> Iterator[Sample]:
         index = indexes[split]
         images = open_source(index)
 
@@ -74,7 +76,7 @@ def open_packed(source: Place) -> Iterator[DataSet]:
             content = read(index.locate(row), images)
             return Sample(content, extension_of(content), int(index.labels[row]))
 
-        return in_parts(copy, len(index))
+        return in_parts(copy, rows)
 
     yield DataSet(classes, {split: len(index) for split, index in indexes.items()}, samples)
 
@@ -86,11 +88,13 @@ def write_shards(
     shard_bytes: int,
     progress: ReadProgress,
     drop_bad: bool = False,
+    seed: int | None = 0,
 ) -> list[str]:
     """Write a data set atomically into a new folder or bucket; return lines to print about it.
 
-    These are the bad images, which are left out, and copies. Raises DataError that lists the first
-    bad images, unless `drop_bad`.
+    These are the bad images, which are left out, and copies. `seed` draws the order of the training
+    images; None keeps the source's. Raises DataError that lists the first bad images, unless
+    `drop_bad`.
     """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
@@ -107,18 +111,27 @@ def write_shards(
         # Training first: `Copies` calls an image of validation the copy.
         for split in data_set.sizes:
             used: set[int] = set()
+            bad_rows: dict[int, str] = {}
+            prints: dict[int, tuple[int, Fingerprint]] = {}
+            rows: Sequence[int] = range(data_set.sizes[split])
+            if split == TRAIN and seed is not None:
+                rows = import_order(len(rows), seed=seed).tolist()
             with open_shards(folder / split, shard_bytes=shard_bytes, finish=finish) as write:
-                samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
-                for position, (sample, packed) in enumerate(samples):
+                samples = _with_fingerprints(data_set.samples(split, rows), looks=total <= MOST)
+                for row, (sample, packed) in zip(rows, samples, strict=True):
                     done += 1
                     if isinstance(sample, Unusable):
-                        bad.append(str(sample))
+                        bad_rows[row] = str(sample)
                     else:
-                        write(sample)
+                        write(sample, row)
                         used.add(sample.label)
-                        copies.add(split, position, sample.label, packed)
+                        prints[row] = sample.label, packed
                     if done % PART == 0 or done == total:
                         progress(done, total)
+            # Messages name the images in the order of the source.
+            bad += [bad_rows[row] for row in sorted(bad_rows)]
+            for row in sorted(prints):
+                copies.add(split, row, *prints[row])
             # Bad images are reported first: they are often the reason for a missing class.
             missing = set(range(len(data_set.classes))) - used
             if missing and (drop_bad or not bad):
@@ -136,7 +149,8 @@ def write_shards(
     left_out = (
         [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
     )
-    return [*left_out, *copies.remarks()]
+    shuffled = [] if seed is None else [f"{TRAIN}: shuffled with seed {seed}"]
+    return [*shuffled, *left_out, *copies.remarks()]
 
 
 @contextmanager
@@ -203,12 +217,12 @@ def _with_fingerprints(
             yield from pool.map(prepare, part)
 
 
-def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
-    """Call `prepare` for 0 .. number - 1 in threads; yield the results in order, holding few."""
+def in_parts(prepare: Callable[[int], S], rows: Sequence[int]) -> Iterator[S]:
+    """Call `prepare` for each row in threads; yield the results in order, holding few."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
         # pool.map submits all of its items at once, and would hold every image of the data set.
-        for start in range(0, number, PART):
-            yield from pool.map(prepare, range(start, min(start + PART, number)))
+        for start in range(0, len(rows), PART):
+            yield from pool.map(prepare, rows[start : start + PART])
 
 
 def extension_of(content: bytes) -> str:
@@ -223,19 +237,18 @@ def extension_of(content: bytes) -> str:
 @contextmanager
 def open_shards(
     folder: Path, *, shard_bytes: int, finish: Callable[[Path], None] = lambda _: None
-) -> Iterator[Callable[[Sample], None]]:
-    """Yield a function that writes a sample into `folder/000000.tar` and so on.
+) -> Iterator[Callable[[Sample, int], None]]:
+    """Yield a function that writes a sample, named by its row, into `folder/000000.tar` and so on.
 
     Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
     the same bytes: owners, modes and times are omitted. `finish` gets the path of each shard that
     is complete.
     """
-    num_samples = 0
     used = shard_bytes
     shards: list[tarfile.TarFile] = []
 
-    def add(sample: Sample) -> None:
-        nonlocal num_samples, used
+    def add(sample: Sample, row: int) -> None:
+        nonlocal used
         files = {sample.extension.lower(): sample.content, LABEL: f"{sample.label}".encode("ascii")}
         length = sum(BLOCK * (1 + math.ceil(len(data) / BLOCK)) for data in files.values())
         # A tar ends with two zero blocks, padded to a whole record.
@@ -248,10 +261,9 @@ def open_shards(
             shards.append(tarfile.open(path, "x", format=tarfile.USTAR_FORMAT))  # noqa: SIM115 -- closed
             used = 0
         for name, data in files.items():
-            member = tarfile.TarInfo(f"{num_samples:09d}.{name}")
+            member = tarfile.TarInfo(f"{row:09d}.{name}")
             member.size = len(data)
             shards[-1].addfile(member, io.BytesIO(data))
-        num_samples += 1
         used += length
 
     try:

@@ -409,7 +409,11 @@ def _positions(order: TrainingOrder, epoch: int) -> IntArray:
     number = order.num_trained
     positions = range(epoch * number, (epoch + 1) * number)
     samples = samples_at(
-        positions, seed=order.seed, num_samples=order.num_samples, trained=order.trained
+        positions,
+        seed=order.seed,
+        num_samples=order.num_samples,
+        trained=order.trained,
+        order=order.order,
     )
     found = np.full(order.num_samples, -1, dtype=np.int64)
     places = np.arange(positions.start, positions.stop, dtype=np.int64)
