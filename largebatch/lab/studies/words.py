@@ -163,8 +163,15 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
     Raises DataError for another number of windows than data.train_samples.
     """
     arguments = arguments_of(recipe)
-    if recipe.data.mix is not None:
-        raise RecipeError(f"data.mix mixes images, and {NAME} is trained on words: leave it out")
+    of_images = {
+        "data.mix": recipe.data.mix,
+        "data.augment": recipe.data.augment,
+        "data.erase": recipe.data.erase,
+        "loss.class_weights": recipe.loss.class_weights,
+    }
+    for key, value in of_images.items():
+        if value is not None:
+            raise RecipeError(f"{key} is for images, and {NAME} is trained on words: leave it out")
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)
