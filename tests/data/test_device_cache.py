@@ -36,6 +36,7 @@ from largebatch.recipe.recipe import Recipe
 WHOLE = ("data.crop_area=null", "data.image_size=32")
 MOVED = ("data.translate=4", "data.flip=alternating")
 CROPS = ("data.crop_area=[0.4, 1.0]", "data.flip=true")
+OPERATIONS = "data.augment={kind: rand_augment, operations: 1, magnitude: 9}"
 
 
 def a_recipe(*changes: str) -> Recipe:
@@ -95,6 +96,7 @@ def folder(tmp_path: Path, own_cache: None) -> Callable[[int, int], Path]:
     [
         pytest.param((32, 32), (*WHOLE, *MOVED), 0, id="mirrored, moved by reflection"),
         pytest.param((32, 32), (*WHOLE, *MOVED, "data.translate=31"), 0, id="moved far"),
+        pytest.param((32, 32), (*WHOLE, *MOVED, OPERATIONS), 0, id="moved, bytes for operations"),
         pytest.param((36, 40), (*WHOLE, *CROPS, "data.eval_resize=36"), 1, id="centre, crops"),
         pytest.param((36, 40), (*CROPS, *MOVED), 1, id="crops, moved"),
         pytest.param((50, 60), (*CROPS, *MOVED), 1, id="crops of larger images, moved"),

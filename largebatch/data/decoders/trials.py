@@ -12,16 +12,23 @@ from largebatch.data.decoders.pixel_cache import Uploaded, decode_on_device
 from largebatch.data.types import Request, View
 from largebatch.proof import CROPS, Trial, Trials, deciding
 
+_KINDS = ((False, torch.float32), (True, torch.float32), (True, torch.uint8))
+"""Memory format, True for channels last, and type of the images; bytes are for operations."""
+
 _IMAGES = 64  # cached images, of which each batch has some several times
 
 
 def trials(device: torch.device, _: Mapping[str, object]) -> Trials:
-    """Return trials for images of any data set: two sizes, in both orders of memory."""
+    """Return trials for images of any data set: two sizes, in both orders of memory, and bytes."""
 
     def make() -> Iterator[Trial]:
-        for channels_last in (False, True):
+        for channels_last, dtype in _KINDS:
             yield from trials_of(
-                (40, 36), {(32, 28), (32, 32)}, device, channels_last=channels_last
+                (40, 36),
+                {(32, 28), (32, 32)},
+                device,
+                channels_last=channels_last,
+                dtype=dtype,
             )
 
     return {CROPS: make}
@@ -33,7 +40,7 @@ def trials_of(
     device: torch.device,
     *,
     channels_last: bool,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> Iterator[Trial]:
     """Yield a trial for each batch, a number of images and their side, of images of `pixels`.
 
@@ -55,6 +62,8 @@ def trials_of(
             channels_last=channels_last,
             dtype=dtype,
         )
+        if dtype == torch.uint8:
+            view = view.of_bytes()
         # Every corner that fits, so that the last rows and columns are read, too.
         corners = draws.integers(0, [height - side + 1, width - side + 1], (num, 2))
         request = Request(
@@ -65,8 +74,9 @@ def trials_of(
         )
         crop = partial(_cropped, uploaded, view, request, device)
         order = "channels last" if channels_last else "channels first"
+        kind = "bytes, " if dtype == torch.uint8 else ""
         yield Trial(
-            name=f"{num} images of {side} x {side}, {order}",
+            name=f"{num} images of {side} x {side}, {kind}{order}",
             ours=partial(crop, None),
             theirs=partial(crop, "PyTorch's"),
         )

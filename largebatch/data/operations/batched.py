@@ -271,17 +271,20 @@ def _is_inside(images: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
     return (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
 
 
-def _at(images: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-    """Return the pixels at these columns and rows; beyond the border, those of the border."""
-    number, channels, height, width = images.shape
-    places = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)
+def _at(images: Tensor, places: Tensor) -> Tensor:
+    """Return the pixels at these places, counted row by row, of n x C x H x W images."""
+    number, channels = images.shape[:2]
     places = places.view(number, 1, -1).expand(-1, channels, -1)
     return images.reshape(number, channels, -1).gather(2, places).view(images.shape)
 
 
 def _nearest(images: Tensor, matrices: Tensor, *, fill: tuple[int, int, int]) -> Tensor:
+    height, width = images.shape[2:]
     columns, rows = (place >> NEAREST_BITS for place in _coordinates(images, matrices))
-    return _filled(_at(images, columns, rows), _is_inside(images, columns, rows), fill)
+    is_inside = _is_inside(images, columns, rows)
+    # Those from outside are not used; they only must be anywhere in the image.
+    places = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)
+    return _filled(_at(images, places), is_inside, fill)
 
 
 def _bilinear(images: Tensor, matrices: Tensor, *, fill: tuple[int, int, int]) -> Tensor:
@@ -309,13 +312,19 @@ def _interpolate(
     from_centers = [place - one // 2 for place in places]
     first_column, first_row = (place >> OTHER_BITS for place in from_centers)
     right, down = ((place & (one - 1)).float().mul_(1 / one)[:, None] for place in from_centers)
+    height, width = images.shape[2:]
     near = range(1 - around // 2, 1 + around // 2)
+    # Beyond the border are the pixels of the border. Columns are limited once for all rows: every
+    # operation on this many numbers is a launch, and is repeated for each of the pixels.
+    near_columns = [(first_column + column).clamp_(0, width - 1) for column in near]
+    values = images.float()
     lines = []
     for row in near:
-        pixels = [_at(images, first_column + column, first_row + row).float() for column in near]
+        row_start = (first_row + row).clamp_(0, height - 1).mul_(width)
+        pixels = [_at(values, row_start + column) for column in near_columns]
         lines.append(between(pixels, right))
-    values = between(lines, down).clamp_(0.0, 255.0)
-    return _filled(values.to(torch.uint8), is_inside, fill)
+    moved = between(lines, down).clamp_(0.0, 255.0)
+    return _filled(moved.to(torch.uint8), is_inside, fill)
 
 
 def _line(values: Sequence[Tensor], place: Tensor) -> Tensor:
