@@ -218,6 +218,10 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
         rows["repeats"] = (
             f"every image {repeats} times in {repeats} epochs; one epoch has 1/{repeats} of them"
         )
+    if recipe.data.order is not None:
+        rows["order"] = recipe.data.order.describe(
+            images=recipe.train_samples, batch=plan.global_batch
+        )
     if recipe.data.mix is not None:
         rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"
     if recipe.polish:

@@ -3,6 +3,7 @@
 Worker 0 reads and checks the folder and sends the index to the others. Nothing is decoded here.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from largebatch.data.order import Stream, divide
 from largebatch.data.types import HostCache, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.recipe.data import Data
+from largebatch.recipe.data import Data, Order
 from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import ReadProgress, silent
@@ -64,6 +65,28 @@ class Images:
             del named["val"]
         lines = [describe(index.ignored, where=name) for name, index in named.items()]
         return [line for line in lines if line]
+
+    def describe_order(self, order: Order | None) -> str | None:
+        """Return a warning if chunks of this order have images of few classes; None if they do not.
+
+        Chunks are to be random parts of the images: otherwise an update has few classes, too.
+        """
+        rows = self.train.trained
+        labels = self.train.labels if rows is None else self.train.labels[rows]
+        number = len(labels)
+        if order is None or order.chunk == 1 or order.window_samples >= number:
+            return None
+        equal = float((labels[1:] == labels[:-1]).mean())
+        at_random = float(((np.bincount(labels) / number) ** 2).sum())
+        # Six standard deviations of random images, and a difference that matters.
+        if equal - at_random < max(0.1, 3 / math.sqrt(number)):
+            return None
+        return (
+            f"data.order: {100 * equal:.3g} % of neighbouring training images are of one class, at "
+            f"random {100 * at_random:.3g} % would be: updates have few classes, which costs "
+            "accuracy. Shuffle them with `largebatch data import webdataset`, or leave data.order "
+            "out"
+        )
 
 
 def read_images(

@@ -140,6 +140,21 @@ class Order(Section):
     """Chunks whose images are shuffled together; the last window may have fewer. A window of all
     chunks is the order without data.order."""
 
+    def describe(self, *, images: int, batch: int) -> str:
+        """Describe the windows of an epoch, and the chunks of an update.
+
+        >>> Order(chunk=256, window=64).describe(images=1_281_167, batch=32_768)
+        'windows of 16,384 images (1.28 %); an update has images of about 191 of 5,005 chunks'
+        """
+        if self.chunk == 1 or self.window_samples >= images:
+            return "one window has all images, which is the order without data.order"
+        num_chunks = math.ceil(images / self.chunk)
+        touched = min(round(self.chunks_of(batch)), num_chunks)
+        return (
+            f"windows of {self.window_samples:,} images ({100 * self.window_samples / images:.3g} "
+            f"%); an update has images of about {touched:,} of {num_chunks:,} chunks"
+        )
+
     @property
     def window_samples(self) -> int:
         """Number of images in a window of whole chunks."""

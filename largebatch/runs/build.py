@@ -105,6 +105,8 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
         if decoding.remark is not None:
             remarks.insert(0, decoding.remark)
+        if warning := images.describe_order(recipe.data.order):
+            remarks.append(warning)
 
         # A server without a learner sees the time only when learners rest, and would mistake the
         # time between for the time that a stop needs.

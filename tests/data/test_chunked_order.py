@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from largebatch.cli.main import DONE, main
+from largebatch.data.images import read_images
 from largebatch.data.order import sample_ids, samples_at, unrepeated
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.serial import Serial
@@ -219,3 +221,34 @@ def test_workers_share_the_positions_of_one(workers: int) -> None:
 def test_what_an_order_cannot_be_is_refused(order: str) -> None:
     with pytest.raises(RecipeError, match=r"data\.order\.(chunk|window)"):
         load_recipe("digits_96", [f"data.order={order}"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_warned"), [("sorted", True), ("shuffled", False), ("one window", False)]
+)
+def test_a_run_on_images_sorted_by_class_begins_with_a_warning(
+    labels: str, is_warned: bool
+) -> None:
+    recipe = load_recipe("digits_96")
+    images = read_images(recipe, Serial(), folder=None)
+    # The digits are as they were collected.
+    numbers = np.sort(images.train.labels)
+    if labels == "shuffled":
+        numbers = np.random.default_rng(0).permutation(numbers)
+    images = replace(images, train=replace(images.train, labels=numbers))
+    order = Order(chunk=32, window=1000 if labels == "one window" else 4)
+    warning = images.describe_order(order)
+    assert (warning is not None) == is_warned
+    if warning is not None:
+        assert f"{100 * (1 - 9 / 1436):.3g} %" in warning  # nine changes between ten classes
+    assert images.describe_order(None) is None
+
+
+def test_the_plan_names_the_images_of_a_window_and_the_chunks_of_an_update(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = ["--set", "data.order={chunk: 32, window: 4}"]
+    assert main(["plan", "digits_96", *changes]) == DONE
+    (line,) = [it for it in capsys.readouterr().out.splitlines() if it.split()[:1] == ["order"]]
+    assert "windows of 128 images" in line
+    assert "of 45 chunks" in line

@@ -141,6 +141,8 @@ RULES: tuple[Rule[Recipe], ...] = (
           "crops and mirror images are the only augmentation"),
     _rule("data.mix", lambda it: it.data.mix is None, "images are not mixed"),
     _rule("data.erase", lambda it: it.data.erase is None, "nothing is erased"),
+    # data.order keeps the rules: they permit arbitrary sharding and packing if the order is random
+    # overall, and every image occurs once.
     _rule("data.repeats", lambda it: it.data.repeats == 1, "every image occurs once in an epoch"),
     _rule("data.eval_resize", lambda it: it.data.eval_resize == 256,
           "256, of which the centre is evaluated"),
