@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.data.decoders.prefetch import Transfer
 from largebatch.data.order import Stream, random_words, uniform
 from largebatch.data.types import Erasures, FloatArray, IntArray
@@ -86,13 +87,23 @@ def erase(images: Tensor, erasures: Erasures) -> Tensor:
 
     Returns the images.
     """
+    boxes = boxes_in_pixels(erasures.boxes, side=images.shape[3])
+    if accelerator.is_remote(images.device):
+        _erase_together(images, erasures, boxes)
+    else:
+        # Slices take a processor an eighth of the time of indexed pixels, without the noise.
+        _erase_one_by_one(images, erasures, boxes)
+    return images
+
+
+def _erase_together(images: Tensor, erasures: Erasures, boxes: IntArray) -> None:
+    """Fill the boxes in a few launches."""
     side = images.shape[3]
-    boxes = boxes_in_pixels(erasures.boxes, side=side)
     num_pixels = boxes[:, 2] * boxes[:, 3]
     # The host knows the number of pixels, so it does not wait for the device to count them.
     total = int(num_pixels.sum())
     if total == 0:
-        return images
+        return
     starts = np.cumsum(num_pixels) - num_pixels  # number of pixels in the boxes before
     keys = np.zeros((len(boxes), 2), np.int64) if erasures.keys is None else erasures.keys
     columns = np.column_stack([num_pixels, starts, erasures.rows, boxes[:, [0, 1, 3]], keys])
@@ -109,14 +120,27 @@ def erase(images: Tensor, erasures: Erasures) -> Tensor:
     # Boxes of an image that overlap have the same values. To copy the images would take 10 times
     # as long as to erase a part of them.
     images.permute(0, 2, 3, 1)[row, y, x] = fill
-    return images
 
 
-def noise(first_key: Tensor, second_key: Tensor, *, pixel: Tensor) -> Tensor:
+def _erase_one_by_one(images: Tensor, erasures: Erasures, boxes: IntArray) -> None:
+    pixels = torch.arange(images.shape[2] * images.shape[3]).view(images.shape[2:])
+    for number, (row, box) in enumerate(zip(erasures.rows.tolist(), boxes.tolist(), strict=True)):
+        top, left, height, width = box
+        there = slice(top, top + height), slice(left, left + width)
+        part = images[row, :, *there]
+        if erasures.keys is None:
+            part.zero_()
+        else:
+            first_key, second_key = erasures.keys[number].tolist()
+            values = noise(first_key, second_key, pixel=pixels[there].flatten())
+            part.copy_(values.view(height, width, 3).permute(2, 0, 1))
+
+
+def noise(first_key: Tensor | int, second_key: Tensor | int, *, pixel: Tensor) -> Tensor:
     """Return P x 3 values of a standard normal distribution, float32, for P pixels of images.
 
     A value depends on the two keys of the image, of 32 bits each, the number of the pixel in the
-    image, and the channel; int64, P each.
+    image, and the channel; pixels, and keys that differ, are P of int64.
     """
     words = _scrambled(_scrambled(pixel ^ first_key) ^ second_key)
     more = _scrambled(words ^ first_key)

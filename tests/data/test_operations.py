@@ -603,24 +603,26 @@ def test_behind_synthetic_images() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def on_a_device_behind_decoders(squares: Path) -> dict[str, torch.Tensor]:
+def on_a_device_behind_decoders(squares: Path) -> dict[str, tuple[torch.Tensor, int]]:
     device = accelerator.simulate()
     images = {}
     for setting in ("decoder=torchvision", "cache=memory", "cache=device"):
         whole = a_pipeline(
             squares, *WHOLE, f"execution.{setting}", "precision=fp32", backend=Serial(device)
         )
-        images[setting] = shown(whole).cpu()
+        COUNTS.clear()
+        there = shown(whole)
+        images[setting] = there.cpu(), COUNTS.syncs.total() - 1
     return images
 
 
 def test_behind_every_decoder_of_a_device(
     squares: Path, by_torchvision_decoder: torch.Tensor, own_cache: None
 ) -> None:
-    for setting, images in on_forked_workers(
-        on_a_device_behind_decoders, squares, workers=1
-    ).items():
+    found = on_forked_workers(on_a_device_behind_decoders, squares, workers=1)
+    for setting, (images, syncs) in found.items():
         assert torch.equal(images, by_torchvision_decoder), setting
+        assert syncs == 0, setting  # but for the copy back
 
 
 def test_consumers_may_stop_early(folder: Path) -> None:
