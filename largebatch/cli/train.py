@@ -158,20 +158,25 @@ def _print_metrics(evaluated: "Evaluated", *, json: bool) -> None:
         print_json({"checkpoint": evaluated.path, "step": evaluated.step, **every})
         return
     after = "" if evaluated.step is None else f", after {plural(evaluated.step, 'update')}"
-    print(printable(f"{_scores(metrics, evaluated)}  {evaluated.path}{after}"))
+    images = plural(metrics.samples, "image")
+    if evaluated.recipe.data.held_out is not None:
+        images += " held out of the training images"
+    scores = _scores(metrics, evaluated.recipe)
+    print(printable(f"{scores}  ({images})  {evaluated.path}{after}"))
     if evaluated.training is not None:
-        print(f"training images: {_scores(evaluated.training, evaluated)}")
+        scores = _scores(evaluated.training, evaluated.recipe)
+        print(f"training images: {scores}  ({plural(evaluated.training.samples, 'image')})")
         gap = four_decimals(metrics.loss - evaluated.training.loss, sign=True)
         print(f"validation loss - training loss: {gap}")
 
 
-def _scores(metrics: "Metrics", evaluated: "Evaluated") -> str:
+def _scores(metrics: "Metrics", recipe: Recipe) -> str:
     scores = f"top-1 {metrics.top1:.2%}"
-    if evaluated.classes > TOP5:
+    if recipe.data.classes > TOP5:
         scores += f"  top-5 {metrics.top5:.2%}"
-    if evaluated.weights_classes:
+    if recipe.loss.class_weights is not None:
         scores += f"  mean of classes {metrics.balanced_top1:.2%}"
-    return f"{scores}  loss {four_decimals(metrics.loss)}  ({plural(metrics.samples, 'image')})"
+    return f"{scores}  loss {four_decimals(metrics.loss)}"
 
 
 def polish(  # noqa: PLR0913 -- its options

@@ -56,9 +56,8 @@ class Evaluated(NamedTuple):
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
-    classes: int
-    weights_classes: bool = False
-    """True if it was trained with weights of classes."""
+    recipe: Recipe
+    """That of the model, with the changes of this evaluation."""
 
 
 class Saved(NamedTuple):
@@ -104,7 +103,7 @@ def evaluate_checkpoint(
     of every validation batch of this worker. `data.held_out=null` among the options' overrides
     measures the validation images of a run that was validated on held-out training images.
     """
-    # With it the training images would be those that were held out, too.
+    # Without held-out images the training images would be all of them.
     changes = () if training else (VALIDATION_IMAGES,)
     saved, options = load_saved(path, options, model=model, changes=changes)
     facts = {"command": "evaluate", "checkpoint": checksum(saved.weights), "--training": training}
@@ -113,14 +112,7 @@ def evaluate_checkpoint(
         on_validation = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         step = saved.checkpoint.progress.updates if saved.checkpoint else None
-        return Evaluated(
-            saved.path,
-            step,
-            on_validation,
-            on_training,
-            classes=saved.recipe.data.classes,
-            weights_classes=saved.recipe.loss.class_weights is not None,
-        )
+        return Evaluated(saved.path, step, on_validation, on_training, saved.recipe)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:

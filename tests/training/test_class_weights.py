@@ -43,12 +43,15 @@ def test_the_mean_of_the_classes_is_in_log_and_summary(folder: Path) -> None:
     assert "Mean of classes" in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_evaluate_command_prints_it_where_classes_have_weights(
+def test_evaluate_prints_the_mean_of_the_classes_and_which_images_it_measured(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(folder)]) == DONE
-    printed = f"mean of classes {summary(folder)['balanced_top1']:.2%}"
-    assert printed in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"mean of classes {summary(folder)['balanced_top1']:.2%}" in printed
+    assert "(150 images held out of the training images)" in printed
+    assert main(["evaluate", str(folder), "--set", "data.held_out=null"]) == DONE
+    assert "(360 images)" in capsys.readouterr().out
 
 
 def test_the_norm_before_clipping_is_recorded_and_the_report_counts(folder: Path) -> None:
