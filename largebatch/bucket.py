@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +105,11 @@ class Bucket:
         if version.startswith('"'):  # not a time, and not a weak ETag, which a server may not match
             options["if_match"] = version
         with self._errors(name):
-            content = memoryview(self._library.get(self._store, name, options=options).bytes())
+            response = self._library.get(self._store, name, options=options)
+            # Also without the condition, or where a server ignores it.
+            if not _has_version(response.meta, version):
+                raise self._changed(name)
+            content = memoryview(response.bytes())
         if len(content) != length:
             raise OSError(f"{self.address / name}: {len(content):,} of {length:,} bytes came")
         return content
@@ -120,6 +124,12 @@ class Bucket:
         """Remove an object; raise FileNotFoundError if it is not there."""
         with self._errors(name):
             self._library.delete(self._store, name)
+
+    def _changed(self, name: str) -> ChangedError:
+        return ChangedError(
+            f"{self.address / name}: was changed since it was indexed; run: largebatch data index "
+            f"{self.address}"
+        )
 
     def _require_bucket(self) -> None:
         if self.address.scheme in WEB:
@@ -142,10 +152,7 @@ class Bucket:
         except FileNotFoundError:
             raise FileNotFoundError(f"{place}: there is no such object or bucket") from None
         except exceptions.PreconditionError:
-            raise ChangedError(
-                f"{place}: was changed since it was indexed; run: largebatch data index "
-                f"{self.address}"
-            ) from None
+            raise self._changed(name) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
             raise PermissionError(
                 f"{place}: access is denied; renew the credentials in the environment"
@@ -179,9 +186,27 @@ def _has_plain_endpoint() -> bool:
 
 
 def _object(facts: dict[str, Any]) -> Object:
-    # Servers without ETags have times of change, to the second.
-    version = facts["e_tag"] or facts["last_modified"].isoformat()
-    return Object(facts["path"], facts["size"], version)
+    return Object(facts["path"], facts["size"], facts["e_tag"] or _time(facts))
+
+
+def _time(facts: dict[str, Any]) -> str:
+    """Return the time of change, the version of objects without ETags, to the second.
+
+    A list may have milliseconds, which a response has not.
+    """
+    time: datetime = facts["last_modified"]
+    return time.replace(microsecond=0).isoformat()
+
+
+def _has_version(facts: dict[str, Any], version: str) -> bool:
+    """Return True if a response has a version, whose ETag a list may write in another way."""
+    tag = facts["e_tag"]
+    return version == _time(facts) or (tag is not None and _bare(tag) == _bare(version))
+
+
+def _bare(tag: str) -> str:
+    # Azure's lists have no quotes.
+    return tag.removeprefix("W/").strip('"')
 
 
 def _reason(error: BaseException) -> str:

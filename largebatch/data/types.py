@@ -103,10 +103,8 @@ class TrainingOrder:
     def is_own(self, positions: IntArray) -> BoolArray:
         """Return True for the positions of this host's workers.
 
-        With repeats, and in a schedule of batches, this is an estimate: all or nearly all.
+        Every global batch is a multiple of `workers` device batches, in a schedule too.
         """
-        if self.repeats > 1 or len(self.ranks) == self.workers:
-            return np.ones(len(positions), dtype=np.bool_)
         worker = positions // self.device_batch % self.workers
         own: BoolArray = (worker >= self.ranks.start) & (worker < self.ranks.stop)
         return own

@@ -19,7 +19,7 @@ from largebatch import registry
 from largebatch.address import Address
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.distributed.environment import worker_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
 from largebatch.errors import (
     CheckpointError,
     DivergedError,
@@ -77,12 +77,17 @@ _PLANNED = ("workers", "device_batch", "accumulation", "steps")
 
 @contextmanager
 def open_folder(
-    session: Session, folder: Path, *, resume: bool, mirror: Address | None = None
+    session: Session,
+    folder: Path,
+    *,
+    resume: bool,
+    mirror: Address | None = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> Iterator[list[Tracker]]:
     """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
-    The folder is copied to `mirror`. Raises CheckpointError if the folder or its copy cannot be
-    written or another run writes to it.
+    The folder is copied to `mirror`; other workers wait for this one at most for `timeout` seconds.
+    Raises CheckpointError if the folder or its copy cannot be written or another run writes to it.
     """
     recipe = session.saver.recipe
     note = partial(session.log.note, "train")
@@ -118,11 +123,15 @@ def open_folder(
         # slow.
         trackers.insert(1, log)
         with mirrored(
-            folder, mirror, note=note, stopped=lambda: session.requests.stopped
+            folder,
+            mirror,
+            note=note,
+            stopped=lambda: session.requests.stopped,
+            timeout=timeout,
         ) as copies:
             if copies is not None:
                 trackers.append(copies)
-                session.saver.writer.before = copies.wait
+                session.saver.writer.before = copies.before_checkpoint
                 session.saver.writer.after = copies.checkpoint_written
             yield trackers
 
@@ -148,7 +157,13 @@ def recorded(session: Session, options: Options) -> Iterator[Recording]:
     draws = options.report
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if session.backend.rank == 0:
-        opened = open_folder(session, folder, resume=bool(options.resume), mirror=options.mirror)
+        opened = open_folder(
+            session,
+            folder,
+            resume=bool(options.resume),
+            mirror=options.mirror,
+            timeout=options.timeout,
+        )
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()

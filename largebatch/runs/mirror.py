@@ -14,6 +14,7 @@ checkpoint. One run writes to an address at a time: it renews an object that oth
 import hashlib
 import json
 import logging
+import math
 import re
 import socket
 import threading
@@ -27,9 +28,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.address import WEB, Address, Place
 from largebatch.bucket import Bucket, Object, open_bucket
-from largebatch.distributed.environment import worker_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
 from largebatch.errors import CheckpointError, LargebatchError, reason_of
 from largebatch.formatting import plural
+from largebatch.runs.interrupts import StopRequests
 from largebatch.storage import user_cache, write_whole, writing
 from largebatch.tracking.events import (
     CHECKPOINTS,
@@ -54,8 +56,17 @@ SILENT_SECONDS = 70.0
 """Seconds without a renewal after which another machine may continue the run."""
 
 LAST_SECONDS = 90.0
-"""Seconds that the last copy may take after a request to stop: Slurm kills after 120 s, and the
+"""Seconds after a request to stop in which the last copy may end: Slurm kills after 120 s, and the
 pods of `launch` after as long."""
+
+FAILED_SECONDS = 5.0
+"""Seconds that the last copy may take after an error of one of several workers: launchers kill the
+others after 10 s, and the error of this one is reported after the copy."""
+
+PATIENCE = 1 / 3
+"""Part of the other workers' timeout that a checkpoint waits for the copy of the one before it."""
+
+_LOOK_SECONDS = 0.2  # between two looks at requests to stop
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})\.safetensors")
 _FILE = re.compile(r"\w[\w.-]*\.(yaml|json|jsonl|html|png|txt|csv)", re.ASCII)
@@ -76,8 +87,20 @@ class Mirror:
     of the copies.
     """
 
-    def __init__(self, folder: Path, address: Address, *, note: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: Address,
+        *,
+        note: Callable[[str], object],
+        stopped: Callable[[], bool] = lambda: False,
+        patience: float = TIMEOUT_SECONDS * PATIENCE,
+    ) -> None:
         self._folder = folder
+        self._stopped = stopped
+        self._patience = patience
+        self._stop_time = math.inf
+        self._begin = time.monotonic()
         self._bucket = _open_to_write(address)
         self._note = note
         self._identity = _identity(folder, address)
@@ -86,6 +109,7 @@ class Mirror:
         self._state = threading.Condition()
         self._requested = 0
         self._done = 0
+        self._slow_copy = 0  # number of the last copy that was not waited for any more
         self._is_closing = False
         self._is_lost = False
         self._problems: list[str] = []
@@ -107,7 +131,7 @@ class Mirror:
         """
         with _errors(self._bucket.address):
             require_unowned(self._bucket, self._folder)
-            self._write_owner(0)
+            _write_owner(self._bucket, self._identity, 0)
             self._there = set(_run_objects(self._bucket))
         for thread in self._threads:
             thread.start()
@@ -118,23 +142,41 @@ class Mirror:
             self._requested += 1
             self._state.notify_all()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all that was requested is copied, or failed; return False after `seconds`."""
-        with self._state:
-            return self._state.wait_for(lambda: self._done >= self._requested, seconds)
+    def before_checkpoint(self) -> None:
+        """Wait until what was requested is copied, or failed.
+
+        Neither longer than the other workers have patience, once for each copy, nor after a request
+        to stop: the checkpoint on the disk comes first.
+        """
+        end = time.monotonic() + self._patience
+        while not self._is_copied(_LOOK_SECONDS):
+            if self._time_of_stop() < math.inf or self._slow_copy == self.copies:
+                return
+            if time.monotonic() > end:
+                self._slow_copy = self.copies
+                with self._state:
+                    self._problems.append(
+                        f"mirror: copy {self.copies} takes longer than the time between two "
+                        "checkpoints, which are written without waiting for it"
+                    )
 
     def close(self, *, seconds: float | None) -> None:
-        """Copy the end of the run, at most for `seconds`, and give up the address."""
+        """Copy the end of the run, and give up the address.
+
+        Waits at most for `seconds`, and until LAST_SECONDS after a request to stop.
+        """
         self.checkpoint_written()
-        is_complete = self.wait(seconds)
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        is_complete = self._is_copied(0)
+        while not is_complete and time.monotonic() < min(end, self._time_of_stop() + LAST_SECONDS):
+            is_complete = self._is_copied(_LOOK_SECONDS)
         with self._state:
             self._is_closing = True
             self._state.notify_all()
         if is_complete and not self._is_lost:
-            with suppress(OSError, LargebatchError):
-                self._bucket.remove(OWNER)
+            self._give_up_address()
         if not is_complete:
-            self._problems.append(f"the last copy was not complete after {seconds:g} s")
+            self._problems.append("the last copy was not complete in the time that a stop leaves")
             self.failures += 1
         if self.failures:
             # The log of the run has ended.
@@ -145,6 +187,25 @@ class Mirror:
                 plural(self.copies, "copy", "copies"),
                 "; ".join(self._problems[-1:]) or "see the notes in the log",
             )
+
+    def _is_copied(self, seconds: float) -> bool:
+        """Return True if all that was requested is copied, or failed, within `seconds`."""
+        with self._state:
+            return self._state.wait_for(lambda: self._done >= self._requested, seconds)
+
+    def _time_of_stop(self) -> float:
+        """Return the time of the request to stop, by the monotonic clock; infinity without one."""
+        if StopRequests.latest > self._begin:
+            self._stop_time = min(self._stop_time, StopRequests.latest)
+        elif self._stopped():  # another worker was asked, or the time limit is near
+            self._stop_time = min(self._stop_time, time.monotonic())
+        return self._stop_time
+
+    def _give_up_address(self) -> None:
+        self._threads[-1].join(_LOOK_SECONDS)  # it may be renewing the object
+        with suppress(OSError, LargebatchError):
+            if self._owns():
+                self._bucket.remove(OWNER)
 
     def record(self, _event: Event) -> None:
         """Note what failed since the last event; a method of Tracker."""
@@ -170,7 +231,9 @@ class Mirror:
     def _try_to_copy(self) -> None:
         self.copies += 1
         try:
-            self._copy()
+            # A machine that stood still for minutes would write over its successor's run.
+            if self._owns():
+                self._copy()
         # Whatever it is: a copy must not end the run.
         except Exception as error:
             self._fail(reason_of(error))
@@ -183,11 +246,27 @@ class Mirror:
                 "one is after the next checkpoint"
             )
 
+    def _owns(self) -> bool:
+        """Return False, and stop copying, if another machine writes to the address now."""
+        owner = _owner(self._bucket)
+        if owner.get("identity", self._identity) == self._identity:
+            return True
+        with self._state:
+            if not self._is_lost:
+                self._is_lost = True
+                self.failures += 1
+                host = owner.get("host", "another machine")
+                self._problems.append(f"mirror: {host} writes there now; this run is not copied")
+        return False
+
     def _copy(self) -> None:
         """Copy what has changed: the newest checkpoint last, then remove what is not here."""
         files = _files(self._folder)
         for name, path in files.items():
-            facts = path.stat()
+            try:
+                facts = path.stat()
+            except FileNotFoundError:  # a newer checkpoint did not wait for this copy
+                continue
             stamp = (facts.st_size, facts.st_mtime_ns)
             if self._copied.get(name) == stamp:
                 continue
@@ -208,20 +287,9 @@ class Mirror:
                     return
             number += 1
             with suppress(OSError, LargebatchError):  # a copy will fail too, and be noted
-                owner = _owner(self._bucket)
-                if owner.get("identity", self._identity) != self._identity:
-                    self._is_lost = True
-                    self._fail(f"{owner.get('host', 'another machine')} writes there now")
+                if not self._owns():
                     return
-                self._write_owner(number)
-
-    def _write_owner(self, number: int) -> None:
-        owner = {
-            "identity": self._identity,
-            "host": socket.gethostname(),
-            "beat": str(number),
-        }
-        self._bucket.write(OWNER, json.dumps(owner).encode())
+                _write_owner(self._bucket, self._identity, number)
 
 
 @contextmanager
@@ -231,16 +299,20 @@ def mirrored(
     *,
     note: Callable[[str], object],
     stopped: Callable[[], bool],
+    timeout: float,
 ) -> Iterator[Mirror | None]:
     """Copy a run folder to `address`/NAME inside the block, and wait for the last copy at its end.
 
     `stopped` returns True if the run was requested to stop; its time is then short. After a second
-    request nothing is waited for. Raises as Mirror.start.
+    request nothing is waited for. Other workers wait for this one at most for `timeout` seconds.
+    Raises as Mirror.start.
     """
     if address is None:
         yield None
         return
-    mirror = Mirror(folder, copy_of(folder, address), note=note)
+    mirror = Mirror(
+        folder, copy_of(folder, address), note=note, stopped=stopped, patience=PATIENCE * timeout
+    )
     mirror.start()
     try:
         yield mirror
@@ -248,9 +320,9 @@ def mirrored(
         mirror.close(seconds=0)
         raise
     except BaseException:
-        mirror.close(seconds=LAST_SECONDS)
+        mirror.close(seconds=LAST_SECONDS if worker_rank() is None else FAILED_SECONDS)
         raise
-    mirror.close(seconds=LAST_SECONDS if stopped() else None)
+    mirror.close(seconds=None)
 
 
 def bring_up_to_date(folder: Path, address: Address, *, resume: bool) -> None:
@@ -277,9 +349,13 @@ def bring_up_to_date(folder: Path, address: Address, *, resume: bool) -> None:
         if _newest(objects) > _newest(local):
             require_unlocked(folder / LOG)
             _LOG.warning("%s: copying the run from %s", folder, address)
+            _fetch(bucket, objects, folder)
             with writing(folder):
-                _fetch(bucket, objects, folder)
                 _identity(folder, address)
+        token = _token(folder)
+        if token.get("address") == str(address) and _owner(bucket):
+            # Its writer is dead, and need not be watched again when the run begins.
+            _write_owner(bucket, token["identity"], 0)
 
 
 def local_run(place: Place) -> Path:
@@ -294,27 +370,26 @@ def local_run(place: Place) -> Path:
     key = hashlib.sha256(str(place).encode()).hexdigest()[:16]
     folder = user_cache() / "runs" / key / place.name
     versions_path = folder.parent / "versions.json"
-    with _errors(place), writing(folder):
+    with _errors(place):
         objects = _run_objects(bucket)
-        if RECIPE not in objects:
-            raise CheckpointError(
-                f"{place}: holds no run; expected {RECIPE} and {CHECKPOINTS} there"
-            )
-        checkpoints = [name for name in objects if _CHECKPOINT.fullmatch(name)]
-        needed = {
-            name: facts
-            for name, facts in objects.items()
-            if name not in checkpoints or name == max(checkpoints, key=_step)
-        }
-        versions: dict[str, str] = {}
-        with suppress(OSError, ValidationError):
-            versions = _TEXTS.validate_json(versions_path.read_bytes())
-        changed = {
-            name: facts
-            for name, facts in needed.items()
-            if versions.get(name) != facts.version or not (folder / name).is_file()
-        }
-        _fetch(bucket, changed, folder)
+    if RECIPE not in objects:
+        raise CheckpointError(f"{place}: holds no run; expected {RECIPE} and {CHECKPOINTS} there")
+    checkpoints = [name for name in objects if _CHECKPOINT.fullmatch(name)]
+    needed = {
+        name: facts
+        for name, facts in objects.items()
+        if name not in checkpoints or name == max(checkpoints, key=_step)
+    }
+    versions: dict[str, str] = {}
+    with suppress(OSError, ValidationError):
+        versions = _TEXTS.validate_json(versions_path.read_bytes())
+    changed = {
+        name: facts
+        for name, facts in needed.items()
+        if versions.get(name) != facts.version or not (folder / name).is_file()
+    }
+    _fetch(bucket, changed, folder)
+    with writing(folder):
         for name in _files(folder).keys() - needed.keys():
             (folder / name).unlink(missing_ok=True)
         now = {name: facts.version for name, facts in needed.items()}
@@ -390,6 +465,11 @@ def _owner(bucket: Bucket) -> Mapping[str, str]:
     with suppress(FileNotFoundError, ValidationError):
         return _TEXTS.validate_json(bucket.read(OWNER))
     return {}
+
+
+def _write_owner(bucket: Bucket, identity: str, number: int) -> None:
+    owner = {"identity": identity, "host": socket.gethostname(), "beat": str(number)}
+    bucket.write(OWNER, json.dumps(owner).encode())
 
 
 def _identity(folder: Path, address: Address) -> str:
@@ -477,9 +557,16 @@ def _content(path: Path) -> bytes:
 
 
 def _fetch(bucket: Bucket, objects: Mapping[str, Object], folder: Path) -> None:
-    """Copy objects to a folder: the recipe last, because a folder with it holds a run."""
-    for name in sorted(objects, key=lambda name: (name == RECIPE, name)):
-        write_whole(folder / name, bucket.read(name))
+    """Copy objects to a folder: checkpoints after the log, and the recipe last.
+
+    A folder with a recipe holds a run, and one with the newest checkpoint is not copied again.
+    """
+    for name in sorted(objects, key=lambda name: (name == RECIPE, "/" in name, name)):
+        # Not one block: a lost connection is no full disk.
+        with _errors(bucket.address):
+            content = bucket.read(name)
+        with writing(folder):
+            write_whole(folder / name, content)
 
 
 def _step(name: str) -> int:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,13 +20,15 @@ from decoding import section, view
 from s3_server import Storage, connected, upload
 from slow_proxy import Proxy
 
+from largebatch import storage
 from largebatch.address import place_of
+from largebatch.bucket import ChangedError, open_bucket
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import host_cache
 from largebatch.data.decoders.host_cache import Blocks, next_position
 from largebatch.data.decoders.reader import open_reader, read, read_ahead
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.order import sample_ids
+from largebatch.data.order import sample_ids, samples_at
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import HostCache, TrainingOrder
 from largebatch.distributed.serial import Serial
@@ -269,6 +272,74 @@ def test_a_changed_shard_is_refused_and_not_mixed_with_old_blocks(
         contents(index, batches=range(12))
 
 
+def test_a_shard_that_is_removed_is_one_line(
+    server: tuple[Storage, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, _ = server
+    index = cached(tmp_path)
+    monkeypatch.setattr(storage, "PAUSES", (0.0,))
+    del objects.objects["small/train/000000.tar"]
+    with pytest.raises(DataError, match=r"000000\.tar.*there is no such object"):
+        contents(index, batches=range(12))
+
+
+def test_every_kind_of_version_binds_a_read(server: tuple[Storage, Proxy]) -> None:
+    """Also one that no condition can have: a weak ETag, one of Azure's lists, and a time."""
+    bucket = open_bucket(PLACE)
+    name = "train/000000.tar"
+    tag = bucket.object(name).version
+    whole = bytes(bucket.read_range(name, 0, 9, version=tag))
+    same = [f"W/{tag}", tag.strip('"'), "2026-01-01T00:00:00+00:00"]
+    assert [bytes(bucket.read_range(name, 0, 9, version=one)) for one in same] == [whole] * 3
+    for other in ('"x"', 'W/"x"', "x", "2026-01-01T00:00:01+00:00"):
+        with pytest.raises(ChangedError, match=name):
+            bucket.read_range(name, 0, 9, version=other)
+
+
+def test_a_block_is_expected_until_its_images_have_been_read(
+    server: tuple[Storage, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that fails and is repeated does not give up the room of the next image."""
+    index = cached(tmp_path)
+    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]
+    first, last = blocks._first_rows[:2]
+    request = train_request(index, range(NUMBER), seed=0, area=None, aspect=(1.0, 1.0), flip=False)
+    blocks.expect(request)
+    location = index.locate(0)
+    content = np.empty(location.num_bytes, dtype=np.uint8)
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "_read_block", Mock(side_effect=OSError("a moment")))
+        with pytest.raises(OSError, match="a moment"):
+            blocks.read(content, location)
+    assert blocks._expected[0] == last - first
+    blocks.read(content, location)
+    assert blocks._expected[0] == last - first - 1
+    blocks.close()
+
+
+def test_uses_of_files_need_no_memory(tmp_path: Path) -> None:
+    keeper = host_cache.Keeper(tmp_path, share=None, worker=0, workers=1)
+    for use in range(1000):
+        keeper.note(tmp_path / str(use % 10), 5, next_use=use)
+    assert len(keeper._queue) <= 2 * 10
+    assert keeper.kept_bytes == 50
+
+
+def test_a_file_that_is_expected_goes_after_its_use(tmp_path: Path) -> None:
+    keeper = host_cache.Keeper(tmp_path, share=20, worker=0, workers=1)
+    last, first, second = (tmp_path / name for name in ("last", "first", "second"))
+    keeper.pin(last, 1)
+    for path, next_use in ((last, 90), (first, 10), (second, 20)):
+        keeper.note(path, 10, next_use=next_use)
+    # The farthest use is that of the expected file, so the next one went.
+    assert (keeper.owns(last), keeper.owns(first), keeper.owns(second)) == (True, True, False)
+    keeper.note(second, 10, next_use=20)
+    assert keeper.owns(last)
+    keeper.unpin(last)
+    keeper.note(second, 10, next_use=20)
+    assert not keeper.owns(last)
+
+
 @pytest.mark.parametrize("fault", ["503", "reset", "cut"])
 def test_requests_that_fail_are_repeated(
     fault: str, folder: Path, server: tuple[Storage, Proxy], tmp_path: Path
@@ -345,26 +416,28 @@ def test_every_stage_has_the_images_of_the_folder_on_any_number_of_workers(
     assert set(Counter(proxy.ranges).values()) == {1}
 
 
-@pytest.mark.parametrize("trained", [None, np.array([1, 2, 3, 5, 7, 8, 13, 14, 20, 21, 22, 23])])
-def test_the_next_use_is_that_of_this_hosts_workers(trained: np.ndarray | None) -> None:
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_next_use_is_that_of_this_hosts_workers(repeats: int, is_part: bool) -> None:
     """Workers 2 and 3 of four, with batches of three: searched for in the order itself."""
+    trained = np.array([row for row in range(NUMBER) if row % 4]) if is_part else None
     order = TrainingOrder(
         seed=3,
-        num_samples=24,
+        num_samples=NUMBER,
         trained=trained,
-        repeats=1,
+        repeats=repeats,
         order=None,
         device_batch=3,
         ranks=range(2, 4),
         workers=4,
     )
-    number = 24 if trained is None else len(trained)
-    samples = sample_ids(range(10 * number), seed=3, num_samples=number)
-    if trained is not None:
-        samples = trained[samples]
+    number = order.num_trained * repeats
+    samples = samples_at(
+        range(6 * number), seed=3, num_samples=NUMBER, trained=trained, repeats=repeats
+    )
     own = [sample if place % 12 >= 6 else -1 for place, sample in enumerate(samples.tolist())]
-    for row in range(24):
-        for after in (0, 5, number - 1, number, 3 * number + 7):
+    for row in range(0, NUMBER, 5):
+        for after in (0, 5, 100, number - 1, number, 3 * number + 7):
             end = (after // number + 2) * number  # two epochs are looked at
             uses = [place for place in range(after + 1, end) if own[place] == row]
             first = uses[0] if uses else host_cache.NEVER

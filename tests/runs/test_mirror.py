@@ -26,6 +26,7 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs import mirror
+from largebatch.runs.interrupts import StopRequests
 from largebatch.runs.mirror import OWNER, Mirror, bring_up_to_date, local_run
 
 EVERY = ("execution.checkpoints.every_steps=2", "execution.checkpoints.keep_last=2")
@@ -177,15 +178,109 @@ def test_the_last_copy_is_waited_for_no_longer_than_a_stop_allows(
 ) -> None:
     monkeypatch.setattr(mirror, "open_bucket", Faulty)
     monkeypatch.setattr(Faulty, "seconds", 1.0)
-    out = tmp_path / "mine"
-    (out / "checkpoints").mkdir(parents=True)
-    (out / "checkpoints" / "step-00000001.safetensors").write_bytes(b"x")
-    copies = Mirror(out, folder / "mine", note=lambda _: None)
+    copies = Mirror(a_folder(tmp_path / "mine"), folder / "mine", note=lambda _: None)
     copies.start()
     copies.close(seconds=0.1)
     assert "1 of 1 copy failed" in caplog.text
     # The mark stays: another machine looks whether this one still writes.
     assert (folder.folder / "mine" / OWNER).exists()
+
+
+def a_folder(out: Path) -> Path:
+    """Return a run folder with a checkpoint that Faulty is slow to copy."""
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "step-00000001.safetensors").write_bytes(b"x")
+    return out
+
+
+@pytest.mark.parametrize("reason", ["signal", "other worker", "patience"])
+def test_a_checkpoint_does_not_wait_for_a_copy_when_the_run_cannot(
+    reason: str, folder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop leaves time for the checkpoint on the disk; other workers wait for a limited time."""
+    monkeypatch.setattr(mirror, "open_bucket", Faulty)
+    monkeypatch.setattr(Faulty, "seconds", 2.0)
+    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.1)
+    notes: list[str] = []
+    copies = Mirror(
+        a_folder(tmp_path / "mine"),
+        folder / "mine",
+        note=notes.append,
+        stopped=lambda: reason == "other worker",
+        patience=0.1 if reason == "patience" else 60.0,
+    )
+    copies.start()
+    copies.checkpoint_written()
+    if reason == "signal":
+        monkeypatch.setattr(StopRequests, "latest", time.monotonic())
+    copies.before_checkpoint()
+    copies.before_checkpoint()
+    assert not [name for name in names(folder / "mine") if name.startswith("checkpoints/")]
+    # The last copy ends in the time after the request, not after the end of the run.
+    if reason != "patience":
+        copies.close(seconds=None)
+        assert not [name for name in names(folder / "mine") if name.startswith("checkpoints/")]
+        return
+    copies.close(seconds=None)
+    copies.record(CLEAN)  # type: ignore[arg-type]  # of any event
+    assert [note for note in notes if "takes longer" in note] == notes
+    assert [name for name in names(folder / "mine") if name.startswith("checkpoints/")]
+
+
+def test_a_log_is_not_left_older_than_its_checkpoint(
+    folder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost while a run of an older state is brought up to date."""
+    out = a_folder(tmp_path / "mine")
+    (out / "log.jsonl").write_text("old", encoding="utf-8")
+    (out / "recipe.yaml").write_text("x", encoding="utf-8")
+    copies = Mirror(out, folder / "mine", note=lambda _: None)
+    copies.start()
+    copies.close(seconds=60)
+    bucket = open_bucket(folder / "mine")
+    bucket.write("checkpoints/step-00000002.safetensors", b"y")
+    bucket.write("log.jsonl", b"new")
+
+    def lost(self: Bucket, name: str) -> bytes:
+        if name == "log.jsonl":
+            raise OSError("connection lost")
+        return whole_read(self, name)
+
+    whole_read = Bucket.read
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "read", lost)
+        with pytest.raises(CheckpointError, match="connection lost; check the address"):
+            bring_up_to_date(out, folder / "mine", resume=True)
+        with pytest.raises(CheckpointError, match="connection lost; check the address"):
+            local_run(folder / "mine")
+    bring_up_to_date(out, folder / "mine", resume=True)
+    assert (out / "log.jsonl").read_text(encoding="utf-8") == "new"
+    assert (out / "checkpoints" / "step-00000002.safetensors").read_bytes() == b"y"
+
+
+def test_a_machine_that_stood_still_does_not_write_over_its_successor(
+    folder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it renews the object that tells it."""
+    monkeypatch.setattr(mirror, "BEAT_SECONDS", 1000.0)
+    first = Mirror(a_folder(tmp_path / "mine"), folder / "mine", note=lambda _: None)
+    first.start()
+    open_bucket(folder / "mine").write(OWNER, owner("other", 0))
+    first.checkpoint_written()
+    first.close(seconds=60)
+    assert names(folder / "mine") == {OWNER}
+
+
+def test_a_dead_machine_is_watched_once(
+    folder: Address, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not again for each of the steps from its copy to the first update."""
+    run(recipe(), out=tmp_path / "a" / "mine", mirror=str(folder), max_steps=2, report=False)
+    open_bucket(folder / "mine").write(OWNER, owner("dead", 3))
+    bring_up_to_date(tmp_path / "b" / "mine", folder / "mine", resume=True)
+    out = tmp_path / "b" / "mine"
+    run(recipe(), out=out, mirror=str(folder), resume=True, max_steps=3, report=False)
+    assert len([line for line in caplog.messages if "watching" in line]) == 1
 
 
 def owner(identity: str, beat: int) -> bytes:

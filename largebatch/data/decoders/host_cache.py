@@ -30,6 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import BinaryIO
 
 import numpy as np
@@ -37,7 +38,7 @@ import numpy as np
 from largebatch.address import Address
 from largebatch.bucket import open_bucket
 from largebatch.data.index.index import Index, Location, Paths
-from largebatch.data.order import samples_at
+from largebatch.data.order import samples_at, unrepeated
 from largebatch.data.types import Bytes, HostCache, IntArray, Request, TrainingOrder
 from largebatch.errors import DataError
 from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged
@@ -49,6 +50,9 @@ with 20 ms of latency takes little longer than one of a byte."""
 FETCHES = 64  # blocks that a worker fetches at the same time
 LOOKAHEAD_BYTES = 2**28  # bytes of blocks that a reader expects at a time, at most
 NEVER = 2**62  # next use of a block that is not needed again
+
+_Entry = tuple[int, int, Path]
+"""-next use, number of the entry, and file: the file that is needed last is the first of a heap."""
 
 _PARTIAL = ".partial"
 _LOCK = "lock"
@@ -68,8 +72,9 @@ class Keeper:
         self._total = 0
         self._pins: Counter[Path] = Counter()
         self._numbers = itertools.count()
-        self._newest: dict[Path, int] = {}
-        self._queue: list[tuple[int, int, Path]] = []  # -next use, number of the entry, file
+        self._newest: dict[Path, _Entry] = {}
+        self._queue: list[_Entry] = []
+        self._set_aside: dict[Path, _Entry] = {}  # of pinned files
         self._adopt(worker, workers)
 
     @property
@@ -84,14 +89,17 @@ class Keeper:
             # Some file systems of clusters have no locks.
             with (self.folder / _LOCK).open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-            paths = sorted(path for path in self.folder.glob("*/*") if path.is_file())
+            # Each worker looks at its own part: of ImageNet there are 600,000.
+            paths = sorted(
+                path
+                for path in self.folder.glob("*/*")
+                if zlib.crc32(os.fsencode(path.name)) % workers == worker and path.is_file()
+            )
         except OSError as error:
             raise DataError(
                 f"--cache-dir: {self.folder}: cannot be used ({error.strerror}); choose another"
             ) from None
         for path in paths:
-            if zlib.crc32(os.fsencode(path.name)) % workers != worker:
-                continue
             if path.name.endswith(_PARTIAL):
                 _remove_abandoned(path)
                 continue
@@ -105,10 +113,15 @@ class Keeper:
                 self._sizes[path] = size
                 self._total += size
             number = next(self._numbers)
-            self._newest[path] = number
             # Without a known use the least recently used is removed first.
             key = number - NEVER if next_use is None else next_use
-            heapq.heappush(self._queue, (-key, number, path))
+            entry = self._newest[path] = (-key, number, path)
+            heapq.heappush(self._queue, entry)
+            if len(self._queue) > 2 * len(self._newest):
+                # Each use leaves an entry, and without a surplus none is removed.
+                self._queue = list(self._newest.values())
+                heapq.heapify(self._queue)
+                self._set_aside.clear()
             self._remove_surplus()
 
     def owns(self, path: Path) -> bool:
@@ -124,9 +137,12 @@ class Keeper:
         """Undo `pin`; remove what is above the share."""
         with self._lock:
             self._pins[path] -= count
-            if self._pins[path] <= 0:
-                del self._pins[path]
-                self._remove_surplus()
+            if self._pins[path] > 0:
+                return
+            del self._pins[path]
+            if path in self._set_aside:
+                heapq.heappush(self._queue, self._set_aside.pop(path))
+            self._remove_surplus()
 
     def shrink(self) -> bool:
         """Make a full disk's content the share, less one file; return True if one was removed."""
@@ -137,20 +153,19 @@ class Keeper:
             return self._total < before
 
     def _remove_surplus(self) -> None:
-        expected = []
         while self.share is not None and self._total > self.share and self._queue:
             entry = heapq.heappop(self._queue)
-            _, number, path = entry
-            if self._newest.get(path) != number:  # it has a later entry
+            path = entry[2]
+            if self._newest.get(path) != entry:  # it has a later one
                 continue
             if self._pins[path] > 0:
-                expected.append(entry)
+                # Pinned files are those that are needed last, after this use. Back in the queue
+                # they would all be looked at again for the next file that is removed.
+                self._set_aside[path] = entry
                 continue
             path.unlink(missing_ok=True)
             self._total -= self._sizes.pop(path)
             del self._newest[path]
-        for entry in expected:
-            heapq.heappush(self._queue, entry)
 
 
 @lru_cache(maxsize=16)
@@ -192,6 +207,7 @@ class Blocks:
             self._keeper.folder / _folder_of(name, self._versions[name]) for name in self._shards
         ]
         self._knows_kept = False
+        self._warned = False
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
         self._lock = threading.Lock()
         self._ready = bytearray(len(self._starts))  # 1: whole, as this process has checked
@@ -230,14 +246,13 @@ class Blocks:
         blocks = self._blocks_of[name]
         starts = self._starts[blocks.start : blocks.stop]
         block = blocks.start + int(np.searchsorted(starts, location.offset, "right")) - 1
-        try:
-            if not self._read_block(content, block, location.offset):
-                received = self._bucket.read_range(
-                    name, location.offset, location.num_bytes, version=self._versions[name]
-                )
-                content[:] = np.frombuffer(received, dtype=np.uint8)
-        finally:
-            self._release(block)
+        if not self._read_block(content, block, location.offset):
+            received = self._bucket.read_range(
+                name, location.offset, location.num_bytes, version=self._versions[name]
+            )
+            content[:] = np.frombuffer(received, dtype=np.uint8)
+        # Not after an error: the image is read again, and its block is still expected.
+        self._release(block)
 
     def reopen(self) -> None:
         """Do nothing: the library makes new connections itself."""
@@ -245,9 +260,11 @@ class Blocks:
     def close(self) -> None:
         """Cancel what is not fetched yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for block, count in self._expected.items():
+        with self._lock:  # threads may still read
+            expected = self._expected
+            self._expected = Counter()
+        for block, count in expected.items():
             self._keeper.unpin(self._path(block), count)
-        self._expected.clear()
 
     def _read_block(self, content: Bytes, block: int, offset: int) -> bool:
         """Fill `content` from the block's file; return False if the disk has no room for it."""
@@ -304,7 +321,8 @@ class Blocks:
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
-            if not self._keeper.shrink():
+            if not self._keeper.shrink() and not self._warned:
+                self._warned = True  # not once for every block
                 _LOG.warning("%s: the disk is full; images are read from the bucket", path)
             return False
         finally:
@@ -368,16 +386,21 @@ def _locked(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     while True:
         with path.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # waits; a killed worker's lock ends with it
-            with suppress(FileNotFoundError):
-                if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                    try:
-                        yield path, file
-                    finally:
-                        with suppress(FileNotFoundError):
-                            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                                path.unlink()
-                    return
+            if _is_at(path, file):
+                try:
+                    yield path, file
+                finally:
+                    if _is_at(path, file):
+                        path.unlink(missing_ok=True)
+                return
         # The worker before has renamed it or removed it.
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Return True if an open file still has this path."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    return False
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -390,33 +413,40 @@ def _remove_abandoned(path: Path) -> None:
 def next_position(order: TrainingOrder, rows: IntArray, *, after: int) -> int:
     """Return the first position above `after` where this host trains on one of the rows.
 
-    Two epochs are looked at; NEVER if there is none in them. With `repeats` positions are those of
-    the order without them.
+    Two epochs are looked at; NEVER if there is none in them.
     """
-    after = after // order.repeats
-    epoch = after // order.num_trained
-    for number in (epoch, epoch + 1):
-        positions = _positions(order, number)[rows]
+    first = after // (order.num_trained * order.repeats)
+    for epoch in (first, first + 1):
+        with _DRAWING:
+            positions = _positions(order, epoch)[rows]
         later = positions[positions > after]
-        if len(later):
+        if later.size:
             return int(later.min())
     return NEVER
 
 
+_DRAWING = Lock()
+"""Held while the positions of an epoch are found: at its begin all threads ask for the same."""
+
+
 @lru_cache(maxsize=3)
 def _positions(order: TrainingOrder, epoch: int) -> IntArray:
-    """Return the position of each row in an epoch; -1 if this host does not train on it then."""
-    number = order.num_trained
+    """Return the positions of each row in a pass over the samples, rows x repeats.
+
+    -1 where this host does not train on it.
+    """
+    number = order.num_trained * order.repeats
     positions = range(epoch * number, (epoch + 1) * number)
     samples = samples_at(
         positions,
         seed=order.seed,
         num_samples=order.num_samples,
         trained=order.trained,
+        repeats=order.repeats,
         order=order.order,
     )
-    found = np.full(order.num_samples, -1, dtype=np.int64)
+    _, copies = unrepeated(positions, num_samples=order.num_trained, repeats=order.repeats)
     places = np.arange(positions.start, positions.stop, dtype=np.int64)
-    is_own = order.is_own(places)
-    found[samples[is_own]] = places[is_own]
+    found = np.full((order.num_samples, order.repeats), -1, dtype=np.int64)
+    found[samples, copies] = np.where(order.is_own(places), places, -1)
     return found
