@@ -2,13 +2,14 @@
 
     python tests/support/web_server.py FOLDER [--latency SECONDS]
 
-As a program it serves the folder behind the proxy of slow_proxy.py, prints the proxy's port, and
-ends with its standard input. A benchmark runs it so, because a proxy in its own process would
-compete for Python's lock with what it measures.
+As a program it serves the folder behind the proxy of slow_proxy.py and prints its port. When its
+standard input ends it prints, as JSON, the requests and its processor seconds. A benchmark runs
+it so, because a proxy in its own process would compete for Python's lock with what it measures.
 """
 
 import argparse
 import getpass
+import json
 import os
 import shutil
 import socket
@@ -80,6 +81,10 @@ def main() -> None:
     ):
         print(proxy.port, flush=True)
         sys.stdin.read()
+        num_requests = len(proxy.seen)
+    # After the servers: the processor time of nginx is known once it has ended.
+    seconds = sum(os.times()[:4])
+    print(json.dumps({"requests": num_requests, "processor seconds": seconds}))
 
 
 if __name__ == "__main__":
