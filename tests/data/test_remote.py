@@ -1,13 +1,8 @@
 """Data sets in a bucket and on a web server, beside the same one on disk."""
 
-import getpass
 import os
-import shutil
 import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +10,7 @@ import pytest
 from class_folders import fields, imported, png, write_classes
 from s3_server import Storage, connected, upload
 from slow_proxy import Fault, Proxy, Seen
+from web_server import NGINX, web_server
 
 from largebatch import bucket as buckets
 from largebatch.address import Address, place_of
@@ -53,37 +49,6 @@ def length_of(range_: str) -> int:
     """Return the number of bytes that a header Range asks for."""
     first, last = range_.removeprefix("bytes=").split("-")
     return int(last) - int(first) + 1
-
-
-@contextmanager
-def web_server(folder: Path, place: Path) -> Iterator[int]:
-    """Serve a folder with nginx; yield its port."""
-    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-    if nginx is None:
-        pytest.skip("nginx is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    temporary = "".join(
-        f"{kind}_temp_path {place}/{kind};"
-        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    config = place / "nginx.conf"
-    config.write_text(
-        f"user {getpass.getuser()}; daemon off; pid {place}/pid; events {{}}\n"
-        f"error_log {place}/error.log;\n"
-        f"http {{ access_log off; {temporary} "
-        f"server {{ listen 127.0.0.1:{port}; root {folder}; }} }}\n"
-    )
-    command = [nginx, "-e", f"{place}/error.log", "-c", str(config)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(200):
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    break
-                time.sleep(0.02)
-            yield port
-        finally:
-            process.terminate()
 
 
 def images(index: Index) -> list[bytes]:
@@ -202,6 +167,7 @@ def test_an_import_that_fails_leaves_nothing_in_the_bucket(
     assert not objects.objects
 
 
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 def test_a_web_server_has_numbered_shards_and_stores_no_index(
     folder: Path, tmp_path: Path, own_cache: None
 ) -> None:
