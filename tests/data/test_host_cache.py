@@ -303,7 +303,7 @@ def test_a_block_is_expected_until_its_images_have_been_read(
     index = cached(tmp_path)
     blocks = Blocks(index, index.cache)  # type: ignore[arg-type]
     first, last = blocks._first_rows[:2]
-    request = train_request(index, range(NUMBER), seed=0, area=None, aspect=(1.0, 1.0), flip=False)
+    request = train_request(index, range(NUMBER), WHOLE, view(), seed=0)
     blocks.expect(request)
     location = index.locate(0)
     content = np.empty(location.num_bytes, dtype=np.uint8)
