@@ -1,8 +1,8 @@
-"""Numbers as text, for messages, logs and pages: counts, percentages, times, signs, tables."""
+"""Numbers as text, for messages, logs and pages: counts, ranges, percentages, times, tables."""
 
 import math
 import textwrap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 MISSING = "–"
@@ -79,6 +79,21 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{_fixed(seconds / size)} {unit}"
     return f"{_fixed(seconds)} s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges.
+
+    >>> ranges([7, 0, 1, 2, 4])
+    '0-2, 4, 7'
+    """
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def table(

@@ -114,6 +114,9 @@ require_tensorboard = partial(_import, "tensorboard", "tracking: [tensorboard]")
 require_mlflow = partial(
     _import, "mlflow", "tracking: [mlflow]", install="pip install 'largebatch[mlflow]'"
 )
+require_obstore = partial(
+    _import, "obstore", "an address such as s3://", install="pip install 'largebatch[storage]'"
+)
 require_psutil = partial(_import, "psutil", "monitor: system")
 require_shampoo = partial(
     _import,

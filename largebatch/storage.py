@@ -143,7 +143,13 @@ def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
         return actual == file.read()
 
 
-def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
+def read_again(
+    read: Callable[[], T],
+    error: OSError,
+    *,
+    name: str,
+    hint: str = "check the disk and that the file has not changed",
+) -> T:
     """Repeat a read that raised `error`, after each of PAUSES; raise DataError if all fail."""
     for pause in PAUSES:
         _LOG.warning("%s: cannot be read (%s); trying again", name, error)
@@ -153,8 +159,7 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
         except OSError as latest:
             error = latest
     raise DataError(
-        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; check "
-        "the disk and that the file has not changed"
+        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; {hint}"
     )
 
 

@@ -5,7 +5,6 @@ used there as they come. SGD stands beside LARS because LARS divides by the grad
 cannot see a wrong scale.
 """
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
 from on_forked_workers import on_forked_workers
+from on_workers import has_horovod
 from plain import library_optimizer, move, plain_pytorch
 from threads import Thread, on_threads
 from torch import nn
@@ -31,10 +31,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.recipe import optimizers
 from largebatch.recipe.section import alternatives
 
-has_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None,
-    reason="horovod is not installed; launch/install_horovod.sh builds it",
-)
 Start = Callable[[int, Path, Sequence[str]], None]
 SHARED = ("sgd", "reference", "shampoo", "muon", "schedule-free")
 """One of each way in which an optimizer sees other workers; LARS has one."""

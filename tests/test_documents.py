@@ -23,6 +23,7 @@ COMMANDS = [
     for call in arguments(command)
 ]
 NEEDS = {
+    "a bucket",
     "a cluster",
     "finished runs",
     "finished runs on ImageNet",

@@ -79,7 +79,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     for name in os.environ:
         if re.match(
-            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|PYTHON$|IMAGE$", name
+            "LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|NCCL_|HOROVOD_|WANDB_|AWS_|AZURE_|"
+            "GOOGLE_|PYTHON$|IMAGE$",
+            name,
         ):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -267,6 +269,7 @@ def test_a_manifest_matches_its_published_schemas(
     words = [kind, "own.yaml", "--nodes", "3", "--data", "/data/$(A)$$B$", "--name", 'A "run"!']
     words += ["--namespace", "team", "--env-secret", "keys", "--rdma", "rdma/hca", "--host-ipc"]
     words += ["--cpus", "4", "--memory", "400G", "--shared-memory", "64G", "--runs-claim", "lustre"]
+    words += ["--mirror", "s3://bucket/runs", "--service-account", "trainer"]
     printed = filled(capsys, *words, *IMAGE)
     assert [number for number in numbers if number not in printed] == []
     found = manifests(capsys, *words, *IMAGE)
@@ -281,7 +284,9 @@ def test_a_manifest_matches_its_published_schemas(
     trains = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else None
     started = trains or pods[0]["containers"][0]
     train = ["largebatch", "train", "/recipe/recipe.yaml", "--out", "/runs/A-run", "--resume"]
-    assert started["args"] == [*train, "auto", "--data", "/data/$$(A)$$$$B$$"]
+    copied = ["--mirror", "s3://bucket/runs"]
+    assert started["args"] == [*train, "auto", *copied, "--data", "/data/$$(A)$$$$B$$"]
+    assert pods[-1]["serviceAccountName"] == "trainer"
     assert {pod["containers"][0]["image"] for pod in pods} == {IMAGE[1]}
     assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}] for pod in pods)
     limits = {"nvidia.com/gpu": 8, "rdma/hca": 1}
@@ -319,6 +324,26 @@ def test_a_protocols_jobset_has_a_pod_for_each_worker(capsys: pytest.CaptureFixt
     assert env["MASTER_ADDR"] == "digits-96-softsync-pods-0-0.digits-96-softsync"
 
 
+@pytest.mark.parametrize("kind", ["slurm", "pbs", "mpirun", "trainjob"])
+def test_a_job_reads_images_from_a_bucket(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod then needs no volume with data; no job holds the credentials."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    place = "s3://bucket/imagenet"
+    words = ["--nodes", "2", "--data", place, "--cache-dir", "/local/blocks", "--cache-gb", "500"]
+    pods = kind == "trainjob"
+    job = filled(capsys, kind, "resnet50_8192_mlperf", *words, *(IMAGE * pods))
+    assert place in job
+    assert "/local/blocks" in job
+    assert "500" in job
+    assert "testing-secret" not in job
+    assert 'claimName: "data"' not in job
+    refused = ["launch", kind, "resnet50_8192_mlperf", "--nodes", "2", "--data", "/data/a"]
+    assert main([*refused, "--cache-dir", "/local/blocks", *(IMAGE * pods)]) == 2
+    assert "keeps what is read from an address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["mpirun", "pbs", "mpijob"])
 def test_variables_of_libraries_are_handed_on_under_mpi(
     cluster: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -326,7 +351,9 @@ def test_variables_of_libraries_are_handed_on_under_mpi(
     libraries = ["LD_LIBRARY_PATH", "PYTHONPATH"]
     libraries += [] if kind == "pbs" else ["OMP_NUM_THREADS"]  # PBS sets it to a node's cores
     names = [*libraries, "NCCL_IB_HCA", "HOROVOD_CYCLE_TIME", "WANDB_API_KEY"]
-    names += ["AWS_SECRET"] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
+    names += ["AWS_SECRET_ACCESS_KEY"]
+    names += [] if kind == "mpijob" else ["MLFLOW_TRACKING_URI", "MLPERF_X"]
+    names += ["AZURE_STORAGE_KEY", "GOOGLE_SERVICE_ACCOUNT"]
     for name in names:
         monkeypatch.setenv(name, "")
     text = filled(capsys, kind, "digits_96", "--nodes", "2", *(IMAGE * (kind == "mpijob")))

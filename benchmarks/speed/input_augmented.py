@@ -1,6 +1,6 @@
 """Measure images per second of a recipe with RandAugment and Mixup, beside timm's own loader.
 
-    LARGEBATCH_DATA=DIR python -m benchmarks.speed.input_augmented [--rounds 7] [--batches 4]
+    LARGEBATCH_DATA=DIR python -m benchmarks.speed.input_augmented [--rounds 7] [--batches 12]
 
 Full-size ImageNet JPEGs, random crop of 224 pixels (bicubic), flip, RandAugment of timm
 (rand-m9-mstd0.5-inc1), normalise, Mixup of pairs. timm's loader is that of its train.py: worker
@@ -107,8 +107,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=data, required=data is None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=4, help="counted, in each round")
-    parser.add_argument("--uncounted", type=int, default=4, help="batches before them")
+    parser.add_argument("--batches", type=int, default=12, help="counted, in each round")
+    # More than the five batches that timm's processes have ready when their turn begins.
+    parser.add_argument("--uncounted", type=int, default=8, help="batches before them")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each turn")
     parser.add_argument("--threads", type=int, default=2, help="processes of timm's loader")
     args = parser.parse_args()

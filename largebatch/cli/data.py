@@ -5,19 +5,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number as Between
 
+from largebatch.address import Place
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
 from largebatch.formatting import plural
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.writing import recipe_name
 from largebatch.runs.interrupts import answering
-from largebatch.runs.options import Count, Folder, Number, Overrides, RecipeFile
+from largebatch.runs.options import Count, DataPlace, Number, Overrides, RecipeFile
 from largebatch.storage import ReadProgress
 
 if TYPE_CHECKING:
@@ -37,18 +38,18 @@ Format = Literal[
 ]
 """Formats that can be imported."""
 
-_OPTIONS = {"imagefolder": {"val_name", "val_fraction", "seed"}, "parquet": {"val_name"}}
+_OPTIONS = {"imagefolder": {"val_name", "val_fraction"}, "parquet": {"val_name"}}
 """Options that only some formats have."""
 
 app = App(name="data", help="Prepare and look at data sets.")
 
 
 @app.command
-def index(folder: Path, /, *, drop_bad: bool = False) -> None:
+def index(folder: DataPlace, /, *, drop_bad: bool = False) -> None:
     """Verify the header of every image of DIR/{train,val}.
 
     Args:
-        folder: The data set.
+        folder: The data set, or its address.
         drop_bad: Leave out images that cannot be used.
     """
     from largebatch.data.index.index import BadImagesError, make
@@ -74,7 +75,7 @@ def index(folder: Path, /, *, drop_bad: bool = False) -> None:
     open_indexes(folder)
 
 
-def open_indexes(folder: Path) -> "tuple[Index, Index]":
+def open_indexes(folder: Place) -> "tuple[Index, Index]":
     """Return the indexes of a folder, built if there are none; print what they hold, and copies.
 
     Raises DataError if the splits have other classes, or a class has no image.
@@ -84,8 +85,9 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
     from largebatch.data.index.index import check_classes, load_or_read
 
     train, val = (load_or_read(folder, split) for split in SPLITS)
+    local = folder if isinstance(folder, Path) else None
     for split, index in zip(SPLITS, (train, val), strict=True):
-        if ignored := describe(index.ignored, where=split, folder=folder / split):
+        if ignored := describe(index.ignored, where=split, folder=local and local / split):
             print(printable(ignored))
     # After both splits are indexed: a difference of classes often comes from ignored files, which
     # are listed before.
@@ -103,17 +105,18 @@ def open_indexes(folder: Path) -> "tuple[Index, Index]":
 @app.command(name="import")
 def import_(  # noqa: PLR0913 -- its options
     name: Format,
-    source: Path,
+    source: DataPlace,
     /,
     *,
-    out: Folder,
+    out: DataPlace,
     shard_mb: Count = 256,
     val_name: str | None = None,
     val_fraction: Annotated[float | None, Parameter(validator=Between(gt=0, lt=1))] = None,
-    seed: int | None = None,
+    seed: Annotated[int | None, Parameter(validator=Between(gte=0, lt=2**63))] = None,
+    keep_order: bool = False,
     drop_bad: bool = False,
 ) -> None:
-    """Turn an archive on disk into shards.
+    """Turn an archive on disk into shards, whose training images are shuffled.
 
     SOURCE of imagefolder: class folders in a folder, a zip or a tar; ImageNet's tars.
     Of parquet: a folder of Parquet files, as the Hugging Face hub lays them out.
@@ -123,30 +126,42 @@ def import_(  # noqa: PLR0913 -- its options
 
     Args:
         name: Format of SOURCE.
-        source: File or folder.
-        out: New folder.
+        source: File or folder; of webdataset also an address.
+        out: New folder, or address such as s3://bucket/birds.
         shard_mb: Longest shard, in 10^6 bytes.
         val_name: Split that validates, of imagefolder (val) and parquet.
         val_fraction: Part of every class that validates, of imagefolder.
-        seed: Seed of that part (0).
+        seed: Seed of the order of training images, and of that part (0).
+        keep_order: Keep the order of SOURCE, often by class, which data.order is not for.
         drop_bad: Leave out images that cannot be used.
     """
-    possible = {"val_name": val_name, "val_fraction": val_fraction, "seed": seed}
+    if seed is not None and keep_order and val_fraction is None:
+        raise DataError("--seed draws the order: leave out --seed or --keep-order")
+    possible = {"val_name": val_name, "val_fraction": val_fraction}
     options = {key: value for key, value in possible.items() if value is not None}
     for key in sorted(options.keys() - _OPTIONS.get(name, set())):
         raise DataError(f"--{key.replace('_', '-')} is not an option of {name}")
+    if val_fraction is not None:
+        options["seed"] = seed or 0
     from largebatch.data.datasets import import_data
 
     size = shard_mb * 10**6
     with _progress("importing") as bar:
         remarks = import_data(
-            name, source, out, shard_bytes=size, progress=bar, drop_bad=drop_bad, options=options
+            name,
+            source,
+            out,
+            shard_bytes=size,
+            progress=bar,
+            drop_bad=drop_bad,
+            seed=None if keep_order else seed or 0,
+            options=options,
         )
     check = f"largebatch data index {out}"
     for line in (*remarks, f"{out}: written; its images are checked now, or later with: {check}"):
         print(printable(line), flush=True)
     index(out)
-    label = source.resolve().name.partition(".")[0]
+    label = _resolved(source).name.partition(".")[0]
     words = ["--name", label] if out.name in GENERIC and label not in GENERIC else []
     print(printable(f"next: {shlex.join(['largebatch', 'init', str(out), *words])}"))
 
@@ -156,7 +171,7 @@ def show(
     recipe: RecipeFile,
     /,
     *,
-    data: Path | None = None,
+    data: DataPlace | None = None,
     out: Path | None = None,
     overrides: Overrides = (),
 ) -> None:
@@ -196,7 +211,7 @@ def _progress(text: str) -> Iterator[ReadProgress]:
 
 
 def init(  # noqa: PLR0913 -- its options
-    folder: Path,
+    folder: DataPlace,
     /,
     *,
     out: Path | None = None,
@@ -211,7 +226,7 @@ def init(  # noqa: PLR0913 -- its options
     Photographs of which a class has few begin with weights of ImageNet, if they can be had.
 
     Args:
-        folder: DIR/{train,val}/<class>/* or *.tar.
+        folder: DIR/{train,val}/<class>/* or *.tar, or an address of shards.
         out: Recipe to write (<name>.yaml).
         name: Name of the recipe and its runs (that of --out, else of the folder, or above "data").
         weights: Weights to begin with: timm:NAME, a file (then with --model), a run, or none.
@@ -222,7 +237,7 @@ def init(  # noqa: PLR0913 -- its options
     from largebatch.lab.measure.initial import draft, fitted, remarks, survey
 
     home = Path.home()
-    start_folder = folder.resolve()
+    start_folder = _resolved(folder)
     # Named after the nearest folder that says something: of /data/flowers/images it is flowers.
     names = (
         above.name
@@ -248,6 +263,13 @@ def init(  # noqa: PLR0913 -- its options
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
+
+
+def _resolved(place: Place) -> PurePath:
+    """Return the path without links of a folder, or the path of an address from its bucket on."""
+    if isinstance(place, Path):
+        return place.resolve()
+    return PurePosixPath("/", place.url.partition("://")[2])
 
 
 def _start(train: "Index", weights: str | None, model: str | None) -> "StartingModel | None":

@@ -86,6 +86,7 @@ def examine() -> Iterator[tuple[str, str]]:
         "MLPerf": ("mlperf-logging", lambda: optional.require_mlperf("mllog.mllog", "doctor")),
         "TensorBoard": ("tensorboard", optional.require_tensorboard),
         "MLflow": ("mlflow-skinny", optional.require_mlflow),
+        "obstore": ("obstore", optional.require_obstore),
         "psutil": ("psutil", optional.require_psutil),
         "Shampoo": ("pytorch-optimizer", optional.require_shampoo),
         "schedulefree": ("schedulefree", optional.require_schedulefree),

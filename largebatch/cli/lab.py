@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from rich.filesize import decimal
 
+from largebatch.address import Place, place_of
 from largebatch.cli.printing import INTERRUPTED, interrupted, print_rows, wrapped
 from largebatch.cli.recipe import ClusterName, write_planned, write_recipe
 from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
@@ -75,7 +76,7 @@ def study(  # noqa: PLR0913 -- its options
     from largebatch.lab.studies import runner
     from largebatch.lab.studies.study import StudyMachine
 
-    folders: dict[str, Path] = {}
+    folders: dict[str, Place] = {}
     for data_set in data:
         # A bare folder is that of all recipes: its name is empty.
         name, folder = data_set.split("=", 1) if "=" in data_set else ("", data_set)
@@ -83,7 +84,7 @@ def study(  # noqa: PLR0913 -- its options
             raise LargebatchError(
                 f"--data {data_set}: give one folder, or RECIPE=DIR for each recipe"
             )
-        folders[name] = Path(folder)
+        folders[name] = place_of(folder)
     run_options = Options(dataset=dataset, imports=tuple(imports), timeout=timeout)
     machine = StudyMachine(data=folders, options=run_options)
 

@@ -23,6 +23,7 @@ from cyclopts import Parameter, Token
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.meta import find_referenced_templates, find_undeclared_variables
 
+from largebatch.address import Address
 from largebatch.cli.recipe import ClusterName
 from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.formatting import duration, plural
@@ -30,7 +31,16 @@ from largebatch.lab.planner.cluster import load_cluster
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, read_text
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.options import Changes, Count, Given, RecipeFile, Seconds
+from largebatch.runs.options import (
+    Changes,
+    Count,
+    DataPlace,
+    Given,
+    MirrorAddress,
+    RecipeFile,
+    Seconds,
+    require_cached_address,
+)
 
 TEMPLATES = Path(str(files("largebatch") / "launch"))
 BY_TORCH = sorted(path.stem for path in (TEMPLATES / "torch").iterdir())
@@ -138,6 +148,9 @@ class Pods:
     env_secret: ObjectName | None = None
     """Secret whose keys become variables, such as WANDB_API_KEY."""
 
+    service_account: ObjectName | None = None
+    """Service account of the pods, which may give them access to storage."""
+
     data_claim: ObjectName = "data"
     """PersistentVolumeClaim that is mounted at /data, if the recipe reads a folder."""
 
@@ -164,11 +177,20 @@ class Job(Changes):
     gpus_per_node: Count = 8
     """Workers of each host."""
 
-    data: Annotated[Path | None, Parameter(metavar="DIR")] = None
-    """Images, as for `train`; in pods a folder below /data, which is the default."""
+    data: DataPlace | None = None
+    """Images, as for `train`; in pods a folder below /data, which is the default, or an address."""
+
+    cache_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Folder on each host's own disk that keeps what is read from the address of --data."""
+
+    cache_gb: Annotated[float | None, Parameter(metavar="N")] = None
+    """Bytes of --cache-dir on a host, in 10^9 (all)."""
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Run folder (runs/NAME); in pods a folder below /runs."""
+
+    mirror: MirrorAddress | None = None
+    """Copy the run folder below this address, from which the job continues on other machines."""
 
     name: Annotated[str | None, Parameter(metavar="NAME")] = None
     """Name of the job (the recipe's)."""
@@ -297,7 +319,8 @@ def _absolute_paths(kind: str, source: Path, weights: str | None, job: Job) -> d
         "model.weights": Path(weights) if weights else None,
         "--image": Path(job.image) if job.image and _FILE.match(job.image) else None,
     }
-    named = files_of_job | {"--data": job.data, "--out": job.out}
+    folder = job.data if isinstance(job.data, Path) else None  # an address is no path
+    named = files_of_job | {"--data": folder, "--out": job.out}
     paths = {
         key: Path(posixpath.normpath(path.absolute()))
         for key, path in named.items()
@@ -321,7 +344,7 @@ def _values_of_script(kind: str, source: Path, recipe: Recipe, job: Job) -> dict
     options = _options(job)
     if weights := paths.get("model.weights"):
         options += ["--set", f"model.weights={weights}"]
-    if data := paths.get("--data"):
+    if data := paths.get("--data", job.data):
         options += ["--data", str(data)]
     elif recipe.data.source == "folder":
         raise LargebatchError(f"launch {kind}: {recipe.name} reads a folder of images; give --data")
@@ -354,6 +377,8 @@ def _container(kind: str, paths: dict[str, Path], job: Job) -> tuple[list[str], 
         # A folder below the current one is seen with it, and may not exist yet.
         and not (key == "--out" and path.is_relative_to(Path.cwd()))
     ]
+    if job.cache_dir is not None:
+        folders.append(job.cache_dir)
     mounts = [f"{folder}:{folder}" for folder in dict.fromkeys(folders)]
     image = str(paths.get("--image") or job.image or "")
     if not image:
@@ -379,8 +404,9 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
     weights = recipe.model.weights or ""
     out = PurePosixPath("/runs", job.out or job.name or "")
     options = _options(job)
-    reads_folder = recipe.data.source == "folder"
-    if reads_folder:
+    folder = "" if job.data is None or isinstance(job.data, Address) else str(job.data)
+    reads_folder = recipe.data.source == "folder" and not isinstance(job.data, Address)
+    if recipe.data.source == "folder":
         options += ["--data", str(job.data or "/data")]
     if not re.fullmatch(_IN_REGISTRY, job.image or "") or _FILE.match(job.image or ""):
         raise LargebatchError(
@@ -391,7 +417,7 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
         print(f"largebatch: --import {module}: the image has to contain it", file=sys.stderr)
     for option, path, folders, remedy in (
         ("model.weights:", weights, ("/data", "/runs"), "copy it there, --set model.weights=PATH"),
-        ("--data", str(job.data or ""), ("/data",), "give a folder there"),
+        ("--data", folder, ("/data",), "give a folder there"),
         ("--out", str(out), ("/runs",), "give a folder there"),
     ):
         if path and not _inside(path, *folders):
@@ -414,7 +440,14 @@ def _values_of_manifest(kind: str, source: Path, recipe: Recipe, job: Job) -> di
 
 def _options(job: Job) -> list[str]:
     words = ["--resume", "auto"]
+    if job.mirror is not None:
+        words += ["--mirror", str(job.mirror)]
     words += [word for change in job.changes for word in ("--set", change)]
+    require_cached_address(job.data, job.cache_dir, job.cache_gb)
+    if job.cache_dir is not None:
+        words += ["--cache-dir", str(job.cache_dir)]
+    if job.cache_gb is not None:
+        words += ["--cache-gb", f"{job.cache_gb:g}"]
     return words + [word for module in job.imports for word in ("--import", module)]
 
 

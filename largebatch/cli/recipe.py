@@ -34,6 +34,7 @@ from largebatch.runs.options import (
     AsJson,
     Changes,
     Count,
+    DataPlace,
     Given,
     Overrides,
     RecipeFile,
@@ -145,7 +146,7 @@ def plan(  # noqa: PLR0913 -- its options
     cluster: ClusterName | None = None,
     json: bool = False,
     calibrate: bool = False,
-    data: Path | None = None,
+    data: DataPlace | None = None,
     out: Path | None = None,
     changes: Annotated[Changes, Given] = Changes(),
 ) -> None:
@@ -216,6 +217,10 @@ def _plan(recipe: Recipe, workers: int, imports: Sequence[str]) -> None:
     if repeats > 1:
         rows["repeats"] = (
             f"every image {repeats} times in {repeats} epochs; one epoch has 1/{repeats} of them"
+        )
+    if recipe.data.order is not None:
+        rows["order"] = recipe.data.order.describe(
+            images=recipe.train_samples, batch=plan.global_batch
         )
     if recipe.data.mix is not None:
         rows["mixed images"] = f"{recipe.data.mix.describe()}, before step {plan.mix_steps:,}"

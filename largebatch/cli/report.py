@@ -4,14 +4,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from largebatch.cli.printing import print_json, wrapped
-from largebatch.errors import printable
+from largebatch.errors import LargebatchError, printable
 from largebatch.formatting import MISSING, percent, table
-from largebatch.runs.options import AsJson, Count
+from largebatch.rules import Finding
+from largebatch.runs.options import AsJson, Count, RunPlace
 
 if TYPE_CHECKING:
     from largebatch.report.record import Record
@@ -26,20 +28,23 @@ app = App(name="report", help="Draw the report of a run, or compare runs; diagno
 
 
 @app.default
-def report(run: Path, /, *runs: Path, out: Path | None = None) -> None:
+def report(run: RunPlace, /, *runs: RunPlace, out: Path | None = None) -> None:
     """Draw the report of a run, or compare several runs in one page.
 
     Args:
-        run: A run folder.
+        run: A run folder, or its address.
         runs: Further ones, to compare all of them.
-        out: Folder of the report (the run folder), or page of the comparison (compare.html).
+        out: Folder of the report (the run folder, which an address has in the cache), or page of
+            the comparison (compare.html).
     """
     from largebatch.report import write_comparison, write_report
+    from largebatch.runs.mirror import local_run
 
-    if not runs:
-        print(printable(str(write_report(run, out))))
+    folders = [local_run(place) for place in (run, *runs)]
+    if len(folders) == 1:
+        print(printable(str(write_report(folders[0], out))))
         return
-    page, comparison = write_comparison([run, *runs], out or Path())
+    page, comparison = write_comparison(folders, out or Path())
     for reason in comparison.left_out:
         print(f"largebatch: left out: {printable(reason)}", file=sys.stderr)
     print(printable(str(page)))
@@ -47,8 +52,8 @@ def report(run: Path, /, *runs: Path, out: Path | None = None) -> None:
 
 @app.command
 def diagnose(
-    run: Path,
-    other: Path | None = None,
+    run: RunPlace,
+    other: RunPlace | None = None,
     /,
     *,
     classes: Count | None = None,
@@ -58,16 +63,29 @@ def diagnose(
     """Find the likely causes of what went wrong in a run, or in a run with a larger batch.
 
     Args:
-        run: A run folder, or the log of another program (CSV, JSON lines, trainer_state.json).
+        run: A run folder or its address, the log of another program (CSV, JSON lines,
+            trainer_state.json), or a folder of dumps of a run that hung (RUN/hangs/TIME).
         other: A run of the same data in smaller batches, with which it is compared.
         classes: Number of classes, which the logs of other programs lack.
         columns: Columns of such a log, of loss, val_loss, top1 (COLUMN:percent or
             COLUMN:fraction), lr, step, epoch, grad_norm; asked for where the log does not show it.
     """
     from largebatch.report.diagnosis import find_causes, require_comparable
+    from largebatch.report.hangs import has_dumps, newest_dumps
     from largebatch.report.logs import read_record
     from largebatch.report.verdict import verdict
+    from largebatch.runs.mirror import local_run
 
+    run = local_run(run)
+    other = None if other is None else local_run(other)
+    if has_dumps(run):
+        if other is not None or classes is not None or columns:
+            raise LargebatchError(
+                f"{run}: has dumps of a run that hung, for which no other run and no option is "
+                "read; give only this folder"
+            )
+        _print_hang(run, json=json)
+        return
     judged = read_record(run, classes=classes, columns=columns)
     small = None
     if other is not None:
@@ -95,15 +113,34 @@ def diagnose(
             print(wrapped(f"{record.name} was read as: {'; '.join(record.notes)}"))
     if ended:
         print(wrapped(ended))
+    _print_causes(judged, causes, dumps=newest_dumps(run))
+
+
+def _print_causes(judged: "Record", causes: Sequence[Finding], *, dumps: Path | None) -> None:
+    if dumps is not None:
+        print(wrapped(f"this run hung: largebatch report diagnose {quote(str(dumps))}"))
     if causes:
         print(printable(f"likely causes in {judged.name}, the most likely first:"))
-    else:
+    elif dumps is None:
         print(wrapped(f"{judged.name}: no cause found"))
     for number, cause in enumerate(causes, start=1):
         print(wrapped(f"{number}. {cause.check}: {cause.text}"))
         print(wrapped(f"  to change it: {cause.remedy}"))
     if judged.unchecked:
         print(wrapped(f"not checked, for lack of a record: {', '.join(judged.unchecked)}"))
+
+
+def _print_hang(dumps: Path, *, json: bool) -> None:
+    from largebatch.report.hangs import explain_hang
+
+    findings = explain_hang(dumps)
+    if json:
+        listed = [{"kind": it.check, "figure": it.text, "remedy": it.remedy} for it in findings]
+        print_json({"dumps": dumps, "causes": listed})
+        return
+    for number, finding in enumerate(findings, start=1):
+        print(wrapped(f"{number}. {finding.check}: {finding.text}"))
+        print(wrapped(f"  to change it: {finding.remedy}"))
 
 
 def _values(record: "Record") -> dict[str, float | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from largebatch.address import Address
 from largebatch.cli.printing import INTERRUPTED, print_json
 from largebatch.distributed.environment import own_rank, worker_rank
 from largebatch.errors import CheckpointError, DataError, LargebatchError, printable
@@ -30,6 +31,7 @@ from largebatch.runs.options import (
     MachineOptions,
     Options,
     RecipeFile,
+    RunPlace,
     chosen_folder,
 )
 from largebatch.storage import write_whole, writing
@@ -59,7 +61,7 @@ _NOTHING = GivenOptions()
 
 
 def resume(
-    run: Path,
+    run: RunPlace,
     /,
     *,
     options: Annotated[GivenOptions, Given, Parameter(show_default=False)] = _NOTHING,
@@ -67,13 +69,19 @@ def resume(
     """Continue a run with its recipe, its images and, if not given, the options it had before.
 
     Args:
-        run: The run folder.
+        run: The run folder, or the address of its copy, which is continued in runs/NAME.
     """
     # First, so that a folder without a run is named as such, not by the recipe that it lacks.
     from largebatch.runs.folder import check_folder, remembered
 
+    given = options.given
+    if isinstance(run, Address):
+        from largebatch.runs.mirror import fetch_run
+
+        run, above = fetch_run(run)
+        given = {"mirror": above, **given}
     check_folder(run, resume=True)
-    resumed = remembered(run, options.given)
+    resumed = remembered(run, given)
     return _train(load_recipe(run / RECIPE, resumed.changes), resumed)
 
 
@@ -111,7 +119,7 @@ def _print_end(summary: Summary, folder: Path) -> None:
 
 
 def evaluate(
-    checkpoint: Path,
+    checkpoint: RunPlace,
     /,
     *,
     model: str | None = None,
@@ -122,14 +130,16 @@ def evaluate(
     """Measure a saved model: the newest checkpoint of a run, an export, or a file of weights.
 
     Args:
-        checkpoint: A run folder, a checkpoint, an export, or a file of weights with --model.
+        checkpoint: A run folder or its address, a checkpoint, an export, or a file of weights with
+            --model.
         model: Network of timm, or torchvision/NAME, of weights of another program.
         training: Evaluate the training images too, for the loss difference.
     """
     from largebatch.runs.checkpoints import evaluate_checkpoint
+    from largebatch.runs.mirror import local_run
 
     evaluated = evaluate_checkpoint(
-        checkpoint, options.options(out=NEW_FOLDER), model=model, training=training
+        local_run(checkpoint), options.options(out=NEW_FOLDER), model=model, training=training
     )
     if own_rank() == 0:
         _print_metrics(evaluated, json=json)
@@ -148,22 +158,29 @@ def _print_metrics(evaluated: "Evaluated", *, json: bool) -> None:
         print_json({"checkpoint": evaluated.path, "step": evaluated.step, **every})
         return
     after = "" if evaluated.step is None else f", after {plural(evaluated.step, 'update')}"
-    print(printable(f"{_scores(metrics, evaluated.classes)}  {evaluated.path}{after}"))
+    images = plural(metrics.samples, "image")
+    if evaluated.recipe.data.held_out is not None:
+        images += " held out of the training images"
+    scores = _scores(metrics, evaluated.recipe)
+    print(printable(f"{scores}  ({images})  {evaluated.path}{after}"))
     if evaluated.training is not None:
-        print(f"training images: {_scores(evaluated.training, evaluated.classes)}")
+        scores = _scores(evaluated.training, evaluated.recipe)
+        print(f"training images: {scores}  ({plural(evaluated.training.samples, 'image')})")
         gap = four_decimals(metrics.loss - evaluated.training.loss, sign=True)
         print(f"validation loss - training loss: {gap}")
 
 
-def _scores(metrics: "Metrics", classes: int) -> str:
+def _scores(metrics: "Metrics", recipe: Recipe) -> str:
     scores = f"top-1 {metrics.top1:.2%}"
-    if classes > TOP5:
+    if recipe.data.classes > TOP5:
         scores += f"  top-5 {metrics.top5:.2%}"
-    return f"{scores}  loss {four_decimals(metrics.loss)}  ({plural(metrics.samples, 'image')})"
+    if recipe.loss.class_weights is not None:
+        scores += f"  mean of classes {metrics.balanced_top1:.2%}"
+    return f"{scores}  loss {four_decimals(metrics.loss)}"
 
 
 def polish(  # noqa: PLR0913 -- its options
-    checkpoint: Path | None = None,
+    checkpoint: RunPlace | None = None,
     /,
     *,
     out: Path,
@@ -176,20 +193,23 @@ def polish(  # noqa: PLR0913 -- its options
     """Recompute BatchNorm statistics of a run, an export, or weights of another program.
 
     Args:
-        checkpoint: A run folder, a checkpoint, an export, or a file of weights with --model.
+        checkpoint: A run folder or its address, a checkpoint, an export, or a file of weights with
+            --model.
         out: New run folder; a new .safetensors file for an export and for weights.
         model: Network of timm, or torchvision/NAME, of weights of another program.
         weights: A .pth or .safetensors file, in place of a checkpoint.
         ema: Use the moving average in the weights.
         samples: Number of images to measure (all).
     """
-    path = weights or checkpoint
-    if path is None or None not in (weights, checkpoint) or (weights and model is None):
+    place = weights or checkpoint
+    if place is None or None not in (weights, checkpoint) or (weights and model is None):
         raise LargebatchError("polish: pass a checkpoint, or --model NAME --weights FILE")
     if ema and model is None:
         raise LargebatchError("polish: --ema is of weights of another program; pass --model")
     from largebatch.runs.checkpoints import find_export, polish_checkpoint
+    from largebatch.runs.mirror import local_run
 
+    path = local_run(place)
     run_options = options.options(out=out)
     # Of our own checkpoints the polished weights become a run folder, with a log and a page;
     # files of others become a file.
@@ -237,7 +257,7 @@ def _describe_drift(layers: Sequence[LayerDrift]) -> str:
 
 
 def predict(
-    run: Path,
+    run: RunPlace,
     /,
     *images: Path,
     model: str | None = None,
@@ -250,7 +270,8 @@ def predict(
     Images that cannot be read are named after it, and the exit code is then 2.
 
     Args:
-        run: A run folder, a checkpoint, an export, or a file of weights with --model.
+        run: A run folder or its address, a checkpoint, an export, or a file of weights with
+            --model.
         images: Files, or folders of them.
         model: Network of timm, or torchvision/NAME, of weights of another program.
         out: File to write the CSV to, in place of printing it.
@@ -259,9 +280,10 @@ def predict(
     """
     if not images:
         raise DataError("predict: expected images after the run: files, or folders of them")
+    from largebatch.runs.mirror import local_run
     from largebatch.runs.predict import predict as classify
 
-    predictions = classify(run, images, model=model, imports=imports)
+    predictions = classify(local_run(run), images, model=model, imports=imports)
     # The most probable classes of each image, in falling order.
     best = predictions.probabilities.topk(min(top, len(predictions.classes)))
     columns = range(1, best.indices.shape[1] + 1)
@@ -294,16 +316,19 @@ def predict(
         )
 
 
-def export(checkpoint: Path, /, *, out: Folder, onnx: bool = False, imports: Imports = ()) -> None:
+def export(
+    checkpoint: RunPlace, /, *, out: Folder, onnx: bool = False, imports: Imports = ()
+) -> None:
     """Write the weights of a run, with timm's configuration.
 
     Args:
-        checkpoint: A run folder, or a checkpoint.
+        checkpoint: A run folder or its address, or a checkpoint.
         out: New folder.
         onnx: Write model.onnx too, for images in batches of any size.
         imports: Module to import first: it may register models with timm.
     """
     from largebatch.runs.export import export as write
+    from largebatch.runs.mirror import local_run
 
-    for path in write(checkpoint, out, onnx=onnx, imports=imports):
+    for path in write(local_run(checkpoint), out, onnx=onnx, imports=imports):
         print(printable(str(path)))

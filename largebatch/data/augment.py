@@ -57,7 +57,12 @@ def train_request(
     `view` is how the model sees them; `mixes` is True if `data.mix` has not ended there.
     """
     samples = samples_at(
-        positions, seed=seed, num_samples=len(index), trained=index.trained, repeats=data.repeats
+        positions,
+        seed=seed,
+        num_samples=len(index),
+        trained=index.trained,
+        repeats=data.repeats,
+        order=data.order,
     )
     heights = index.heights[samples]
     widths = index.widths[samples]
@@ -78,7 +83,7 @@ def train_request(
         flips = random_flips(seed, positions)
     else:
         flips = np.zeros(len(samples), dtype=np.bool_)
-    request = Request(samples=samples, boxes=boxes, flips=flips)
+    request = Request(samples=samples, boxes=boxes, flips=flips, start=positions.start)
     if data.translate:
         request = replace(request, shifts=random_shifts(seed, positions, largest=data.translate))
     if data.augment is not None:

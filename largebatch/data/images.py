@@ -3,13 +3,14 @@
 Worker 0 reads and checks the folder and sends the index to the others. Nothing is decoded here.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from largebatch.address import Place, place_of
 from largebatch.data.index.folder import describe
 from largebatch.data.index.index import (
     Index,
@@ -19,10 +20,10 @@ from largebatch.data.index.index import (
     share_index,
 )
 from largebatch.data.order import Stream, divide
-from largebatch.data.types import IntArray
+from largebatch.data.types import HostCache, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.recipe.data import Data
+from largebatch.recipe.data import Data, Order
 from largebatch.recipe.execution import DEFAULT_DECODER
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import ReadProgress, silent
@@ -65,23 +66,47 @@ class Images:
         lines = [describe(index.ignored, where=name) for name, index in named.items()]
         return [line for line in lines if line]
 
+    def describe_order(self, order: Order | None) -> str | None:
+        """Return a warning if chunks of this order have images of few classes; None if they do not.
+
+        Chunks are to be random parts of the images: otherwise an update has few classes, too.
+        """
+        rows = self.train.trained
+        labels = self.train.labels if rows is None else self.train.labels[rows]
+        number = len(labels)
+        if order is None or order.chunk == 1 or order.window_samples >= number:
+            return None
+        equal = float((labels[1:] == labels[:-1]).mean())
+        at_random = float(((np.bincount(labels) / number) ** 2).sum())
+        # Six standard deviations of random images, and a difference that matters.
+        if equal - at_random < max(0.1, 3 / math.sqrt(number)):
+            return None
+        return (
+            f"data.order: {100 * equal:.3g} % of neighbouring training images are of one class, at "
+            f"random {100 * at_random:.3g} % would be: updates have few classes, which costs "
+            "accuracy. Shuffle them with `largebatch data import webdataset`, or leave data.order "
+            "out"
+        )
+
 
 def read_images(
     recipe: Recipe,
     backend: Backend,
     *,
-    folder: Path | str | None,
+    folder: Place | str | None,
     dataset: str | None = None,
+    cache: HostCache | None = None,
     progress: ReadProgress = silent,
 ) -> Images:
     """Read which images a recipe has, on all workers.
 
-    They come from `folder` or from `dataset`, a function as in datasets/own.py. `progress` reports
-    the indexing of a folder without an index. Raises DataError if the folder or the data set does
-    not match the recipe.
+    They come from `folder`, which may be an address such as "s3://bucket/imagenet", or from
+    `dataset`, a function as in datasets/own.py. `cache` is where a host keeps what it reads from an
+    address, and `progress` reports the indexing of a folder without an index. Raises DataError if
+    the folder or the data set does not match the recipe.
     """
     data = recipe.data
-    folder = None if folder is None else Path(folder)
+    folder = None if folder is None else place_of(folder)
     recipe.refuse_folder(folder)
     items: dict[str, Items] = {}
     if dataset is not None:
@@ -90,6 +115,8 @@ def read_images(
         # Where pixels are cached, training reads no files: all are compared with the index now.
         caches = recipe.execution.cache in {"memory", "device"}
         train, val = read_indexes(data, backend, folder, every_file=caches, progress=progress)
+        train = replace(train, cache=cache)
+        val = replace(val, cache=cache)
     trained, evaluated, held_out = divide_samples(recipe, len(train), len(val))
     return Images(
         train=replace(train, trained=trained),
@@ -125,7 +152,7 @@ def divide_samples(
 
 
 def read_indexes(
-    data: Data, backend: Backend, folder: Path | None, *, every_file: bool, progress: ReadProgress
+    data: Data, backend: Backend, folder: Place | None, *, every_file: bool, progress: ReadProgress
 ) -> tuple[Index, Index]:
     """Return the indexes of both splits; `every_file` compares all files with them."""
     if data.source == "synthetic":
@@ -146,7 +173,7 @@ def read_indexes(
     return train, val
 
 
-def _root_of(data: Data, folder: Path | None) -> Path:
+def _root_of(data: Data, folder: Place | None) -> Place:
     """Return the folder of the images; raise DataError if it must be given and is not."""
     if data.source == "digits":
         from largebatch.data.datasets.digits import write_digits
@@ -160,7 +187,7 @@ def _root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _read_own(
-    recipe: Recipe, dataset: str, folder: Path | None, backend: Backend
+    recipe: Recipe, dataset: str, folder: Place | None, backend: Backend
 ) -> "tuple[Index, Index, dict[str, Items]]":
     from largebatch.data.datasets import own
 

@@ -1,7 +1,8 @@
 """The order of samples: a pure function of the seed and the position in the run.
 
-Position p is sample permutation(seed, epoch p // N)[p % N]; with repeated augmentation, blocks of
-that order follow several times. Random numbers are counter-based:
+Position p is sample permutation(seed, epoch p // N)[p % N]; with `data.order` the permutation is
+of chunks, and of samples within windows of chunks; with repeated augmentation, blocks of the order
+follow several times. Random numbers are counter-based:
 Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by the seed and the purpose. NumPy
 guarantees its raw words always, but not `Generator.permutation`, which is computed here.
 """
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from largebatch.data.types import FloatArray, IntArray
-from largebatch.recipe.data import REPEATED
+from largebatch.recipe.data import REPEATED, Order
 
 WORDS_PER_BLOCK = 4  # number of 64-bit words per value of Philox's counter
 
@@ -38,6 +39,8 @@ class Stream(enum.IntEnum):
     OPERATIONS = 13
     ERASE = 14
     ERASE_NOISE = 15
+    CHUNKS = 16
+    IMPORT = 17
 
 
 def random_words(
@@ -55,7 +58,9 @@ def uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
+def sample_ids(
+    positions: range, *, seed: int, num_samples: int, order: Order | None = None
+) -> IntArray:
     """Return the sample at each of these consecutive positions of the run.
 
     >>> [int(i) for i in sample_ids(range(8), seed=0, num_samples=4)]
@@ -70,7 +75,7 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     parts = []
     for epoch in range(positions.start // num_samples, (positions.stop - 1) // num_samples + 1):
         first = epoch * num_samples
-        permutation = _order_of_epoch(seed, epoch, num_samples)
+        permutation = _order_of_epoch(seed, epoch, num_samples, order)
         parts.append(permutation[max(0, positions.start - first) : positions.stop - first])
     return np.concatenate(parts, dtype=np.int64)
 
@@ -82,21 +87,24 @@ def samples_at(
     num_samples: int,
     trained: IntArray | None,
     repeats: int = 1,
+    order: Order | None = None,
 ) -> IntArray:
     """Return the samples at these positions of the run, from `trained` or, if None, from all.
 
-    With `repeats`, each block of the order follows several times, as in `unrepeated`.
+    Chunks of `order` are consecutive samples of `trained`. With `repeats`, each block of the order
+    follows several times, as in `unrepeated`.
     """
     if trained is not None:
         num_samples = len(trained)
     if repeats == 1 or not positions:
-        samples = sample_ids(positions, seed=seed, num_samples=num_samples)
+        samples = sample_ids(positions, seed=seed, num_samples=num_samples, order=order)
     else:
         sources, _ = unrepeated(positions, num_samples=num_samples, repeats=repeats)
         first = int(sources.min())
         # The sources are in a few adjacent blocks, fewer than there are positions.
         around = range(first, int(sources.max()) + 1)
-        samples = sample_ids(around, seed=seed, num_samples=num_samples)[sources - first]
+        samples = sample_ids(around, seed=seed, num_samples=num_samples, order=order)
+        samples = samples[sources - first]
     return samples if trained is None else trained[samples]
 
 
@@ -158,31 +166,65 @@ def divide(
     return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
 
 
-def _order_of_epoch(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
+def import_order(num_samples: int, *, seed: int) -> IntArray:
+    """Return the order in which an import writes training images, so that chunks are random."""
+    return _draw(seed, Stream.IMPORT, part=0, num_samples=num_samples).astype(np.int64)
+
+
+def _order_of_epoch(
+    seed: int, epoch: int, num_samples: int, order: Order | None
+) -> npt.NDArray[np.uint32]:
     """Return the order of one epoch; a thread starts to draw the order of the next.
 
     ImageNet's takes a fifth of a second. An epoch of 15 updates on thousands of GPUs takes less
     than one, so training must not wait for it.
     """
-    thread = _drawing(seed, epoch, num_samples)
-    _drawing(seed, epoch + 1, num_samples)
+    thread = _drawing(seed, epoch, num_samples, order)
+    _drawing(seed, epoch + 1, num_samples, order)
     thread.join()
     # Stored by the thread. A forked process has no such thread, and draws it here.
-    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
+    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples, order=order)
 
 
 @functools.lru_cache(maxsize=4)
-def _drawing(seed: int, epoch: int, num_samples: int) -> Thread:
-    draw = functools.partial(_draw, seed, Stream.ORDER, part=epoch, num_samples=num_samples)
+def _drawing(seed: int, epoch: int, num_samples: int, order: Order | None) -> Thread:
+    draw = functools.partial(
+        _draw, seed, Stream.ORDER, part=epoch, num_samples=num_samples, order=order
+    )
     thread = Thread(target=draw, name="order", daemon=True)
     thread.start()
     return thread
 
 
 @functools.lru_cache(maxsize=4)  # two for training, two for statistics over the first epoch
-def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
+def _draw(
+    seed: int, stream: Stream, *, part: int, num_samples: int, order: Order | None = None
+) -> npt.NDArray[np.uint32]:
     """Return a random order of the samples: 32-bit integers, 5 MB for ImageNet."""
     assert num_samples < 2**32, "more samples need wider integers"
-    num_blocks = -(-num_samples // WORDS_PER_BLOCK)
+    words = _words(seed, stream, part=part, number=num_samples)
+    if order is not None and order.chunk > 1:
+        windows = _windows(seed, order, part=part, num_samples=num_samples)
+        bits = int(windows.max()).bit_length()
+        if bits > 0:  # else one window has all samples, which is the order without `order`
+            # Sorted by window first, then at random: the upper bits of a key are the window.
+            words = (windows << np.uint64(64 - bits)) | (words >> np.uint64(bits))
+    return np.argsort(words, kind="stable").astype(np.uint32)
+
+
+def _windows(seed: int, order: Order, *, part: int, num_samples: int) -> npt.NDArray[np.uint64]:
+    """Return the number of the window of each sample in an epoch, from 0 in the order of reading.
+
+    Chunks are in a random order, the smaller last one too.
+    """
+    num_chunks = -(-num_samples // order.chunk)
+    words = _words(seed, Stream.CHUNKS, part=part, number=num_chunks)
+    windows = np.empty(num_chunks, dtype=np.uint64)
+    windows[np.argsort(words, kind="stable")] = np.arange(num_chunks) // order.window
+    return np.repeat(windows, order.chunk)[:num_samples]
+
+
+def _words(seed: int, stream: Stream, *, part: int, number: int) -> npt.NDArray[np.uint64]:
+    num_blocks = -(-number // WORDS_PER_BLOCK)
     words = random_words(seed, stream, block=0, num_blocks=num_blocks, part=part)
-    return np.argsort(words.reshape(-1)[:num_samples], kind="stable").astype(np.uint32)
+    return words.reshape(-1)[:number]

@@ -6,21 +6,30 @@ only turns the requests into tensors.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
 from largebatch import accelerator
+from largebatch.address import Place
 from largebatch.data.augment import augmented, clean_request, open_augmentation, train_request
 from largebatch.data.decoding import Decoding, choose_decoding, decoding_threads
 from largebatch.data.images import Images, read_images
 from largebatch.data.index.index import Index
 from largebatch.data.order import samples_at
-from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
+from largebatch.data.types import (
+    Batches,
+    Decode,
+    HostCache,
+    IntArray,
+    Request,
+    Resources,
+    TrainingOrder,
+    View,
+)
 from largebatch.distributed.backend import Backend
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Data
@@ -136,10 +145,24 @@ class Pipeline:
         )
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once per epoch, none held out.
+        """Return the images of clean updates at these positions: each once per epoch.
 
-        Those of clean updates and statistics: data.repeats is for augmented images, because clean
-        copies of an image would be equal.
+        data.repeats is for augmented images, because clean copies of an image would be equal.
+        """
+        index = self.train_index
+        return samples_at(
+            positions,
+            seed=self.seed,
+            num_samples=len(index),
+            trained=index.trained,
+            order=self.data.order,
+        )
+
+    def random_samples(self, positions: range) -> IntArray:
+        """Return the images at these positions of the order without data.order, none held out.
+
+        The first windows of data.order have images of a few chunks, whose statistics are those of
+        all images only if the shards are shuffled.
         """
         index = self.train_index
         return samples_at(positions, seed=self.seed, num_samples=len(index), trained=index.trained)
@@ -191,11 +214,11 @@ class Pipeline:
         return self.clean("val", self._dealt(self.evaluated_samples, size=self._evaluated_at_once))
 
     def statistics(self, num_samples: int) -> Batches:
-        """Yield this worker's share of the first `num_samples` of the training order, clean.
+        """Yield this worker's share of `num_samples` random training images, clean.
 
         Every batch holds whole BatchNorm spans, even if several workers share a span in training.
         """
-        samples = self.training_samples(range(num_samples))
+        samples = self.random_samples(range(num_samples))
         return self.clean("train", self._dealt(samples, size=self.plan.statistics_batch))
 
     def held_out(self) -> Batches:
@@ -226,23 +249,44 @@ class Pipeline:
             yield samples[start : start + size]
 
 
-def open_images(
+def open_images(  # noqa: PLR0913 -- those of read_images
     recipe: Recipe,
     plan: Plan,
     backend: Backend,
     *,
-    folder: Path | str | None,
+    folder: Place | str | None,
     dataset: str | None = None,
+    cache: HostCache | None = None,
     progress: ReadProgress = silent,
 ) -> Pipeline:
     """Open the images of a recipe for a plan that is known: read, choose a decoding, and join them.
 
     Arguments and errors are those of read_images and choose_decoding.
     """
-    images = read_images(recipe, backend, folder=folder, dataset=dataset, progress=progress)
+    images = read_images(
+        recipe, backend, folder=folder, dataset=dataset, cache=cache, progress=progress
+    )
     passes = plan.epoch(plan.updates)
     decoding = choose_decoding(recipe, images, backend, passes=passes, progress=progress)
     return open_pipeline(recipe, plan, images, decoding, backend)
+
+
+def _with_order(index: Index, recipe: Recipe, plan: Plan, backend: Backend) -> Index:
+    """Return the index with the order of training, by which its cache keeps blocks."""
+    if index.cache is None:
+        return index
+    first = backend.rank - backend.local_rank
+    order = TrainingOrder(
+        seed=recipe.seed,
+        num_samples=len(index),
+        trained=index.trained,
+        repeats=recipe.data.repeats,
+        order=recipe.data.order,
+        device_batch=plan.device_batch,
+        ranks=range(first, first + backend.local_size),
+        workers=plan.workers,
+    )
+    return replace(index, cache=replace(index.cache, order=order))
 
 
 def open_pipeline(
@@ -262,7 +306,7 @@ def open_pipeline(
         plan=plan,
         rank=backend.rank,
         data=recipe.data,
-        train_index=images.train,
+        train_index=_with_order(images.train, recipe, plan, backend),
         val_index=images.validation,
         open_decoder=lambda index, view: decoding.open(index, view, resources),
         channels_last=execution.channels_last(device.type),

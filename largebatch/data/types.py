@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from largebatch.recipe.data import Interpolation, Triple
+from largebatch.recipe.data import Interpolation, Order, Triple
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -77,6 +78,52 @@ class MixedPairs:
     """Number of classes, K."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingOrder:
+    """What the order of training depends on, for one host."""
+
+    seed: int
+    num_samples: int  # length of the index
+    trained: IntArray | None  # rows that are trained on; None for all
+    repeats: int
+    order: Order | None
+    """Chunks and windows of the recipe; None for none."""
+
+    device_batch: int
+    ranks: range
+    """Workers of this host among `workers`."""
+
+    workers: int
+
+    @property
+    def num_trained(self) -> int:
+        """Length of an epoch without repeats."""
+        return self.num_samples if self.trained is None else len(self.trained)
+
+    def is_own(self, positions: IntArray) -> BoolArray:
+        """Return True for the positions of this host's workers.
+
+        With repeats, and in a schedule of batches, this is an estimate: all or nearly all.
+        """
+        if self.repeats > 1 or len(self.ranks) == self.workers:
+            return np.ones(len(positions), dtype=np.bool_)
+        worker = positions // self.device_batch % self.workers
+        own: BoolArray = (worker >= self.ranks.start) & (worker < self.ranks.stop)
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class HostCache:
+    """Where a host keeps what it has read from a bucket."""
+
+    folder: Path
+    share: int | None  # bytes that one worker may keep; None: no limit
+    worker: int  # number of this worker on its host
+    workers: int  # number of workers on the host
+    order: TrainingOrder | None = None
+    """Order in which images of the index are trained on; None: not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One device batch for a decoder: the images, and the numbers drawn for each of them.
@@ -101,6 +148,9 @@ class Request:
 
     mix: MixedPairs | None = None
     """How the images of each pair are mixed; None: no image is, and labels are class numbers."""
+
+    start: int | None = None
+    """Position in the run of the first image; None for clean images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,11 @@ class Reducer:
             for weight in group.parameters.values():
                 weight.grad = None
 
+    @property
+    def sent_sizes(self) -> list[int]:
+        """Numbers of elements of the tensors that are sent, in this order; empty if none is."""
+        return [group.sent.numel() for group in self._groups] if self._sends else []
+
     def refusal(self) -> str | None:
         """Return why a graph cannot repeat the sums; None if it can."""
         return None if in_graphs(self.workers) else "only NCCL's sums can be recorded"

@@ -27,6 +27,7 @@ from largebatch.distributed.environment import (
     number,
     use_loopback,
 )
+from largebatch.distributed.flight_recorder import enable_recorder
 from largebatch.errors import BackendError, MismatchError, PeerLostError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -165,6 +166,15 @@ class RunningTorch(TorchGroup):
             for group in self._groups:
                 _set_pg_timeout(self.timeout, group._group)
 
+    def members(self) -> dict[str, list[int]]:
+        """Return the ranks of each group, by torch's name of it; pairs are left out."""
+        groups = [group._group or dist.group.WORLD for group in self._groups]
+        return {
+            group.group_name: dist.get_process_group_ranks(group)
+            for group in groups
+            if group is not None
+        }
+
     def close(self) -> None:
         """Do nothing: the code that opened the group closes it."""
 
@@ -197,6 +207,7 @@ class TorchDistributed(RunningTorch):
             use_loopback()
         self.timeout = timedelta(seconds=timeout)
         self._limit = self.timeout * (STARTING if starting else 1)
+        enable_recorder()
         with lost_peers_named(rank):
             store, rank, world_size = open_store(self._limit)
             # torchrun's store survives a restart, with the addresses of the previous workers.
@@ -217,6 +228,11 @@ class TorchDistributed(RunningTorch):
                 device_id=None if device.type == "cpu" else device,
             )
         super().__init__(device)
+
+    def seconds_allowed(self) -> float:
+        """Return the present timeout of an operation."""
+        assert self._limit is not None
+        return self._limit.total_seconds()
 
     def close(self) -> None:
         """Destroy the process groups."""

@@ -1,5 +1,6 @@
 """The section `data`: the images."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +16,9 @@ MAX_ERASED = 16
 
 REPEATED = 64
 """Images that follow together several times with `repeats`; the last ones of an epoch are more."""
+
+MAX_CHUNK = 2**20
+"""Largest chunk in images, and largest window in chunks."""
 
 MAX_REPEATS = 10
 """Largest `repeats`: 66 images have this many orders in which no two are neighbours twice."""
@@ -133,6 +137,62 @@ class Mix(Section):
         return self
 
 
+class Order(Section):
+    """An order of the images that reads storage in large parts.
+
+    An epoch is a random order of chunks, which are consecutive images of the index. The images of
+    every `window` chunks that follow are in a random order of their own. Both are drawn from the
+    seed and the epoch, and every image occurs once in an epoch.
+    """
+
+    chunk: Annotated[int, Field(ge=1, le=MAX_CHUNK)]
+    """Consecutive images that are read together; the last chunk may have fewer. 1: the order
+    without data.order, whatever the window."""
+
+    window: Annotated[int, Field(ge=1, le=MAX_CHUNK)]
+    """Chunks whose images are shuffled together; the last window may have fewer. A window of all
+    chunks is the order without data.order."""
+
+    def describe(self, *, images: int, batch: int) -> str:
+        """Describe the windows of an epoch, and the chunks of an update.
+
+        >>> Order(chunk=256, window=64).describe(images=1_281_167, batch=32_768)
+        'windows of 16,384 images (1.28 %); an update has images of about 191 of 5,005 chunks'
+        """
+        if self.chunk == 1 or self.window_samples >= images:
+            return "one window has all images, which is the order without data.order"
+        num_chunks = math.ceil(images / self.chunk)
+        touched = min(round(self.chunks_of(batch)), num_chunks)
+        return (
+            f"windows of {self.window_samples:,} images ({100 * self.window_samples / images:.3g} "
+            f"%); an update has images of about {touched:,} of {num_chunks:,} chunks"
+        )
+
+    @property
+    def window_samples(self) -> int:
+        """Number of images in a window of whole chunks."""
+        return self.chunk * self.window
+
+    def chunks_of(self, batch: int) -> float:
+        """Return the mean number of chunks that this many consecutive images are in.
+
+        >>> round(Order(chunk=256, window=64).chunks_of(32_768))
+        191
+        """
+        size = self.window_samples
+
+        def chunks_of_part(images: int) -> float:
+            # Part of the chunks that have one of these images of a window, which are random ones.
+            return self.window * (1 - (1 - images / size) ** self.chunk)
+
+        means = []
+        for start in range(0, size, math.ceil(size / 128)):
+            first = min(batch, size - start)
+            whole, last = divmod(batch - first, size)
+            means.append(chunks_of_part(first) + whole * self.window + chunks_of_part(last))
+        return sum(means) / len(means)
+
+
 class HeldOut(Section):
     """Training images that validate instead of the validation images."""
 
@@ -209,6 +269,11 @@ class Data(Section):
     follow, each time with other crops and other neighbours. An epoch remains train_samples
     positions, so it has 1 / `repeats` of the images, and in `repeats` epochs every image occurs
     `repeats` times. Clean updates and statistics have every image once in an epoch. 1: none."""
+
+    order: Order | None = None
+    """Order of the training images in large parts, for storage that is slow to read one image at a
+    time; null: a random order of all images. It expects shuffled shards, as `largebatch data
+    import` writes them. Statistics have random images in any case."""
 
     mix: Mix | None = None
     """Mixup and CutMix; null: training images are not mixed."""

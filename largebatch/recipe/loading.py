@@ -229,7 +229,14 @@ def _drop_keys_of_previous_kind(
     for key in keys[:-1]:
         fields = [above.model_fields[key] for above in candidates if key in above.model_fields]
         candidates = [below for field in fields for below in sections_of(field.annotation)]
-    kind_before = section.get(keys[-1])
+    choosers = [
+        candidate.model_fields[keys[-1]]
+        for candidate in candidates
+        if keys[-1] in candidate.model_fields
+    ]
+    # A recipe need not name the kind of its loss.
+    default = next((chooser.default for chooser in choosers if not chooser.is_required()), None)
+    kind_before = section.get(keys[-1], default)
     before = [candidate for candidate in candidates if kind_before in kinds_of(candidate)]
     after = [candidate for candidate in candidates if kind in kinds_of(candidate)]
     if before and after:

@@ -36,17 +36,27 @@ SYNONYMS = {
         "optimizer.kind": "opt optimizer optimizer_name",
         "optimizer.weight_decay": "wd",
         "optimizer.clip_norm": "clip_grad clip_grad_norm grad_clip gradient_clip_val",
+        "loss.kind": "bce_loss",
         "loss.label_smoothing": "smoothing",
         "loss.target_threshold": "bce_target_thresh",
+        "loss.classes": "bce_sum sum_classes",
         "precision": "amp mixed_precision",
         "data.classes": "num_classes n_classes",
+        "data.augment.kind": "aa auto_augment color_jitter rand_augment trivial_augment",
+        "data.augment.operations": "num_ops",
+        "data.augment.magnitude": "ra_magnitude",
+        "data.augment.std": "magnitude_std",
+        "data.erase.probability": "reprob random_erase random_erasing",
+        "data.erase.fill": "remode",
+        "data.erase.count": "recount",
+        "data.repeats": "aug_repeats ra_reps repeated_aug",
         "data.mix.mixup": "mixup mixup_alpha",
         "data.mix.cutmix": "cutmix cutmix_alpha",
         "data.mix.probability": "mixup_prob",
         "data.mix.switch": "mixup_switch_prob",
         "data.mix.until": "mixup_off_epoch",
         "data.image_size": "img_size input_size resolution",
-        "polish.ema": "ema_decay",
+        "polish.ema": "ema_decay model_ema_decay",
         "seed": "random_seed manual_seed",
         "tracking": "logger tracker report_to",
     }.items()
@@ -54,6 +64,15 @@ SYNONYMS = {
 }
 """Names in other programs, and the keys of a recipe that they mean."""
 
+_CHOICES = {
+    "binary_cross_entropy": "bce",
+    "ra": "rand_augment",
+    "ta_wide": "trivial_augment",
+    "pixel": "noise",
+    "random": "noise",
+    "const": "constant",
+}
+"""Values in other programs, and the choices of a recipe that they mean."""
 
 _MOVED = {"optimizer": "schedule.", "model": "data.", "data": "batch."}
 """Sections in which other programs have keys that are in another section of a recipe."""
@@ -139,7 +158,8 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
-            return f"{chooser}: missing"
+            kinds = _kinds_with(chooser, root)
+            return f"{chooser}: missing; give one of: {', '.join(kinds)}"
         case "union_tag_invalid":
             given = clip(repr(context["tag"]), LONGEST_NAME)
             expected = context["expected_tags"] or "the kinds of installed packages"
@@ -179,15 +199,19 @@ def _hint(keys: Sequence[str], known: Sequence[str], root: type[Section]) -> str
     in_list = any(key.isdigit() for key in keys)
     if instead and not in_list and {_plain(where), _plain(keys[-1])} & SYNONYMS.keys():
         return instead
-    others = [
-        kind for key, owner, _ in every_field(root) if key == where for kind in kinds_of(owner)
-    ]
+    others = _kinds_with(where, root)
     if others and not in_list:
         return f"it is a key of kind: {', '.join(others)}; known keys: {', '.join(known)}"
     otherwise = instead or f"known keys: {', '.join(known)}"
     if not in_list and (meant_key(keys[-1], root) or "").startswith("duration."):
         return otherwise  # `epochs` is no misspelling of `eps`
     return nearest(keys[-1], known, otherwise=otherwise, most=1)
+
+
+def _kinds_with(key: str, root: type[Section]) -> list[str]:
+    """Return the kinds of the sections that have a key; none if that is in no union."""
+    owners = [owner for name, owner, _ in every_field(root) if name == re.sub(r"\.\d+", "", key)]
+    return list(dict.fromkeys(kind for owner in owners for kind in kinds_of(owner)))
 
 
 def _instead(where: str, root: type[Section]) -> str | None:
@@ -197,7 +221,11 @@ def _instead(where: str, root: type[Section]) -> str | None:
 
 
 def _meant(value: object, expected: str) -> str:
-    return nearest(str(value), re.findall("'([^']*)'", expected), otherwise="", most=1)
+    choices = re.findall("'([^']*)'", expected)
+    meant = _CHOICES.get(_plain(str(value)))
+    if meant in choices:
+        return f"did you mean {meant!r}?"
+    return nearest(str(value), choices, otherwise="", most=1)
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:

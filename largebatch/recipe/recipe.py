@@ -6,12 +6,12 @@ default, except where the literature agrees on one.
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
+from largebatch.address import Place
 from largebatch.errors import DataError, RecipeError
 from largebatch.formatting import Tabular, dotted
 from largebatch.recipe.execution import Execution
@@ -93,7 +93,7 @@ class Recipe(Tabular, Keys):
         """Return True if a worker holds weights and trains nothing."""
         return self.protocol is not None and rank >= self.protocol.learners
 
-    def refuse_folder(self, folder: Path | None) -> None:
+    def refuse_folder(self, folder: Place | None) -> None:
         """Raise DataError if a folder of images is given that would not be read."""
         if folder is not None and self.data.source != "folder":
             raise DataError(f"--data {folder} would not be read: data.source is {self.data.source}")

@@ -120,7 +120,7 @@ def mark_stages(axes: "Axes", run: Run) -> None:
         (change.step, f"batch {change.global_batch:,}", MUTED) for change in run.plan.batch_changes
     ]
     if 0 < run.plan.mix_steps < run.plan.train_steps:
-        marks.append((run.plan.mix_steps, "mixed images", MUTED))
+        marks.append((run.plan.mix_steps, "not mixed", MUTED))
     marks += [(start, stage, looks[stage].colour) for start, stage in starts]
     visible_marks = [mark for mark in sorted(marks) if first <= mark[0] < end]
     for row, (step, text, colour) in enumerate(visible_marks):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from largebatch.address import Place
 from largebatch.data.erasing import boxes_in_pixels
 from largebatch.data.mixing import shares_of
 from largebatch.data.operations.draws import Operation
@@ -109,6 +110,7 @@ def _first_positions(pipeline: Pipeline) -> tuple[IntArray, IntArray]:
         num_samples=len(index),
         trained=index.trained,
         repeats=pipeline.data.repeats,
+        order=pipeline.data.order,
     )
     _, first = np.unique(index.labels[order[:epoch]], return_index=True)
     chosen = np.sort(np.argsort(first)[:CLASSES])
@@ -223,7 +225,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
 
 
 def write_sheet(
-    path: Path, recipe: Recipe, *, folder: Path | None, progress: ReadProgress = silent
+    path: Path, recipe: Recipe, *, folder: Place | None, progress: ReadProgress = silent
 ) -> None:
     """Write the contact sheet of a recipe, whose images may be in `folder`, as a PNG file.
 

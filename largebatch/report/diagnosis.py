@@ -22,6 +22,8 @@ FALLS = 0.05
 """Fall of the smoothed training loss over the last quarter of the updates, as a part of the loss of
 guessing, from which more epochs promise more: about twice the spread over seeds in short runs."""
 
+FLOORS = 0.05  # part by which the losses that the labels of two runs leave may differ
+
 FEWEST_TIMED = 20  # fewest updates whose waits are judged: the first ones fill queues
 
 
@@ -175,9 +177,11 @@ def measure_classes(run: Record) -> causes.WeakClasses | None:
 def measure_pair(run: Record, small: Record | None) -> causes.Pair | None:
     """Compare a run with one in smaller batches; None without one, or without training losses.
 
-    Losses of mixed images are higher than those of others, so these are not compared.
+    Losses of other functions, or of labels that leave another loss, are not compared either.
     """
-    if small is None or not run.loss.size or not small.loss.size or run.mixed != small.mixed:
+    if small is None or not run.loss.size or not small.loss.size:
+        return None
+    if not _have_same_loss(run, small):
         return None
     top1 = float(run.top1[-1]) if run.top1.size else math.nan
     small_top1 = float(small.top1[-1]) if small.top1.size else math.nan
@@ -199,6 +203,16 @@ def measure_pair(run: Record, small: Record | None) -> causes.Pair | None:
         factor=epochs_factor(run, small) or math.nan,
         progress=_progress(run),
     )
+
+
+def _have_same_loss(run: Record, small: Record) -> bool:
+    if run.mixed != small.mixed:
+        return False
+    if run.objective is None or small.objective is None:  # such as in the log of another program
+        return True
+    # Mixing of another strength leaves another loss.
+    has_same_floor = math.isclose(run.floor, small.floor, rel_tol=FLOORS)
+    return run.objective == small.objective and has_same_floor
 
 
 def measure_gap(run: Record) -> causes.Gap | None:
@@ -292,8 +306,12 @@ def _progress(run: Record) -> causes.LossProgress:
     trend = run.trend
     if run.run is not None:
         mixes = any(step.mixed for step in run.run.steps)
-        counted = (step.stage == "train" and step.mixed == mixes for step in run.run.steps)
-        trend = trend[: sum(counted)]
+        counted = [
+            step
+            for step in run.run.steps
+            if step.stage == "train" and step.mixed == mixes and not step.skipped
+        ]
+        trend = trend[: len(counted)]
     rows = len(trend)
     # Plain numbers: NumPy warns of the difference of two infinite losses.
     fall = float(trend[-1 - rows // 4]) - float(trend[-1]) if rows >= 4 else math.nan

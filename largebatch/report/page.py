@@ -294,9 +294,11 @@ def describe_clipping(run: Run) -> list[PagePart]:
     norms = norms[np.isfinite(norms)]
     if limit is None or not norms.size:
         return []
+    part = float((norms > limit).mean())
+    clipped = f"{percent(part)} % of the updates were" if part else "No update was"
     text = (
-        f"{percent(float((norms > limit).mean()))} % of the updates were clipped to a gradient "
-        f"norm of {limit:g}; the median norm before clipping was {three_digits(median(norms))}."
+        f"{clipped} clipped to a gradient norm of {limit:g}; the median norm before clipping was "
+        f"{three_digits(median(norms))}."
     )
     return [text]
 

@@ -87,6 +87,10 @@ class Record:
     mixed: bool = False
     """True if the training loss at the end is of mixed images."""
 
+    labels_per_image: float = 1.0
+    """Mean sum of the targets of an image at the end; more than 1 where target_threshold makes both
+    labels of mixed images 1."""
+
     objective: Loss | None = None
     """The training loss; None if it is not known, and taken for a cross-entropy. The validation
     loss is the cross-entropy without weights of classes."""
@@ -110,8 +114,7 @@ class Record:
         """Training loss of the same guess for every image, if all classes are equally frequent."""
         if not self.classes or not isinstance(self.objective, BinaryCrossEntropy):
             return self.chance
-        share = np.array(1 / self.classes)
-        loss = float(_surprise(share) + _surprise(1 - share))
+        loss = float(_entropy(self.objective, np.array(self.labels_per_image / self.classes)))
         return loss if self.objective.classes == "mean" else loss * self.classes
 
     @property
@@ -265,13 +268,14 @@ def record_of(run: Run) -> Record:
     recipe = run.parsed
     mistakes = run.final_mistakes
     classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
-    loss = recipe.loss if recipe else CrossEntropy()
-    mixed = recipe is not None and bool(steps) and steps[-1].mixed
+    mixed = bool(steps) and steps[-1].mixed
     floor = 0.0
-    if recipe is not None and mixed:
+    labels = 1.0
+    if recipe and mixed:
         floor = mixing_floor(recipe)
-    elif classes:
-        floor = float(smoothing_floor(loss, classes))
+        labels = labels_per_image(recipe)
+    elif recipe and classes:
+        floor = float(smoothing_floor(recipe.loss, classes))
     return Record(
         name=run.folder,
         step=values_of(steps, "step"),
@@ -288,7 +292,8 @@ def record_of(run: Run) -> Record:
         classes=classes,
         floor=floor,
         mixed=mixed,
-        objective=loss,
+        labels_per_image=labels,
+        objective=recipe.loss if recipe else None,
         batch=run.plan.global_batch,
         warmup=run.plan.warmup_steps,
         normalised=recipe is None or recipe.batch.bn_span is not None,
@@ -314,53 +319,69 @@ def running_median(values: FloatArray, size: int) -> FloatArray:
     return np.array([np.partition(window, before)[before] for window in windows])
 
 
-def smoothing_floor(loss: Loss, num_classes: int, own: float | FloatArray = 1.0) -> FloatArray:
-    """Return the lowest loss that smoothed labels leave: the entropy of their targets, in nats.
+def smoothing_floor(loss: Loss, num_classes: int, shares: float | FloatArray = 1.0) -> FloatArray:
+    """Return the lowest loss that smoothed labels leave, in nats: the entropy of their targets.
 
-    `own` is the share of an image's label; the rest is that of another class.
+    `shares` are those of the images' own labels; the rest is of another class.
 
     >>> round(float(smoothing_floor(CrossEntropy(label_smoothing=0.1), 2)), 3)
     0.199
     """
-    others = num_classes
-    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
-        others = num_classes - 1
-    off_target = loss.label_smoothing / others
-    shares = np.asarray(own)
-    # Of the label, of the other class, and of each of the rest.
-    labels = [shares, 1 - shares, np.zeros_like(shares)]
-    targets = [off_target + (1 - num_classes * off_target) * share for share in labels]
-    counts = [1, 1, num_classes - 2]
-    if isinstance(loss, CrossEntropy):
-        return sum(
-            (_surprise(p) * count for p, count in zip(targets, counts, strict=True)),
-            np.zeros_like(shares),
-        )
-    if loss.target_threshold is not None:
-        return np.zeros_like(shares)  # targets are 0 and 1
-    floor = sum(
-        ((_surprise(p) + _surprise(1 - p)) * n for p, n in zip(targets, counts, strict=True)),
-        np.zeros_like(shares),
-    )
-    return floor / num_classes if loss.classes == "mean" else floor
+    if isinstance(loss, BinaryCrossEntropy) and loss.target_threshold is not None:
+        return np.zeros_like(np.asarray(shares))  # targets are 0 and 1
+    own, partners, rest = _targets(loss, num_classes, np.asarray(shares))
+    floor = _entropy(loss, own) + _entropy(loss, partners)
+    floor += (num_classes - 2) * _entropy(loss, rest)
+    if isinstance(loss, BinaryCrossEntropy) and loss.classes == "mean":
+        floor /= num_classes
+    return floor
 
 
 def mixing_floor(recipe: Recipe) -> float:
-    """Return the lowest loss that mixed and smoothed labels leave: their mean entropy, in nats.
+    """Return the lowest loss that mixed and smoothed labels leave, in nats: their mean entropy."""
+    return float(smoothing_floor(recipe.loss, recipe.data.classes, _drawn_shares(recipe)).mean())
 
-    It is the mean of PAIRS pairs as the recipe draws them; partners of one class are as frequent as
-    in classes of equal sizes.
-    """
+
+def labels_per_image(recipe: Recipe) -> float:
+    """Return the mean sum of the targets of a mixed image, which target_threshold makes 0 or 1."""
+    loss = recipe.loss
+    if not isinstance(loss, BinaryCrossEntropy) or loss.target_threshold is None:
+        return 1.0
+    own, partners, _ = _targets(loss, recipe.data.classes, _drawn_shares(recipe))
+    return float((own > loss.target_threshold).mean() + (partners > loss.target_threshold).mean())
+
+
+def _drawn_shares(recipe: Recipe) -> FloatArray:
+    """Return the shares of the own labels of PAIRS pairs, as the recipe mixes them."""
     # Needs torch, and most reports need no drawing.
     from largebatch.data.mixing import draw_pairs, shares_of
 
     data = recipe.data
     assert data.mix is not None
     pairs = draw_pairs(data.mix, range(2 * PAIRS), seed=0, classes=data.classes)
-    own = shares_of(pairs, height=data.image_size, width=data.image_size)
-    two_classes = smoothing_floor(recipe.loss, data.classes, own).mean()
-    one_class = smoothing_floor(recipe.loss, data.classes)
-    return float(two_classes + (one_class - two_classes) / data.classes)
+    shares = shares_of(pairs, height=data.image_size, width=data.image_size)
+    # Both images of a pair have one class as often as in classes of equal sizes.
+    shares[:: data.classes] = 1.0
+    return shares
+
+
+def _targets(
+    loss: Loss, num_classes: int, shares: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the targets of the own label, of the partner's, and of each other class."""
+    others = num_classes
+    if isinstance(loss, CrossEntropy) and loss.off_target == "others":
+        others = num_classes - 1
+    rest = np.asarray(loss.label_smoothing / others)
+    of_labels = 1 - num_classes * rest
+    return rest + of_labels * shares, rest + of_labels * (1 - shares), rest
+
+
+def _entropy(loss: Loss, target: FloatArray) -> FloatArray:
+    """Return the part of a class in the lowest loss of an image, in nats."""
+    if isinstance(loss, CrossEntropy):
+        return _surprise(target)
+    return _surprise(target) + _surprise(1 - target)
 
 
 def _surprise(probability: FloatArray) -> FloatArray:

@@ -15,6 +15,7 @@ from largebatch import accelerator
 from largebatch.data.decoding import choose_decoding
 from largebatch.data.images import read_images
 from largebatch.data.pipeline import Pipeline, open_images, open_pipeline
+from largebatch.data.types import HostCache
 from largebatch.distributed.agreement import Facts, require_agreement, share_weights
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -90,7 +91,13 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         _require_model(recipe, draft, model)
         require_graphs(recipe.execution.graph, device)
 
-        images = read_images(recipe, backend, folder=options.data, dataset=options.dataset)
+        images = read_images(
+            recipe,
+            backend,
+            folder=options.data,
+            dataset=options.dataset,
+            cache=host_cache(options, backend),
+        )
         # Cached images take memory of a GPU, so the device batch is measured after them.
         passes = draft.epoch(draft.updates)
         decoding = choose_decoding(recipe, images, backend, passes=passes)
@@ -98,6 +105,8 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
         if decoding.remark is not None:
             remarks.insert(0, decoding.remark)
+        if warning := images.describe_order(recipe.data.order):
+            remarks.append(warning)
 
         # A server without a learner sees the time only when learners rest, and would mistake the
         # time between for the time that a stop needs.
@@ -144,6 +153,18 @@ def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:
     require_accepted(recipe.model, classes=recipe.data.classes, image_sizes=sizes)
 
 
+def host_cache(options: Options, backend: Backend) -> HostCache | None:
+    """Return where this worker keeps what it reads from a bucket; None without --cache-dir."""
+    if options.cache_dir is None:
+        return None
+    share = None
+    if options.cache_gb is not None:
+        share = int(options.cache_gb * 1e9) // backend.local_size
+    return HostCache(
+        options.cache_dir, share, worker=backend.local_rank, workers=backend.local_size
+    )
+
+
 @contextmanager
 def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
     """Build the objects that evaluate or polish a saved run on any number of workers."""
@@ -156,7 +177,14 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
             workers=backend.world_size, device_batch=recipe.execution.device_batch
         )
         model = build_model(recipe, backend.device)
-        opened = open_images(recipe, plan, backend, folder=options.data, dataset=options.dataset)
+        opened = open_images(
+            recipe,
+            plan,
+            backend,
+            folder=options.data,
+            dataset=options.dataset,
+            cache=host_cache(options, backend),
+        )
         with closing(opened) as pipeline:
             share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
             with closing(build_state(portable, plan, model, backend)) as state:
@@ -172,7 +200,7 @@ def open_measuring(recipe: Recipe, options: Options, facts: Facts) -> Iterator[S
 
 
 def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
-    """Call the model's `init_from_images`, if any, with clean images in the first epoch's order."""
+    """Call the model's `init_from_images`, if any, with clean images in a random order."""
     init = getattr(model, "init_from_images", None)
     if init is None:
         return
@@ -180,7 +208,7 @@ def _init_from_images(model: nn.Module, pipeline: Pipeline) -> None:
     positions = range(pipeline.plan.train_samples)
     starts = range(0, len(positions), size)
     batches_of_samples = (
-        pipeline.training_samples(positions[start : start + size]) for start in starts
+        pipeline.random_samples(positions[start : start + size]) for start in starts
     )
     # In float32, with decoders of its own: weights are computed from the images.
     exact = replace(pipeline, dtype=torch.float32, idle={})

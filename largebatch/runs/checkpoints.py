@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from largebatch.address import Place, place_of
 from largebatch.data.datasets.own import import_own
 from largebatch.data.index.index import load_or_read
 from largebatch.distributed.agreement import checksum
@@ -55,7 +56,8 @@ class Evaluated(NamedTuple):
     training: Metrics | None
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
-    classes: int
+    recipe: Recipe
+    """That of the model, with the changes of this evaluation."""
 
 
 class Saved(NamedTuple):
@@ -101,7 +103,7 @@ def evaluate_checkpoint(
     of every validation batch of this worker. `data.held_out=null` among the options' overrides
     measures the validation images of a run that was validated on held-out training images.
     """
-    # With it the training images would be those that were held out, too.
+    # Without held-out images the training images would be all of them.
     changes = () if training else (VALIDATION_IMAGES,)
     saved, options = load_saved(path, options, model=model, changes=changes)
     facts = {"command": "evaluate", "checkpoint": checksum(saved.weights), "--training": training}
@@ -110,8 +112,7 @@ def evaluate_checkpoint(
         on_validation = session.evaluator.validation(each)
         on_training = session.evaluator.training() if training else None
         step = saved.checkpoint.progress.updates if saved.checkpoint else None
-        classes = saved.recipe.data.classes
-        return Evaluated(saved.path, step, on_validation, on_training, classes)
+        return Evaluated(saved.path, step, on_validation, on_training, saved.recipe)
 
 
 def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
@@ -217,7 +218,7 @@ def find_saved(
     path: Path,
     *,
     model: str | None = None,
-    data: Path | str | None = None,
+    data: Place | str | None = None,
     overrides: Sequence[str] = (),
     ema: bool = False,
 ) -> Saved:
@@ -236,7 +237,7 @@ def find_saved(
             names = []
             samples = (_BATCH, 1)  # no image is measured
         else:
-            train, val = (load_or_read(Path(data), split) for split in ("train", "val"))
+            train, val = (load_or_read(place_of(data), split) for split in ("train", "val"))
             number = len(train.classes)
             names = list(train.classes)
             samples = (len(train), len(val))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch import registry
+from largebatch.address import Address
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import worker_rank
@@ -32,7 +33,9 @@ from largebatch.models.wrappers import failures_named
 from largebatch.recipe.loading import differences
 from largebatch.recipe.writing import dump_yaml
 from largebatch.report import write_report
+from largebatch.runs.hangs import hangs_named
 from largebatch.runs.interrupts import describe_cause, scheduler
+from largebatch.runs.mirror import mirrored
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import WEIGHTS
 from largebatch.storage import remove_leftovers, write_whole, writing
@@ -73,10 +76,13 @@ _PLANNED = ("workers", "device_batch", "accumulation", "steps")
 
 
 @contextmanager
-def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
+def open_folder(
+    session: Session, folder: Path, *, resume: bool, mirror: Address | None = None
+) -> Iterator[list[Tracker]]:
     """Make and lock the run folder, and yield the trackers of the run; worker 0 only.
 
-    Raises CheckpointError if the folder cannot be written or another run writes to it.
+    The folder is copied to `mirror`. Raises CheckpointError if the folder or its copy cannot be
+    written or another run writes to it.
     """
     recipe = session.saver.recipe
     note = partial(session.log.note, "train")
@@ -111,7 +117,14 @@ def open_folder(session: Session, folder: Path, *, resume: bool) -> Iterator[lis
         # Before the trackers of other programs, whose errors it notes and whose servers may be
         # slow.
         trackers.insert(1, log)
-        yield trackers
+        with mirrored(
+            folder, mirror, note=note, stopped=lambda: session.requests.stopped
+        ) as copies:
+            if copies is not None:
+                trackers.append(copies)
+                session.saver.writer.before = copies.wait
+                session.saver.writer.after = copies.checkpoint_written
+            yield trackers
 
 
 @dataclass
@@ -135,13 +148,13 @@ def recorded(session: Session, options: Options) -> Iterator[Recording]:
     draws = options.report
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if session.backend.rank == 0:
-        opened = open_folder(session, folder, resume=bool(options.resume))
+        opened = open_folder(session, folder, resume=bool(options.resume), mirror=options.mirror)
     with opened as trackers:
         session.log.trackers.extend(trackers)
         session.begin()
         recording = Recording()
         try:
-            with failures_named():
+            with failures_named(), hangs_named(session, folder):
                 yield recording
                 session.saver.finish()
         except SmallerBatchError:  # not an end: the run starts again at once, and draws later
@@ -329,8 +342,10 @@ def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 def remember(folder: Path, options: Options) -> None:
     """Write the options of a run into its folder, for `remembered`."""
-    if options.data is not None:  # the next command may be given in another folder
+    if isinstance(options.data, Path):  # the next command may be given in another folder
         options = replace(options, data=options.data.absolute())
+    if options.cache_dir is not None:
+        options = replace(options, cache_dir=options.cache_dir.absolute())
     text = _OPTIONS.dump_json(options, indent=1)
     with writing(folder):
         write_whole(folder / OPTIONS, text)

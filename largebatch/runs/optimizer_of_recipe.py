@@ -50,7 +50,7 @@ def depths_of_recipe(recipe: Recipe, model: nn.Module) -> dict[nn.Parameter, int
     except ValueError as error:
         raise RecipeError(
             f"optimizer.layer_decay: model.name: {recipe.model.name}: {error}; take a model of "
-            "timm, or leave layer_decay out"
+            "timm, give your own one group_matcher(), or leave layer_decay out"
         ) from None
 
 

@@ -13,9 +13,11 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from cyclopts import Group, Parameter, Token
+from pydantic import PlainSerializer, PlainValidator
 
+from largebatch.address import Address, Place, place_of
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
-from largebatch.errors import LargebatchError
+from largebatch.errors import DataError, LargebatchError
 from largebatch.recipe.installed import installed
 
 if TYPE_CHECKING:
@@ -69,6 +71,60 @@ def _require_utf8(path: Path, option: str) -> None:
             "can hold it; rename it, or pass a link to it: ln -s FOLDER NAME"
         ) from None
 
+
+def _place(_: object, tokens: Sequence[Token]) -> Place:
+    return place_of(tokens[0].value)
+
+
+def require_cached_address(
+    data: Place | None, cache_dir: Path | None, cache_gb: float | None
+) -> None:
+    """Raise LargebatchError for a cache of images that are not read from an address."""
+    if cache_dir is not None and not isinstance(data, Address):
+        raise LargebatchError(
+            f"--cache-dir {cache_dir}: keeps what is read from an address, such as --data "
+            "s3://bucket/birds; leave it out"
+        )
+    if cache_gb is not None and cache_dir is None:
+        raise LargebatchError(f"--cache-gb {cache_gb:g}: name the folder: --cache-dir DIR")
+
+
+DataPlace = Annotated[
+    Place,
+    PlainValidator(place_of),
+    PlainSerializer(str),
+    Parameter(converter=_place, n_tokens=1, accepts_keys=False, metavar="DIR"),
+]
+"""A folder, or an address in a bucket; JSON has its text."""
+
+
+def address_of(text: str | Address) -> Address:
+    """Return an address; raise DataError for a folder of this machine, and as place_of."""
+    address = place_of(text)
+    if isinstance(address, Path):
+        raise DataError(
+            f"--mirror {address}: expected an address such as s3://bucket/runs, or "
+            "file:///folder for a folder"
+        )
+    return address
+
+
+def _address(_: object, tokens: Sequence[Token]) -> Address:
+    return address_of(tokens[0].value)
+
+
+MirrorAddress = Annotated[
+    Address,
+    PlainValidator(address_of),
+    PlainSerializer(str),
+    Parameter(converter=_address, n_tokens=1, accepts_keys=False, metavar="ADDRESS"),
+]
+"""An address below which run folders are copied; JSON has its text."""
+
+RunPlace = Annotated[
+    Place, Parameter(converter=_place, n_tokens=1, accepts_keys=False, metavar="RUN")
+]
+"""A run folder, or the address of its copy."""
 
 Count = Annotated[int, Parameter(validator=_positive, metavar="N")]
 Number = Annotated[float, Parameter(validator=_positive)]
@@ -165,16 +221,23 @@ class Changes:
 class MachineOptions(Changes, Workers):
     """Options that depend on the machine, and that all runs of one study share."""
 
-    data: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
-    """Images for a recipe with data.source: folder, as DIR/{train,val}/<class>/* or *.tar."""
+    data: Annotated[DataPlace | None, OF_DATA] = None
+    """Images for data.source: folder, as DIR/{train,val}/<class>/* or *.tar, or s3:// of shards."""
+
+    cache_dir: Annotated[Path | None, OF_DATA, Parameter(metavar="DIR")] = None
+    """Folder on each host that keeps what it reads from the address of --data, for all its runs."""
+
+    cache_gb: Annotated[Number | None, OF_DATA, Parameter(metavar="N")] = None
+    """Bytes that a run keeps in --cache-dir on a host, in 10^9 (all)."""
 
     dataset: Annotated[str | None, OF_DATA, Parameter(metavar="M:F")] = None
     """Images instead from module:function, which returns data sets (train, val)."""
 
     def __post_init__(self) -> None:
         """Raise LargebatchError for images that no record can name."""
-        if self.data is not None:
+        if isinstance(self.data, Path):
             _require_utf8(self.data, "data")
+        require_cached_address(self.data, self.cache_dir, self.cache_gb)
 
     def options(self, *, out: Path) -> "Options":
         """Return the options of a run in `out` on this machine, all changes among its overrides."""
@@ -188,6 +251,9 @@ class Options(MachineOptions):
 
     out: Annotated[Folder, OF_FOLDER] = NEW_FOLDER
     """Run folder."""
+
+    mirror: Annotated[MirrorAddress | None, OF_FOLDER] = None
+    """Copy the run folder below this address, such as s3://bucket/runs, while it is written."""
 
     resume: Annotated[Resume, OF_FOLDER, Parameter(metavar="yes|auto", show_choices=False)] = False
     """yes: continue the run in --out; auto: if it has a checkpoint, else start it."""
@@ -229,7 +295,7 @@ class Options(MachineOptions):
     def shared(self) -> dict[str, object]:
         """The options that all workers must share; only worker 0 uses the run folder."""
         # All others are equal: a worker with another --time-limit would stop alone.
-        of_one_worker = {"out", "backend", "report", "workers", "restarts", "min_workers"}
+        of_one_worker = {"out", "mirror", "backend", "report", "workers", "restarts", "min_workers"}
         return {
             f"--{name.replace('_', '-')}": value
             for name, value in vars(self).items()

@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter
 
 from largebatch import accelerator
+from largebatch.address import Place, place_of
 from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
@@ -47,7 +48,8 @@ from largebatch.runs.folder import (
     require_same_run,
 )
 from largebatch.runs.interrupts import describe_saved, noting_requests
-from largebatch.runs.options import NEW_FOLDER, Options, Resume, chosen_folder
+from largebatch.runs.mirror import bring_up_to_date, copy_of
+from largebatch.runs.options import NEW_FOLDER, Options, Resume, address_of, chosen_folder
 from largebatch.tracking.console import write_to
 from largebatch.tracking.events import REPORT, SUMMARY, Summary
 from largebatch.training.checkpoint import Checkpoint
@@ -71,9 +73,12 @@ def run(  # noqa: PLR0913 -- the options of a run
     device_batch: int | None = None,
     decoder: str | None = None,
     imports: Sequence[str] = (),
-    data: Path | str | None = None,
+    data: Place | str | None = None,
+    cache_dir: Path | str | None = None,
+    cache_gb: float | None = None,
     dataset: str | None = None,
     out: Path | str = NEW_FOLDER,
+    mirror: str | None = None,
     resume: Resume = False,
     max_steps: int | None = None,
     time_limit: float | None = None,
@@ -91,10 +96,15 @@ def run(  # noqa: PLR0913 -- the options of a run
     `recipe` comes from load_recipe, or is the name of an installed recipe or the path of a file,
     then with `overrides` such as ["seed=3"] or {"seed": 3}; `device_batch` and `decoder` override
     the keys of `execution`. `imports` are modules to import first, which may register models with
-    timm. Images are those of the folder `data`, or of `dataset`, "module:function", which returns a
+    timm. Images are those of the folder `data`, or address such as
+    "s3://bucket/imagenet", or of `dataset`, "module:function", which returns a
     training and a validation data set.
 
-    The run folder is `out`. `resume` continues the run in it; "auto" starts one if there is no
+    With an address, each host keeps what its workers read in the folder `cache_dir`, at most
+    `cache_gb` x 10^9 bytes, and reads it from there in later epochs and runs.
+
+    The run folder is `out`, and a copy of it is kept below the address `mirror`, such as
+    s3://bucket/runs. `resume` continues the run in it; "auto" starts one if there is no
     checkpoint. The run stops after `max_steps` updates in all or before `time_limit` seconds, and
     can be resumed. `profile` writes a trace of these updates, first and last. `allow` are keys that
     may differ from the resumed run, such as "schedule.peak_lr". `report`: draw the report at the
@@ -122,9 +132,12 @@ def run(  # noqa: PLR0913 -- the options of a run
         device_batch=device_batch,
         decoder=decoder,
         imports=tuple(imports),
-        data=None if data is None else Path(data),
+        data=None if data is None else place_of(data),
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        cache_gb=cache_gb,
         dataset=dataset,
         out=Path(out),
+        mirror=None if mirror is None else address_of(mirror),
         resume=resume,
         max_steps=max_steps,
         time_limit=time_limit,
@@ -167,6 +180,9 @@ def prepare(recipe: Recipe, options: Options) -> Options:
     _require_options(options)
     # Under a launcher all workers come here, and one of them looks at the folder for all.
     if worker_rank() in {None, 0}:
+        if options.mirror is not None:
+            copy = copy_of(options.out, options.mirror)
+            bring_up_to_date(options.out, copy, resume=bool(options.resume))
         check_folder(options.out, resume=options.resume)
         images = options.data if recipe.data.source == "folder" else None
         if recipe.tracking.logs_mlperf and images is not None:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -157,6 +157,12 @@ class Writer:
         self._constants = constants
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self.before: Callable[[], object] = _nothing
+        """Called in the thread before a checkpoint is written."""
+
+        self.after: Callable[[], object] = _nothing
+        """Called in the thread when a checkpoint is on the disk."""
+
         self.seconds = 0.0
         """Processor seconds of the last file that was written, which training may have lacked."""
 
@@ -178,12 +184,18 @@ class Writer:
     def _write(self, checkpoint: Checkpoint) -> None:
         if not self._folder.parent.is_dir():
             raise CheckpointError(f"{self._folder.parent}: was removed while the run wrote to it")
+        self.before()
         begin = time.thread_time()
         write_checkpoint(self._folder, checkpoint, constants=self._constants)
         self.seconds = time.thread_time() - begin
         for path in _newest_first(self._folder)[self._keep_last :]:
             if _step(path) != checkpoint.progress.best_step:
                 path.unlink(missing_ok=True)
+        self.after()
+
+
+def _nothing() -> None:
+    """Do nothing: no one follows the checkpoints of a writer."""
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

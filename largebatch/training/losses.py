@@ -64,7 +64,7 @@ def cross_entropy(
             # w(b) loss(b). That is `factors` times the loss of these shares, which add up to 1.
             labels = labels * weights.to(logits.dtype) / factors.unsqueeze(1)
         losses = F.cross_entropy(logits, labels, label_smoothing=mass, reduction="none")
-        return losses @ factors
+        return (losses * factors).sum()
 
     return criterion
 
@@ -111,7 +111,9 @@ def binary_cross_entropy(
         losses = losses.sum(1)
         if classes == "mean":
             losses = losses / num_classes
-        return losses.sum() if factors is None else losses @ factors
+        if factors is not None:
+            losses = losses * factors
+        return losses.sum()
 
     return criterion
 
@@ -151,4 +153,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _factors(labels: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of each sample: of a mixed one the mean of those of its labels."""
     weights = weights.to(dtype)
-    return labels.to(dtype) @ weights if labels.is_floating_point() else weights[labels]
+    if not labels.is_floating_point():
+        return weights[labels]
+    # Not by `@`, which an autocast of the caller's would compute in 16 bits.
+    return (labels.to(dtype) * weights).sum(1)

@@ -19,7 +19,7 @@ HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:{{ gpus_per_n
 # Not bound to a core: a worker's threads decode images on all cores of its host.
 command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot)
 for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}" \
-    "${!MLFLOW_@}" "${!MLPERF_@}"; do
+    "${!MLFLOW_@}" "${!MLPERF_@}" "${!AWS_@}" "${!AZURE_@}" "${!GOOGLE_@}"; do
     [[ ! -v $name ]] || command+=(-x "$name")
 done
 command+=("${python[@]}" -m largebatch "$@")

@@ -32,7 +32,7 @@ NODEFILE=${PBS_NODEFILE:-/dev/null}
 (($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"
 command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot)
 for name in PATH LD_LIBRARY_PATH PYTHONPATH "${!NCCL_@}" "${!HOROVOD_@}" "${!WANDB_@}" \
-    "${!MLFLOW_@}" "${!MLPERF_@}"; do
+    "${!MLFLOW_@}" "${!MLPERF_@}" "${!AWS_@}" "${!AZURE_@}" "${!GOOGLE_@}"; do
     [[ ! -v $name ]] || command+=(-x "$name")
 done
 command+=("${python[@]}" -m largebatch "$@")

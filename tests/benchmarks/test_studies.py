@@ -21,6 +21,7 @@ from benchmarks.studies.averaged_weights import tables as averaged_weights
 from benchmarks.studies.figures import save_svg
 from benchmarks.studies.learning_rates import tables as learning_rates
 from benchmarks.studies.optimizers import tables as optimizers
+from benchmarks.studies.order import tables as order
 from benchmarks.studies.polishing import tables as polishing
 from benchmarks.studies.polishing_gpu import tables as polishing_gpu
 from benchmarks.studies.recipes import tables as recipes
@@ -158,6 +159,25 @@ def test_the_study_of_augmentation_compares_gains_by_seed(tmp_path: Path) -> Non
         assert row["trained"].mean == pytest.approx(52)
         assert row["gain"].mean == pytest.approx(2)
         assert row["more"][:3] == pytest.approx((1, low, high))
+
+
+def test_the_study_of_orders_compares_with_the_random_one_by_seed(tmp_path: Path) -> None:
+    study = load_study(Path(order.__file__).with_name("study.yaml"))
+    cells = cells_of(study, tmp_path)
+    assert len(cells) * study.seeds == 4 * 3 * 3
+    for cell in cells:
+        for seed in (1, 2, 3):
+            top1 = 0.5 + seed / 100 - (0 if cell.variant == order.BASELINE else 0.01 * seed)
+            path = tmp_path / cell.name / f"seed-{seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"seed": seed, "top1": top1}))
+    rows = list(order.rows(augmentation.read(tmp_path)))
+    assert len(rows) == 4 * 3
+    assert rows[0]["difference"] is None
+    low, high = ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval(0.95)
+    for row in rows[1:3]:
+        assert row["top1"].mean == pytest.approx(50)
+        assert row["difference"][:3] == pytest.approx((-2, low, high))
 
 
 @pytest.mark.long

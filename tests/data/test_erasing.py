@@ -2,11 +2,11 @@
 
 import random
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import accelerator
 import numpy as np
+import plain_augment
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
@@ -39,23 +39,6 @@ def masks(erasures: Erasures, *, num_images: int, side: int) -> BoolArray:
     return erased
 
 
-@cache
-def noise_by_hand(seed: int, position: int, pixel: int) -> list[float]:
-    """Return the noise of a pixel, from 32-bit integers of Python and SciPy's quantiles."""
-    (key, *_), *_ = random_words(seed, Stream.ERASE_NOISE, block=position, num_blocks=1).tolist()
-
-    def scrambled(word: int) -> int:
-        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
-        word = (word ^ word >> 15) * 0xD35A2D97 % 2**32
-        return word ^ word >> 15
-
-    first = key % 2**32
-    second = key >> 32
-    word = scrambled(scrambled(pixel ^ first) ^ second)
-    ranks = np.array([word % 2**16, word >> 16, scrambled(word ^ first) % 2**16])
-    return list(stats.norm.ppf((ranks + 0.5) / 2**16))
-
-
 @pytest.mark.parametrize("settings", [PLAIN, NOISY], ids=["constant", "noise"])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_a_box_has_the_mean_colour_or_noise_and_other_pixels_are_untouched(
@@ -74,7 +57,7 @@ def test_a_box_has_the_mean_colour_or_noise_and_other_pixels_are_untouched(
     for row, y, x in np.argwhere(erased).tolist():
         values = [0.0] * 3
         if settings.fill == "noise":
-            values = noise_by_hand(3, positions[row], 8 * y + x)
+            values = plain_augment.noise(3, positions[row], 8 * y + x)
         expected[row, :, y, x] = torch.tensor(values)
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 

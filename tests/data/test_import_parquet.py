@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from class_folders import contents, png
+from class_folders import contents, images_of, png
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import read_folder
+from largebatch.data.order import import_order
 
 needs_pyarrow = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"
@@ -66,13 +67,25 @@ def command(source: Path, out: Path, *options: str) -> int:
 
 @needs_pyarrow
 def test_images_keep_their_bytes_order_and_labels(tmp_path: Path) -> None:
-    assert command(write_hub(tmp_path / "in"), tmp_path / "out") == DONE
+    assert command(write_hub(tmp_path / "in"), tmp_path / "out", "--keep-order") == DONE
     index = read_folder(tmp_path / "out", "train")
     assert index.classes == ("cat", "dog")
     assert index.labels.tolist() == [0, 1, 0, 1, 1, 0]
     expected = {"cat": [png(n) for n in (0, 2, 5)], "dog": [png(n) for n in (1, 3, 4)]}
     assert contents(tmp_path / "out") == expected
     assert contents(tmp_path / "out", "val") == {"cat": [png(6)], "dog": [png(7)]}
+
+
+@needs_pyarrow
+def test_rows_are_shuffled_like_those_of_other_formats(tmp_path: Path) -> None:
+    """Against the drawn order; a temporary file is between, since a row is not read by itself."""
+    assert command(write_hub(tmp_path / "in"), tmp_path / "out", "--seed", "5") == DONE
+    order = import_order(6, seed=5).tolist()
+    assert order != sorted(order)
+    train = read_folder(tmp_path / "out", "train")
+    assert images_of(train) == [png(number) for number in order]
+    assert train.labels.tolist() == [[0, 1, 0, 1, 1, 0][number] for number in order]
+    assert images_of(read_folder(tmp_path / "out", "val")) == [png(6), png(7)]
 
 
 BAD: dict[str, tuple[object, int, str]] = {
@@ -159,7 +172,7 @@ def test_one_whole_set_of_each_split_is_imported(
     train, val, others = names
     for number, name in enumerate([*train, *val, *others]):
         write(tmp_path / f"in/{name}.parquet", [image(number)] * 2, [0, 1])
-    assert command(tmp_path / "in", tmp_path / "out") == DONE
+    assert command(tmp_path / "in", tmp_path / "out", "--keep-order") == DONE
     found = contents(tmp_path / "out")["cat"], contents(tmp_path / "out", "val")["cat"]
     assert found[0] == [png(number) for number in range(len(train))]
     assert found[1] == [png(len(train) + number) for number in range(len(val))]

@@ -83,7 +83,7 @@ def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path)
     source = real_data / "fashion_mnist"
     with open_official(source, name="fashion-mnist") as data_set:
         assert data_set.sizes == {"train": 60_000, "val": 10_000}
-        first = next(iter(data_set.samples("val")))
+        first = next(iter(data_set.samples("val", range(1))))
     assert isinstance(first, Sample)
     pixels, labels = (
         gzip.decompress((source / f"t10k-{name}-ubyte.gz").read_bytes())

@@ -196,7 +196,7 @@ def test_an_unchanged_folder_is_read_once_also_under_another_path(
     expected = fields(read_folder(root, "train"))
     content = make(root, "train")
     assert content.file == root / PLACE
-    monkeypatch.setattr(module, "measure_part", None)
+    monkeypatch.setattr(module, "measure", None)
     assert fields(load_or_read(root, "train")) == expected
     (root / "train/dog/notes.txt").touch()  # other files may be added
     later(root / "train/dog")

@@ -264,6 +264,9 @@ def test_device_batches_are_even_whatever_fits() -> None:
     # A worker's 15 samples are not pairs, and 12 workers' pairs would have two halves of a span.
     with pytest.raises(PlanError, match=r"data\.mix.*possible workers: 6"):
         make_plan(recipe, workers=12)
+    # 4, 12 and more divide the batch, and their device batches would not be even or not whole.
+    with pytest.raises(PlanError, match=r"global_batch.*possible: 1, 2, 3, 6$"):
+        make_plan(recipe, workers=7)
     asked = recipe.with_execution(device_batch=45)
     with pytest.raises(PlanError, match=r"execution\.device_batch: 45 .*data\.mix.* 30 or 60"):
         make_plan(asked)

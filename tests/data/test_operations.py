@@ -389,6 +389,19 @@ def test_shares_and_strengths_are_those_of_the_library(
         assert result.pvalue > LEAST, name
 
 
+def test_thresholds_and_bits_are_exactly_torchvisions() -> None:
+    """Pixels have whole values, so a threshold of 68 and one that is slightly above it differ."""
+    require_torchvision()
+    from torchvision.transforms import autoaugment
+
+    every = drawn(TRIVIAL, range(DRAWS))
+    space = autoaugment.TrivialAugmentWide()._augmentation_space(31)
+    for kind in (Operation.SOLARIZE, Operation.POSTERIZE):
+        magnitudes, _ = space[NAMES[kind]]
+        found = np.unique(every.strengths[every.kinds == kind])
+        assert found.tolist() == sorted({*magnitudes.tolist()})
+
+
 def test_jitter_is_drawn_as_by_torchvision() -> None:
     require_torchvision()
     from torchvision.transforms import ColorJitter as Reference

@@ -60,6 +60,10 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["optimizer.eta=-1"], "optimizer.eta", "-1"),
         (["optimizer.kind=larz"], "optimizer.kind", "did you mean 'lars'?"),
         (["optimizer.lr=1"], "optimizer.lr", "did you mean 'schedule.peak_lr'?"),
+        (["data.aa=rand-m9"], "data.aa", "did you mean 'data.augment.kind'?"),
+        (["data.reprob=0.1"], "data.reprob", "did you mean 'data.erase.probability'?"),
+        (["data.augment.magnitude=9"], "data.augment.kind", "missing; give one of: rand_augment"),
+        (["loss={kind: binary_cross_entropy}"], "loss.kind", "did you mean 'bce'?"),
         (["seed='1'"], "seed", '"1"'),
         (["data.flip=1"], "data.flip", "1"),
         (["optimizer={eta: 1.0}"], "optimizer.kind", "missing"),
@@ -140,6 +144,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     [
         (["schedule.decay.kind=cosine"], "power"),
         (["optimizer.kind=sgd"], "convention, eta"),
+        (["loss.kind=bce"], "off_target"),
         (
             ["execution.groups={kind: bytes, megabytes: 3}", "execution.groups.kind=cubic"],
             "megabytes",

@@ -17,8 +17,7 @@ from benchmarks.studies.diagnosis.cases import CASES, Case
 from benchmarks.studies.diagnosis.diagnosis import unpack
 from largebatch.cli.main import DONE, main
 from largebatch.errors import LargebatchError
-from largebatch.recipe.choices import OffTarget
-from largebatch.recipe.keys import CrossEntropy
+from largebatch.recipe.keys import BinaryCrossEntropy, CrossEntropy
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.report.diagnosis import (
     epochs_factor,
@@ -34,6 +33,7 @@ from largebatch.report.page import make_page
 from largebatch.report.record import (
     RISE,
     Record,
+    labels_per_image,
     mixing_floor,
     record_of,
     running_median,
@@ -42,7 +42,7 @@ from largebatch.report.record import (
 from largebatch.report.run import read_run
 from largebatch.report.verdict import verdict
 from largebatch.rules import Finding
-from largebatch.training.loop import cross_entropy
+from largebatch.runs.state import build_criterion
 
 
 @pytest.fixture(scope="module")
@@ -224,18 +224,6 @@ def test_a_verdict_is_good_only_if_everything_was_examined(recorded: bool, tmp_p
     assert ("accuracy by class" in found.words) != recorded
 
 
-@pytest.mark.parametrize("off_target", ["all", "others"])
-def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reaches(
-    off_target: OffTarget,
-) -> None:
-    criterion = cross_entropy(smoothing=0.2, off_target=off_target)
-    floor = smoothing_floor(CrossEntropy(label_smoothing=0.2, off_target=off_target), 5)
-    logits = torch.zeros(1001, 5)
-    logits[:, 2] = torch.linspace(1.5, 4.0, 1001)
-    reached = min(criterion(row[None], torch.tensor([2])).item() for row in logits)
-    assert reached == pytest.approx(floor, abs=1e-5)
-
-
 @pytest.mark.parametrize("concentration", [0.2, 1.0, 4.0])
 def test_the_floor_of_mixed_labels_is_their_entropy(concentration: float) -> None:
     """For a share from Beta(a, a): digamma(2a + 1) - digamma(a + 1)."""
@@ -246,6 +234,52 @@ def test_the_floor_of_mixed_labels_is_their_entropy(concentration: float) -> Non
     assert mixing_floor(recipe) == pytest.approx(expected, rel=0.03)
     smoothed = load_recipe("digits_96", [mix, "loss.label_smoothing=0.1"])
     assert mixing_floor(smoothed) > smoothing_floor(smoothed.loss, 10)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "{label_smoothing: 0.2}",
+        "{label_smoothing: 0.2, off_target: others}",
+        "{kind: bce, label_smoothing: 0.2}",
+        "{kind: bce, label_smoothing: 0.2, classes: sum}",
+    ],
+)
+def test_the_floor_is_the_loss_of_scores_that_give_every_target(loss: str) -> None:
+    section = load_recipe("digits_96", [f"loss={loss}"]).loss
+    criterion = build_criterion(section)
+    shares = np.array([1.0, 0.7, 0.5, 0.1])
+    labels = torch.zeros(4, 5, dtype=torch.float64)
+    labels[:, 2] = torch.from_numpy(shares)
+    labels[:, 0] = 1 - labels[:, 2]
+    targets = 0.8 * labels + 0.2 / 5
+    scores = targets.logit()
+    if isinstance(section, CrossEntropy):
+        if section.off_target == "others":
+            targets = 0.75 * labels + 0.05
+        scores = targets.log()
+    reached = [criterion(*row).item() for row in zip(scores[:, None], labels[:, None], strict=True)]
+    np.testing.assert_allclose(smoothing_floor(section, 5, shares), reached, rtol=1e-9)
+
+
+@pytest.mark.parametrize("classes", ["mean", "sum"])
+def test_the_guess_of_thresholded_labels_counts_both_of_a_mixed_image(classes: str) -> None:
+    """As many 1s as in 40,000 images with partners from anywhere; the best guess is their share."""
+    loss = f"loss={{kind: bce, target_threshold: 0.2, classes: {classes}, label_smoothing: 0.1}}"
+    recipe = load_recipe("digits_96", ["data.mix={mixup: 1}", loss])
+    generator = np.random.default_rng(1)
+    shares = generator.beta(1, 1, 20_000)
+    partners = generator.integers(10, size=(20_000, 2))
+    labels = torch.zeros(20_000, 10, dtype=torch.float64)
+    rows = torch.arange(20_000)
+    labels[rows, partners[:, 0]] += torch.from_numpy(shares)
+    labels[rows, partners[:, 1]] += torch.from_numpy(1 - shares)
+    number = (0.9 * labels + 0.01 > 0.2).sum(1).double().mean().item()
+    assert labels_per_image(recipe) == pytest.approx(number, rel=0.01)
+    guess = torch.full((20_000, 10), number / 10, dtype=torch.float64).logit()
+    lowest = build_criterion(recipe.loss)(guess, labels).item() / 20_000
+    record = replace(SMALL, classes=10, objective=recipe.loss, labels_per_image=number)
+    assert record.training_chance == pytest.approx(lowest, rel=1e-9)
 
 
 def finished(
@@ -430,6 +464,17 @@ def test_losses_of_mixed_images_are_not_compared_with_others() -> None:
     run, small = large(2.0, 0.5, 0.5, top1=0.80), large(2.0, 0.5, 0.5, top1=0.90)
     assert measure_pair(run, small) is not None
     assert measure_pair(replace(run, mixed=True), small) is None
+    both = replace(run, mixed=True, objective=CrossEntropy(), floor=0.3)
+    assert measure_pair(both, replace(both, floor=0.31)) is not None
+    assert measure_pair(both, replace(both, floor=0.6)) is None
+
+
+def test_other_losses_are_not_compared_but_unknown_ones_are() -> None:
+    run, small = large(2.0, 0.5, 0.5, top1=0.80), large(2.0, 0.5, 0.5, top1=0.90)
+    run = replace(run, objective=BinaryCrossEntropy(kind="bce"))
+    assert measure_pair(run, small) is not None
+    assert measure_pair(run, replace(small, objective=CrossEntropy())) is None
+    assert measure_pair(run, replace(small, objective=run.objective)) is not None
 
 
 def test_runs_with_the_same_training_loss_and_another_top1_have_a_gap() -> None:

@@ -54,10 +54,16 @@ def write_classes(root: Path, *, side: int = 2, **numbers: int) -> Path:
 
 
 def imported(
-    source: Path, out: Path, *, name: str = "imagefolder", size: int = 10**6, **options: object
+    source: Path,
+    out: Path,
+    *,
+    name: str = "imagefolder",
+    size: int = 10**6,
+    shuffle: int | None = None,
+    **options: object,
 ) -> Path:
-    """Import into shards of this size."""
-    import_data(name, source, out, shard_bytes=size, progress=silent, options=options)
+    """Import into shards of this size, in the order of the source or shuffled with a seed."""
+    import_data(name, source, out, shard_bytes=size, progress=silent, seed=shuffle, options=options)
     return out
 
 

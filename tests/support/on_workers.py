@@ -1,5 +1,6 @@
 """Call a function of a test module on several workers, through the package's own launcher."""
 
+import importlib.util
 import pickle
 import sys
 import tempfile
@@ -7,10 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from largebatch.distributed.environment import own_rank
 from largebatch.runs.launch import reporting_errors, start_workers
 
 T = TypeVar("T")
+
+has_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None,
+    reason="horovod is not installed; launch/install_horovod.sh builds it",
+)
 
 
 def on_workers(function: Callable[..., T], *args: object, workers: int, horovod: bool = False) -> T:

@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 MIXUP, CUTMIX, PROBABILITY, SWITCH = 0.4, 1.0, 0.9, 0.6
@@ -55,10 +56,18 @@ def pair_by_hand(number: int, *, seed: int, height: int, width: int) -> Pair:
 
 
 def mixed_by_hand(
-    images: Tensor, labels: Tensor, *, first: int, seed: int
+    images: Tensor,
+    labels: Tensor,
+    *,
+    first: int,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, list[Label]]:
-    """Return the mixed images of the positions from `first` on in float64, and their labels."""
-    before = images.double()
+    """Return the mixed images of the positions from `first` on, and their labels.
+
+    Images are computed in `dtype`, and shares are rounded to it.
+    """
+    before = images.to(dtype)
     mixed = before.clone()
     shown = []
     height, width = images.shape[2:]
@@ -66,10 +75,11 @@ def mixed_by_hand(
         position = first + row
         partner = row + 1 if position % 2 == 0 else row - 1
         pair = pair_by_hand(position // 2, seed=seed, height=height, width=width)
+        share = torch.tensor(pair.share, dtype=dtype)
         if pair.box is not None:
             rows, columns = (slice(side.start, max(side.start, side.stop)) for side in pair.box)
             mixed[row, :, rows, columns] = before[partner, :, rows, columns]
         else:
-            mixed[row] = pair.share * before[row] + (1 - pair.share) * before[partner]
-        shown.append(Label(pair.share, int(labels[row]), int(labels[partner])))
+            mixed[row] = share * before[row] + (1 - share) * before[partner]
+        shown.append(Label(share.item(), int(labels[row]), int(labels[partner])))
     return mixed, shown

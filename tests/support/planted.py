@@ -369,4 +369,94 @@ MUTANTS = (
         "channel",
         "data/test_operations.py::test_pixels_of_usual_images_are_pillows_on_a_device_too",
     ),
+    Mutant(
+        "pairs are drawn for the place in the batch",
+        "data/mixing.py",
+        "first = positions.start // 2",
+        "first = 0",
+        "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
+    ),
+    Mutant(
+        "partners are images of the second half of the batch",
+        "data/mixing.py",
+        "is_label.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)",
+        "is_label.roll(len(labels) // 2, 0)",
+        "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
+    ),
+    Mutant(
+        "the share of a box is what was drawn, not its pixels",
+        "data/mixing.py",
+        "np.where(pairs.is_cut, 1 - areas / (height * width), pairs.shares)",
+        "pairs.shares",
+        "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
+    ),
+    Mutant(
+        "mixing ends an update late",
+        "recipe/arithmetic/plan.py",
+        "return self.step_at(position) < self.mix_steps",
+        "return self.step_at(position) <= self.mix_steps",
+        "data/test_mixing.py::test_mixing_ends_with_an_update_and_its_box_follows_the_size",
+    ),
+    Mutant(
+        "mixed images are erased",
+        "data/augment.py",
+        """    if request.erasures is not None:
+        batch = batch._replace(images=erase(batch.images, request.erasures))
+    if request.mix is not None:
+        batch = mix(batch, request.mix)
+""",
+        """    if request.mix is not None:
+        batch = mix(batch, request.mix)
+    if request.erasures is not None:
+        batch = batch._replace(images=erase(batch.images, request.erasures))
+""",
+        "test_together.py::test_images_are_those_of_pillow_and_torchvision_to_the_last_bit",
+    ),
+    Mutant(
+        "images are moved after their operations",
+        "data/augment.py",
+        "if request.shifts is not None:",
+        "if request.shifts is not None and request.operations is None:",
+        "test_together.py::test_images_are_those_of_pillow_and_torchvision_to_the_last_bit",
+    ),
+    Mutant(
+        "boxes to erase are drawn for the place in the batch",
+        "data/erasing.py",
+        "Stream.ERASE, block=positions.start * blocks",
+        "Stream.ERASE, block=0",
+        "data/test_erasing.py::test_an_image_is_erased_alike_in_any_batch",
+    ),
+    Mutant(
+        "copies of an image are mirrored alike",
+        "data/order.py",
+        "return sources // num_samples * repeats + copies",
+        "return sources // num_samples * repeats",
+        "data/test_repeats.py::"
+        "test_occurrences_count_the_same_image_and_alternating_flips_follow_them",
+    ),
+    Mutant(
+        "a threshold is above a value of pixels",
+        "data/operations/draws.py",
+        "255.0 * (last - magnitudes) / last",
+        "255.0 * (1.0 - magnitudes / last)",
+        "data/test_operations.py::test_thresholds_and_bits_are_exactly_torchvisions",
+    ),
+    Mutant(
+        "the second label has the weight of the first",
+        "training/losses.py",
+        "labels = labels * weights.to(logits.dtype) / factors.unsqueeze(1)",
+        "factors = weights.to(logits.dtype)[labels.argmax(1)]",
+        "training/test_loss.py::test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares",
+    ),
+    Mutant(
+        "gradients are clipped before they are summed",
+        "training/loop.py",
+        "        self.scaler.scale(loss).backward()\n",
+        """        self.scaler.scale(loss).backward()
+        if self.clip_norm is not None:
+            norm = gradient_norm(self.reducer.parameters) / self.scaler.scale(self._one)
+            self.reducer.scale(clip_factor(norm, self.clip_norm))
+""",
+        "training/test_clipping.py::test_all_of_it_together_is_plain_pytorchs",
+    ),
 )

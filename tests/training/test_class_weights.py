@@ -8,6 +8,7 @@ import pytest
 from short_runs import a_recipe, log, summary
 
 from largebatch import run
+from largebatch.cli.main import DONE, main
 from largebatch.formatting import percent
 from largebatch.report import write_report
 
@@ -40,6 +41,17 @@ def test_the_mean_of_the_classes_is_in_log_and_summary(folder: Path) -> None:
     found = summary(folder)
     assert found["balanced_top1"] == found["stages"][0]["balanced_top1"] == last["balanced_top1"]
     assert "Mean of classes" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_evaluate_prints_the_mean_of_the_classes_and_which_images_it_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(folder)]) == DONE
+    printed = capsys.readouterr().out
+    assert f"mean of classes {summary(folder)['balanced_top1']:.2%}" in printed
+    assert "(150 images held out of the training images)" in printed
+    assert main(["evaluate", str(folder), "--set", "data.held_out=null"]) == DONE
+    assert "(360 images)" in capsys.readouterr().out
 
 
 def test_the_norm_before_clipping_is_recorded_and_the_report_counts(folder: Path) -> None:

@@ -284,10 +284,18 @@ def test_a_micro_batch_is_one_launch(case: Case, network: Callable[[], nn.Module
     assert found.waits == 0
 
 
-def test_clipping_is_in_the_graph_and_waits_for_nothing() -> None:
-    """Also with a loss scale, an update that is skipped, and the norms of LARS after it."""
-    found = compared(replace(SKIPPED, optimizer=lars), tables=True, clip_norm=0.01)
-    assert found.notes == ["an update is one CUDA graph"]
+@pytest.mark.parametrize("backend", [Serial, horovod])
+def test_clipping_waits_for_nothing_and_is_in_the_graph_where_the_sums_are(
+    backend: Callable[[torch.device], Backend],
+) -> None:
+    """Also with a loss scale, an update that is skipped, and the norms of LARS after it.
+
+    Beside sums that are not recorded, it is between the graphs of the passes and the optimizer.
+    """
+    case = replace(SKIPPED, optimizer=lars)
+    found = compared(case, tables=True, clip_norm=0.01, backend=backend)
+    assert ("sums of gradients" in found.notes[0]) == (backend is horovod)
+    assert "-" not in found.replayed()[2:]
     assert found.waits == 0
 
 

@@ -178,6 +178,8 @@ def test_short_logits_are_summed_in_float32() -> None:
             loss = criterion(half, labels)
             assert loss.dtype == torch.float32
             assert loss.item() == pytest.approx(criterion(half.double(), labels).item(), rel=1e-5)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert criterion(half, labels).item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_weights_have_a_mean_of_1_over_the_training_images() -> None:

@@ -28,7 +28,7 @@ ImagesAndLabels = tuple[npt.NDArray[np.uint8], npt.NDArray[np.integer]]
 def data_set(classes: Sequence[str], splits: Mapping[str, ImagesAndLabels]) -> DataSet:
     """Return a data set of the images as PNGs."""
 
-    def samples(split: str) -> Iterator[Sample]:
+    def samples(split: str, rows: Sequence[int]) -> Iterator[Sample]:
         pixels, labels = splits[split]
 
         def encode(row: int) -> Sample:
@@ -36,7 +36,7 @@ def data_set(classes: Sequence[str], splits: Mapping[str, ImagesAndLabels]) -> D
             Image.fromarray(pixels[row]).save(buffer, format="png")
             return Sample(buffer.getvalue(), "png", int(labels[row]))
 
-        return in_parts(encode, len(labels))
+        return in_parts(encode, rows)
 
     return DataSet(classes, {split: len(labels) for split, (_, labels) in splits.items()}, samples)
 

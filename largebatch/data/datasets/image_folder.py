@@ -102,9 +102,9 @@ def open_archives(
             for split, images in {TRAIN: train, VAL: val}.items()
         }
 
-        def samples(split: str) -> Iterator[Sample | Unusable]:
+        def samples(split: str, rows: Sequence[int]) -> Iterator[Sample | Unusable]:
             images = images_of[split]
-            return in_parts(lambda row: _read(*images[row]), len(images))
+            return in_parts(lambda row: _read(*images[row]), rows)
 
         def name(split: str, row: int) -> str:
             return images_of[split][row][0].path

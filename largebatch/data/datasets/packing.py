@@ -1,7 +1,8 @@
 """Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
 
-Images keep their bytes and their order, so a run sees the same ones as from the original folder.
-Readers without this package's index should shuffle the shards: they are sorted by class.
+Images keep their bytes. Training images are shuffled, so that consecutive ones are a random part
+of the data set: a reader of whole chunks or shards needs no large buffer. The name of an image is
+its row in the source, which records the order.
 """
 
 import io
@@ -9,21 +10,27 @@ import math
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
+from largebatch.address import Place
+from largebatch.bucket import open_bucket
 from largebatch.data.datasets.copies import MOST, Copies, Fingerprint, fingerprint
 from largebatch.data.decoders.reader import read
+from largebatch.data.decoders.sources import open_source
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.headers import JPEG, is_heic, is_webp
 from largebatch.data.index.index import check_classes, load_or_read
+from largebatch.data.index.remote import SHARD_NAME
 from largebatch.data.index.shards import BLOCK, LABEL, Unusable
+from largebatch.data.order import import_order
 from largebatch.errors import DataError, shorten
 from largebatch.formatting import plural
-from largebatch.storage import PART, THREADS, ReadProgress, new_folder
+from largebatch.storage import PART, THREADS, ReadProgress, new_folder, require_new
 
 AT_A_TIME = 32  # number of samples whose fingerprints are taken together; photographs are large
 
@@ -46,8 +53,8 @@ class DataSet:
 
     classes: Sequence[str]
     sizes: Mapping[str, int]  # number of samples of each split, for the progress
-    samples: Callable[[str], Iterable[Sample | Unusable]]
-    """Function that yields the samples of a split in order."""
+    samples: Callable[[str, Sequence[int]], Iterable[Sample | Unusable]]
+    """Function that yields the samples of these rows of a split, in their order."""
 
     remarks: Sequence[str] = ()  # lines to print after the import: ignored files, and the division
     name: Callable[[str, int], str] = "{} image {}".format
@@ -55,36 +62,39 @@ class DataSet:
 
 
 @contextmanager
-def open_packed(source: Path) -> Iterator[DataSet]:
-    """Read the images of `source/{train,val}` in the order of its indexes, without dropped ones."""
+def open_packed(source: Place) -> Iterator[DataSet]:
+    """Read the images of `source/{train,val}`; rows are those of its indexes."""
     indexes = {split: load_or_read(source, split) for split in SPLITS}
     classes = indexes[TRAIN].classes
     check_classes(source, classes, indexes[VAL].classes)
 
-    def samples(split: str) -> Iterator[Sample]:
+    def samples(split: str, rows: Sequence[int]) -> Iterator[Sample]:
         index = indexes[split]
+        images = open_source(index)
 
         def copy(row: int) -> Sample:
-            content = read(index.locate(row))
+            content = read(index.locate(row), images)
             return Sample(content, extension_of(content), int(index.labels[row]))
 
-        return in_parts(copy, len(index))
+        return in_parts(copy, rows)
 
     yield DataSet(classes, {split: len(index) for split, index in indexes.items()}, samples)
 
 
 def write_shards(
     data_set: DataSet,
-    out: Path,
+    out: Place,
     *,
     shard_bytes: int,
     progress: ReadProgress,
     drop_bad: bool = False,
+    seed: int | None = 0,
 ) -> list[str]:
-    """Write a data set atomically into a new folder and return lines to print about it.
+    """Write a data set atomically into a new folder or bucket; return lines to print about it.
 
-    These are the bad images, which are left out, and copies. Raises DataError that lists the first
-    bad images, unless `drop_bad`.
+    These are the bad images, which are left out, and copies. `seed` draws the order of the training
+    images; None keeps the source's. Raises DataError that lists the first bad images, unless
+    `drop_bad`.
     """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
@@ -95,24 +105,33 @@ def write_shards(
     done = 0
     bad: list[str] = []
     copies = Copies(data_set.name)
-    with new_folder(out) as folder:
+    with _new_place(out) as (folder, finish):
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         # Training first: `Copies` calls an image of validation the copy.
         for split in data_set.sizes:
             used: set[int] = set()
-            with open_shards(folder / split, shard_bytes=shard_bytes) as write:
-                samples = _with_fingerprints(data_set.samples(split), looks=total <= MOST)
-                for position, (sample, packed) in enumerate(samples):
+            bad_rows: dict[int, str] = {}
+            prints: dict[int, tuple[int, Fingerprint]] = {}
+            rows: Sequence[int] = range(data_set.sizes[split])
+            if split == TRAIN and seed is not None:
+                rows = import_order(len(rows), seed=seed).tolist()
+            with open_shards(folder / split, shard_bytes=shard_bytes, finish=finish) as write:
+                samples = _with_fingerprints(data_set.samples(split, rows), looks=total <= MOST)
+                for row, (sample, packed) in zip(rows, samples, strict=True):
                     done += 1
                     if isinstance(sample, Unusable):
-                        bad.append(str(sample))
+                        bad_rows[row] = str(sample)
                     else:
-                        write(sample)
+                        write(sample, row)
                         used.add(sample.label)
-                        copies.add(split, position, sample.label, packed)
+                        prints[row] = sample.label, packed
                     if done % PART == 0 or done == total:
                         progress(done, total)
+            # Messages name the images in the order of the source.
+            bad += [bad_rows[row] for row in sorted(bad_rows)]
+            for row in sorted(prints):
+                copies.add(split, row, *prints[row])
             # Bad images are reported first: they are often the reason for a missing class.
             missing = set(range(len(data_set.classes))) - used
             if missing and (drop_bad or not bad):
@@ -130,7 +149,59 @@ def write_shards(
     left_out = (
         [f"{plural(len(bad), 'image')} left out:\n  " + shorten(bad, between="\n  ")] if bad else []
     )
-    return [*left_out, *copies.remarks()]
+    shuffled = [] if seed is None else [f"{TRAIN}: shuffled with seed {seed}"]
+    return [*shuffled, *left_out, *copies.remarks()]
+
+
+@contextmanager
+def _new_place(out: Place) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Yield a folder to fill, and a function to call with the path of each finished shard.
+
+    In a bucket the classes are written last, without which it is no data set; if the block fails,
+    its objects are removed.
+    """
+    if isinstance(out, Path):
+        with new_folder(out) as folder:
+            yield folder, lambda _: None
+        return
+    bucket = open_bucket(out)
+    written: list[str] = []
+    with TemporaryDirectory(prefix="largebatch-") as name:
+        folder = Path(name)
+
+        def send(path: Path) -> None:
+            bucket.write(path.relative_to(folder).as_posix(), path)
+            written.append(path.relative_to(folder).as_posix())
+            path.unlink()
+
+        try:
+            yield folder, send
+            send(folder / CLASSES)
+        except BaseException as error:
+            for name_of_object in written:
+                with suppress(OSError):
+                    bucket.remove(name_of_object)
+            if isinstance(error, OSError):
+                raise DataError(f"{error}; nothing was written") from None
+            raise
+
+
+def require_new_place(out: Place) -> None:
+    """Raise DataError unless `out` is a free name for a new folder, or an address without objects.
+
+    Also for a bucket that is not there, or not this user's.
+    """
+    if isinstance(out, Path):
+        require_new(out)
+        return
+    try:
+        if out.scheme == "file":
+            out.folder.mkdir(parents=True, exist_ok=True)
+        is_empty = open_bucket(out).is_empty
+    except OSError as error:
+        raise DataError(f"{error}; create the bucket, or correct the address") from None
+    if not is_empty:
+        raise DataError(f"{out}: has objects already; remove them or choose another address")
 
 
 def _with_fingerprints(
@@ -146,12 +217,12 @@ def _with_fingerprints(
             yield from pool.map(prepare, part)
 
 
-def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
-    """Call `prepare` for 0 .. number - 1 in threads; yield the results in order, holding few."""
+def in_parts(prepare: Callable[[int], S], rows: Sequence[int]) -> Iterator[S]:
+    """Call `prepare` for each row in threads; yield the results in order, holding few."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
         # pool.map submits all of its items at once, and would hold every image of the data set.
-        for start in range(0, number, PART):
-            yield from pool.map(prepare, range(start, min(start + PART, number)))
+        for start in range(0, len(rows), PART):
+            yield from pool.map(prepare, rows[start : start + PART])
 
 
 def extension_of(content: bytes) -> str:
@@ -164,33 +235,35 @@ def extension_of(content: bytes) -> str:
 
 
 @contextmanager
-def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample], None]]:
-    """Yield a function that writes a sample into `folder/000000.tar` and so on.
+def open_shards(
+    folder: Path, *, shard_bytes: int, finish: Callable[[Path], None] = lambda _: None
+) -> Iterator[Callable[[Sample, int], None]]:
+    """Yield a function that writes a sample, named by its row, into `folder/000000.tar` and so on.
 
     Each shard is at most `shard_bytes` long; a longer sample gets its own. The same samples give
-    the same bytes: owners, modes and times are omitted.
+    the same bytes: owners, modes and times are omitted. `finish` gets the path of each shard that
+    is complete.
     """
-    num_samples = 0
     used = shard_bytes
     shards: list[tarfile.TarFile] = []
 
-    def add(sample: Sample) -> None:
-        nonlocal num_samples, used
+    def add(sample: Sample, row: int) -> None:
+        nonlocal used
         files = {sample.extension.lower(): sample.content, LABEL: f"{sample.label}".encode("ascii")}
         length = sum(BLOCK * (1 + math.ceil(len(data) / BLOCK)) for data in files.values())
         # A tar ends with two zero blocks, padded to a whole record.
         if used + length + tarfile.RECORDSIZE > shard_bytes:  # the longest end of a tar
             if shards:
                 shards[-1].close()
+                finish(_path_of(folder, len(shards) - 1))
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{len(shards):06d}.tar"
+            path = _path_of(folder, len(shards))
             shards.append(tarfile.open(path, "x", format=tarfile.USTAR_FORMAT))  # noqa: SIM115 -- closed
             used = 0
         for name, data in files.items():
-            member = tarfile.TarInfo(f"{num_samples:09d}.{name}")
+            member = tarfile.TarInfo(f"{row:09d}.{name}")
             member.size = len(data)
             shards[-1].addfile(member, io.BytesIO(data))
-        num_samples += 1
         used += length
 
     try:
@@ -198,3 +271,9 @@ def open_shards(folder: Path, *, shard_bytes: int) -> Iterator[Callable[[Sample]
     finally:
         if shards:
             shards[-1].close()
+    if shards:
+        finish(_path_of(folder, len(shards) - 1))
+
+
+def _path_of(folder: Path, shard: int) -> Path:
+    return folder / SHARD_NAME(shard)

@@ -4,15 +4,18 @@ The files of a split have its name in theirs, such as `data/train-00000-of-00002
 that of a folder, such as `default/train/0000.parquet`. A folder may hold several configurations,
 which are different data, and files of an earlier or interrupted download: exactly one complete set
 of files is imported for each split, or none. The columns and the names of the classes are in the
-schema, where the library `datasets` writes them. Images keep their bytes and order.
+schema, where the library `datasets` writes them. Images keep their bytes.
 """
 
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
 from largebatch.data.datasets.packing import TRAIN, VAL, DataSet, Sample, extension_of
@@ -51,9 +54,10 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
             raise DataError(f"{source}: its files have different columns or classes")
         (columns,) = layouts
 
-        def samples(split: str) -> Iterator[Sample | Unusable]:
-            for path in files[split]:
-                yield from _samples(path, opened[path], columns)
+        def samples(split: str, rows: Sequence[int]) -> Iterator[Sample | Unusable]:
+            in_files = (_samples(path, opened[path], columns) for path in files[split])
+            in_order = chain.from_iterable(in_files)
+            return in_order if isinstance(rows, range) else _reordered(in_order, rows)
 
         sizes = {
             split: sum(opened[path].metadata.num_rows for path in paths)
@@ -72,6 +76,38 @@ def open_parquet(source: Path, *, val_name: str | None = None) -> Iterator[DataS
             raise IndexError(row)
 
         yield DataSet(columns[2], sizes, samples, remarks, name)
+
+
+def _reordered(
+    samples: Iterable[Sample | Unusable], rows: Sequence[int]
+) -> Iterator[Sample | Unusable]:
+    """Yield samples in the order of `rows`, by way of a temporary file.
+
+    A row of a Parquet file cannot be read without the hundreds around it.
+    """
+    stored: list[Unusable | tuple[int, int, str, int]] = []
+    try:
+        with TemporaryFile() as file:
+            for sample in samples:
+                if isinstance(sample, Unusable):
+                    stored.append(sample)
+                    continue
+                place = file.tell()
+                file.write(sample.content)
+                stored.append((place, len(sample.content), sample.extension, sample.label))
+            file.flush()
+            for row in rows:
+                entry = stored[row]
+                if isinstance(entry, Unusable):
+                    yield entry
+                    continue
+                place, length, extension, label = entry
+                yield Sample(os.pread(file.fileno(), length, place), extension, label)
+    except OSError as error:
+        raise DataError(
+            f"the images could not be shuffled in {gettempdir()} ({error.strerror}): set TMPDIR to "
+            "a folder with room for them, or keep their order with --keep-order"
+        ) from error
 
 
 class _SplitFile(NamedTuple):

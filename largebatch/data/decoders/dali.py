@@ -210,6 +210,7 @@ def _join(
             samples=np.concatenate([request.samples for request in several]),
             boxes=np.concatenate([request.boxes for request in several]),
             flips=np.concatenate([request.flips for request in several]),
+            start=several[0].start,
         )
 
     for request in requests:

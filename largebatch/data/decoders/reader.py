@@ -4,23 +4,22 @@ Disks and networks fail for a moment, which must not end a run of hours. A batch
 reusable buffer: allocating memory costs more than reading cached files.
 """
 
-import functools
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 
+from largebatch.data.decoders.sources import Files, Source, open_source
 from largebatch.data.index.index import Index, Location
 from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.errors import DataError
 from largebatch.storage import read_again
 
 FIRST_READS = 8  # maximum number of images read at the same time until read times are known
-KEPT_OPEN = 256  # shards that a reader keeps open: a quarter of the usual limit of files
 
 THREAD_SECONDS = 0.02
 """Seconds of reading in the previous batch per additional thread. One thread is best for cached
@@ -34,62 +33,27 @@ def name_of(location: Location) -> str:
     return location.path + (f" (byte {location.offset})" if location.offset else "")
 
 
-class _OpenFile:
-    """A file that closes with the last reference to it: another thread may still read it."""
+def read(location: Location, source: Source | None = None) -> bytes:
+    """Return the bytes of one image, by default of a file.
 
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):  # not if it could not be opened
-            os.close(self.number)
-
-
-def read(location: Location) -> bytes:
-    """Return the bytes of one image; raise DataError with its path if all attempts fail."""
+    Raises DataError with its path if all attempts fail.
+    """
     content = np.empty(location.num_bytes, dtype=np.uint8)
-    attempt = functools.partial(_read_into, content, location)
-    try:
-        attempt()
-    except OSError as error:
-        read_again(attempt, error, name=name_of(location))
+    _read_patiently(content, location, source or Files())
     return content.tobytes()
 
 
-def _read_into(
-    content: Bytes, location: Location, open_shard: Callable[[str], _OpenFile] = _OpenFile
-) -> None:
-    """Read an image; raise OSError if its file's length, or its time if known, has changed."""
-    path, offset, num_bytes, mtime = location
-    if offset:
-        shard = open_shard(path)
-        _fill(content, shard.number, offset)
-        return
-    # Not a shard, which begins with a header. This is done for every image of a folder, and Python
-    # runs it while the training thread waits for the lock, so it makes no object.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _read_patiently(content: Bytes, location: Location, source: Source) -> None:
+    """Fill `content` with an image; raise DataError with its path if all attempts fail."""
+
+    def again() -> None:
+        source.reopen()
+        source.read(content, location)
+
     try:
-        status = os.fstat(file)
-        # A file that was replaced would be decoded with the boxes of another image.
-        if status.st_size != num_bytes:
-            raise OSError(f"it has {status.st_size:,} bytes, it had {num_bytes:,}")
-        if mtime not in {None, status.st_mtime_ns}:
-            raise OSError("its modification time has changed since it was indexed")
-        _fill(content, file, 0)
-    finally:
-        os.close(file)
-
-
-def _fill(content: Bytes, file: int, offset: int) -> None:
-    """Read from an offset of an open file; raise OSError if the file is too short."""
-    num_bytes = len(content)
-    done = 0
-    got = 1
-    while done < num_bytes and got > 0:
-        got = os.preadv(file, [content.data[done:]], offset + done)
-        done += got
-    if done < num_bytes:
-        raise OSError(f"its file has {done:,} of its {num_bytes:,} bytes")
+        source.read(content, location)
+    except OSError as error:
+        read_again(again, error, name=name_of(location), hint=source.hint)
 
 
 class Reading:
@@ -115,8 +79,17 @@ class Reader:
         self.pool = ThreadPoolExecutor(reads, thread_name_prefix="read")
         self._free: list[Bytes] = []
         self._sharing = min(reads, FIRST_READS)
-        # Shards stay open, so that reading an image is one system call.
-        self._open = functools.lru_cache(maxsize=KEPT_OPEN)(_OpenFile)
+        self._source = open_source(index)
+
+    def announced(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield the requests, each announced to the source as early as it fetches ahead."""
+        waiting: deque[Request] = deque()
+        for request in requests:
+            self._source.expect(request)
+            waiting.append(request)
+            while waiting and self._source.is_full:
+                yield waiting.popleft()
+        yield from waiting
 
     def start(self, request: Request) -> Reading:
         """Start reading the images of a request; `finish` waits for them."""
@@ -148,17 +121,15 @@ class Reader:
         """Return the buffer of a reading for reuse; its images must not be used any more."""
         self._free.append(reading.buffer)
 
+    def close(self) -> None:
+        """Drop the requests that were announced and not read."""
+        self._source.close()
+
     def _read(self, reading: Reading, rows: slice) -> float:
         start = time.monotonic()
         samples = reading.request.samples[rows].tolist()
         for content, sample in zip(reading.contents[rows], samples, strict=True):
-            location = self._index.locate(sample)
-            try:
-                _read_into(content, location, self._open)
-            except OSError as error:
-                self._open.cache_clear()  # the handle of a network file may be stale
-                again = functools.partial(_read_into, content, location)
-                read_again(again, error, name=name_of(location))
+            _read_patiently(content, self._index.locate(sample), self._source)
         return time.monotonic() - start
 
 
@@ -171,13 +142,14 @@ def open_reader(index: Index, reads: int) -> Iterator[Reader]:
     finally:
         # Without waiting: a read of a lost network file may hang for minutes.
         reader.pool.shutdown(wait=False, cancel_futures=True)
+        reader.close()
 
 
 def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
     """Yield each request with its images, while the images of the next are being read."""
     # One request ahead: its reads overlap with the decoding of the one before it.
     waiting: Reading | None = None
-    for request in requests:
+    for request in reader.announced(requests):
         started = reader.start(request)
         if waiting is not None:
             reader.finish(waiting)

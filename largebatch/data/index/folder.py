@@ -33,11 +33,12 @@ MISPLACED = "images in other places"
 
 
 class File(NamedTuple):
-    """A shard or an image: its name, length and modification time in nanoseconds."""
+    """A shard or an image."""
 
     name: str
     size: int
-    mtime: int
+    version: int | str
+    """Modification time in nanoseconds; ETag of an object in a bucket."""
 
 
 def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[File, ...]]:
@@ -91,10 +92,15 @@ def read_classes(root: Path) -> tuple[str, ...]:
         raise DataError(
             f"{path}: {error.strerror}; shards need it: a class name per line, by label"
         ) from None
+    return parse_classes(text, name=str(path))
+
+
+def parse_classes(text: str, *, name: str) -> tuple[str, ...]:
+    """Return the lines of CLASSES, whose path or address is `name`; DataError for broken ones."""
     names = tuple(text.removesuffix("\n").split("\n"))
     if len(set(names)) < len(names) or not all(map(is_class_name, names)):
         raise DataError(
-            f"{path}: expected a unique name per line, by label; found {shorten(names)}"
+            f"{name}: expected a unique name per line, by label; found {shorten(names)}"
         )
     return names
 

@@ -7,9 +7,8 @@ not convert to RGB, are refused.
 
 import contextlib
 import io
-import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from PIL import Image
 from PIL.ImageFile import ImageFile
@@ -99,14 +98,14 @@ def is_heic(content: bytes | memoryview) -> bool:
     return content[4:8] == FTYP and content[8:START] in HEIC_BRANDS
 
 
-def measure_part(file: int, offset: int, num_bytes: int) -> Size:
+def measure_part(file: BinaryIO, offset: int, num_bytes: int) -> Size:
     """Return the size of the image in these bytes of an open file, or raise BadImageError."""
-    return measure(
-        lambda position, length: os.pread(
-            file, min(length, num_bytes - position), offset + position
-        ),
-        num_bytes,
-    )
+
+    def read(position: int, length: int) -> bytes:
+        file.seek(offset + position)
+        return file.read(min(length, num_bytes - position))
+
+    return measure(read, num_bytes)
 
 
 def measure_bytes(content: bytes) -> Size:

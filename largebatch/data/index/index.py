@@ -27,18 +27,19 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from largebatch.data.index.folder import (
-    CLASSES,
-    EXTENSIONS,
-    File,
+from largebatch.address import WEB, Address, Place, place_of
+from largebatch.data.index.folder import CLASSES, EXTENSIONS, File, scan_class
+from largebatch.data.index.headers import BadImageError, Size, measure, measure_part
+from largebatch.data.index.remote import (
     layout,
     list_ignored,
+    open_shard,
     read_classes,
-    scan_class,
+    read_place,
+    write_place,
 )
-from largebatch.data.index.headers import BadImageError, Size, measure_part
 from largebatch.data.index.shards import Unusable, read_shard
-from largebatch.data.types import Bytes, IntArray
+from largebatch.data.types import Bytes, HostCache, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError, shorten
@@ -52,7 +53,6 @@ from largebatch.storage import (
     read_again,
     silent,
     user_cache,
-    write_whole,
 )
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -80,18 +80,20 @@ class Paths:
     def __init__(
         self, holders: Sequence[str], which: IntArray, *, names: Bytes | None = None
     ) -> None:
-        self._holders = tuple(holders)
-        self._which = which
+        self.holders = tuple(holders)
+        """Paths of the shards or of the class folders."""
+
+        self.which = which  # number of the holder of each sample
         self._names = names  # N x length of the longest, filled with zeros
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self.which)
 
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, row: int) -> str:
-        holder = self._holders[int(self._which[row])]
+        holder = self.holders[int(self.which[row])]
         if self._names is None:
             return holder
         name = self._names[row].tobytes().rstrip(b"\0")
@@ -103,8 +105,8 @@ class Content(NamedTuple):
 
     header: dict[str, Any]
     arrays: Arrays
-    file: Path | None = None
-    """File that it is stored in; None if no place is writable."""
+    file: Place | None = None
+    """File or object that it is stored in; None if no place is writable."""
 
     @property
     def bad(self) -> tuple[Unusable, ...]:
@@ -116,7 +118,7 @@ class Content(NamedTuple):
 class Index:
     """The images of one split in a fixed order. A sample's number is its row."""
 
-    root: Path  # folder of the splits; `paths` are relative to it
+    root: Place  # folder or address of the splits; `paths` are relative to it
     classes: tuple[str, ...]  # names of the classes, by label
     paths: Paths | Sequence[str]  # path of the file of each sample: an image, or a shard of many
     labels: IntArray
@@ -137,11 +139,17 @@ class Index:
     mtimes: IntArray | None = None
     """Modification times in nanoseconds; None for shards and synthetic images."""
 
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """ETags of shards in a bucket, by their paths; empty for files."""
+
     bad: tuple[Unusable, ...] = ()
     """Images that were left out, by their path from the root, in a shard with the member's name."""
 
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Numbers of ignored files, by suffix, at the time the index was built."""
+
+    cache: HostCache | None = None
+    """Where this host keeps blocks of a bucket; None: every image is a request."""
 
     digest: str = ""  # digest of the content: indexes with the same digest list the same images
     trained: IntArray | None = None
@@ -170,7 +178,7 @@ class Index:
 class BadImagesError(DataError):
     """Some images cannot be used; `bad` lists all of them, the message only the first."""
 
-    def __init__(self, root: Path, split: str, content: Content) -> None:
+    def __init__(self, root: Place, split: str, content: Content) -> None:
         self.bad = content.bad
         total = len(self.bad) + len(content.arrays["labels"])
         super().__init__(
@@ -201,14 +209,18 @@ def unpack(content: bytes) -> tuple[dict[str, Any], Arrays]:
         raise ValueError(f"not an index ({error})") from None
 
 
-def places(root: Path, split: str) -> tuple[Path, Path]:
-    """Return the places where the index of a split may be stored, the preferred one first."""
-    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    cached = user_cache() / "index" / f"{number}-{split}.index"
-    return root / f".largebatch-{split}.index", cached
+def places(root: Place, split: str) -> tuple[tuple[Place, str], tuple[Place, str]]:
+    """Return the places where the index of a split may be stored, the preferred one first.
+
+    Each is a folder or an address, and the name of the index in it.
+    """
+    whole = os.fsencode(root.resolve()) if isinstance(root, Path) else root.url.encode()
+    number = hashlib.sha256(whole).hexdigest()[:16]
+    cached = user_cache() / "index", f"{number}-{split}.index"
+    return (root, f".largebatch-{split}.index"), cached
 
 
-def load_or_read(root: Path, split: str) -> Index:
+def load_or_read(root: Place, split: str) -> Index:
     """Return the index of a split, stored or built by `open_content`."""
     return index_of(open_content(root, split), root)
 
@@ -219,7 +231,7 @@ def read_folder(root: Path, split: str) -> Index:
 
 
 def open_content(
-    root: Path, split: str, *, every_file: bool = False, progress: ReadProgress = silent
+    root: Place, split: str, *, every_file: bool = False, progress: ReadProgress = silent
 ) -> Content:
     """Return the index stored for this folder; build and store one if there is none.
 
@@ -229,7 +241,11 @@ def open_content(
     # Both places may have one: a user who may not write to the folder stores it in the cache, and
     # its owner may store one beside the images later.
     for content in find_stored(root, split):
-        changed = _read_now(content) or difference(content, root, every_file=every_file)
+        changed = (
+            _read_now(content)
+            or _other_storage(content, root)
+            or difference(content, root, every_file=every_file)
+        )
         if changed is None:
             return content
         reasons.append(f"{changed} (the index is {content.file})")
@@ -240,39 +256,58 @@ def open_content(
     return make(root, split, progress=progress)
 
 
-def require_stored(root: Path, *, purpose: str) -> None:
+def require_stored(root: Place, *, purpose: str) -> None:
     """Raise DataError unless both splits of a folder have a stored index."""
-    if root.is_dir() and not all(any(find_stored(root, split)) for split in ("train", "val")):
+    exists = not isinstance(root, Path) or root.is_dir()
+    if exists and not all(any(find_stored(root, split)) for split in ("train", "val")):
         raise DataError(
             f"{purpose}: {root}: the log's clock needs an index; run: largebatch data index {root}"
         )
 
 
-def find_stored(root: Path, split: str) -> Iterator[Content]:
-    """Yield the undamaged indexes stored for this folder, the preferred place first."""
-    for path in places(root, split):
-        with contextlib.suppress(OSError, ValueError):
-            header, arrays = unpack(path.read_bytes())
+def find_stored(root: Place, split: str) -> Iterator[Content]:
+    """Yield the undamaged indexes stored for this folder, the preferred place first.
+
+    Raises DataError if a bucket cannot be reached: its index may be there.
+    """
+    for place, name in places(root, split):
+        try:
+            header, arrays = unpack(read_place(place, name))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            # Web servers often deny names that begin with a dot.
+            is_hidden = isinstance(error, PermissionError) and _is_web(place)
+            if isinstance(place, Address) and not is_hidden:
+                raise DataError(f"{error}") from None
+        except ValueError:
+            continue
+        else:
             if header.get("format") == FORMAT and header["split"] == split:
-                yield Content(header, arrays, path)
+                yield Content(header, arrays, place / name)
+
+
+def _is_web(place: Place) -> bool:
+    return isinstance(place, Address) and place.scheme in WEB
 
 
 def make(
-    root: Path, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
+    root: Place, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
 ) -> Content:
     """Read the header of every image of a split and store the index, beside them or in the cache.
 
     Raises BadImagesError if there are bad images, unless `drop_bad`.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
-    for path in places(root, split):
-        with contextlib.suppress(OSError):
-            write_whole(path, pack(content.header, content.arrays))
-            return content._replace(file=path)
+    for place, name in places(root, split):
+        # A web server raises DataError; a bucket may be read-only.
+        with contextlib.suppress(OSError, DataError):
+            write_place(place, name, pack(content.header, content.arrays))
+            return content._replace(file=place / name)
     return content
 
 
-def index_of(content: Content, root: Path) -> Index:
+def index_of(content: Content, root: Place) -> Index:
     """Return the index with this content, for the images in `root`."""
     header, arrays, _ = content
     split = header["split"]
@@ -294,13 +329,18 @@ def index_of(content: Content, root: Path) -> Index:
         num_bytes=arrays["num_bytes"],
         offsets=arrays.get("offsets"),
         mtimes=arrays.get("mtimes"),
+        versions={
+            f"{split}/{name}": version
+            for name, _, version in header["shards"]
+            if isinstance(version, str)
+        },
         bad=content.bad,
         ignored=header["ignored"],
         digest=header["digest"],
     )
 
 
-def check_classes(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
+def check_classes(root: Place, train: Sequence[str], val: Sequence[str]) -> None:
     """Raise DataError for one class, or other classes in val, where labels differ in meaning."""
     if tuple(train) != tuple(val):
         only_train = sorted(set(train) - set(val))
@@ -319,7 +359,18 @@ def _read_now(content: Content) -> str | None:
     return f"its {shorten(kinds)} files are read now" if kinds else None
 
 
-def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
+def _other_storage(content: Content, root: Place) -> str | None:
+    """Return that an index of files was copied to a bucket, or an index of a bucket to a folder.
+
+    The times of files say nothing about objects, and ETags nothing about files.
+    """
+    is_of_bucket = any(isinstance(version, str) for _, _, version in content.header["shards"])
+    if is_of_bucket == isinstance(root, Address):
+        return None
+    return "the index is of a bucket" if is_of_bucket else "the index is of a folder"
+
+
+def difference(content: Content, root: Place, *, every_file: bool) -> str | None:
     """Return the first difference between an index and its folder, or None."""
     header = content.header
     split = header["split"]
@@ -333,7 +384,7 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
         if not stored:
             stored = dict.fromkeys(header["classes"])
         changed = _first_change(split, stored, names_and_sizes)
-        if not shards:
+        if not shards and isinstance(root, Path):  # a bucket has only shards
             changed = changed or _files_differ(content, root, every_file=every_file)
         elif not changed and list(read_classes(root)) != header["classes"]:
             changed = f"{CLASSES} names other classes"
@@ -391,7 +442,7 @@ def _files_differ(content: Content, root: Path, *, every_file: bool) -> str | No
 
 
 def _read(
-    root: Path, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
+    root: Place, split: str, *, drop_bad: bool = False, progress: ReadProgress = silent
 ) -> Content:
     """Measure every image of a split, in threads, because they mostly wait for the storage."""
     try:
@@ -401,9 +452,10 @@ def _read(
             if shards:
                 # Labels of shards are numbers, whose names are in one file.
                 names = read_classes(root)
-                arrays, bad = _measure_shards(root / split, shards, len(names), progress)
+                arrays, bad = _measure_shards(root, split, shards, len(names), progress)
                 folders: list[int] = []
             else:
+                assert isinstance(root, Path), "a bucket has only shards"
                 arrays, bad, folders = _measure_folders(root, split, names, progress)
         ignored = list_ignored(root, split)
     except OSError as error:
@@ -490,7 +542,9 @@ def _measure_file(path: str, num_bytes: int) -> Size:
     try:
         file = os.open(path, os.O_RDONLY)
         try:
-            return measure_part(file, 0, num_bytes)
+            return measure(
+                lambda position, length: os.pread(file, min(length, num_bytes), position), num_bytes
+            )
         finally:
             os.close(file)
     except OSError as error:
@@ -500,22 +554,21 @@ def _measure_file(path: str, num_bytes: int) -> Size:
 
 
 def _measure_shards(
-    folder: Path, shards: Sequence[File], num_classes: int, progress: ReadProgress
+    root: Place, split: str, shards: Sequence[File], num_classes: int, progress: ReadProgress
 ) -> tuple[Arrays, list[Unusable]]:
     def measure(number: int) -> tuple[IntArray, list[Unusable]]:
-        path = folder / shards[number].name
+        path = f"{split}/{shards[number].name}"
         rows = []
         bad = []
-        # Without a buffer: headers are read at positions far from each other.
-        with path.open("rb", buffering=0) as file:
-            for member in read_shard(path, num_classes):
+        with open_shard(root, split, shards[number]) as file:
+            for member in read_shard(file, num_classes, name=f"{root}/{path}"):
                 try:
                     if isinstance(member, Unusable):
                         raise BadImageError(member.reason)
-                    size = measure_part(file.fileno(), member.offset, member.num_bytes)
+                    size = measure_part(file, member.offset, member.num_bytes)
                     rows.append((member.label, *size, member.offset, member.num_bytes, number))
                 except BadImageError as error:
-                    bad.append(Unusable(f"{folder.name}/{path.name}/{member.name}", str(error)))
+                    bad.append(Unusable(f"{path}/{member.name}", str(error)))
         return np.array(rows, dtype=np.int64).reshape(-1, 8), bad
 
     parts: list[IntArray] = []
@@ -531,7 +584,7 @@ def _measure_shards(
     return {**arrays, **small}, bad
 
 
-def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
+def share_index(root: Place | None, content: Content | None, backend: Backend) -> Index:
     """Return worker 0's index of the images in `root` on every worker; other workers pass None."""
     # Worker 0 alone reads the folder: a thousand workers would ask a shared file system for the
     # same million entries at once.
@@ -539,7 +592,7 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     if content is not None:
         packed = pack({**content.header, "root": str(root)}, content.arrays)
     header, arrays = unpack(broadcast_bytes(packed, backend))
-    index = index_of(Content(header, arrays), Path(header["root"]))
+    index = index_of(Content(header, arrays), place_of(header["root"]))
     if index.mtimes is not None:
         # A machine may have a copy of the folder, whose files have other times.
         with contextlib.suppress(OSError):

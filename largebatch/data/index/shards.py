@@ -8,8 +8,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 from largebatch.data.index.folder import EXTENSIONS, visible
 from largebatch.errors import DataError
@@ -67,21 +66,23 @@ def has_bytes(member: tarfile.TarInfo) -> bool:
     return member.isfile() and not member.issparse()
 
 
-def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
-    """Yield a shard's samples in order; raise DataError if it is not a whole tar file."""
+def read_shard(file: BinaryIO, num_classes: int, *, name: str) -> Iterator[Member | Unusable]:
+    """Yield the samples of an open shard in order; raise DataError if it is not a whole tar file.
+
+    The file may be read at other positions between two samples. `name` is for messages.
+    """
     try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            shown = (m for m in members(file, end) if visible(m.name.rpartition("/")[2]))
-            # Members of a sample follow each other: this is what makes a tar a WebDataset.
-            for key, parts in groupby((m for m in shown if not m.isdir()), _key):
-                yield _sample(key, list(parts), file.fileno(), num_classes)
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        shown = (m for m in members(file, end) if visible(m.name.rpartition("/")[2]))
+        # Members of a sample follow each other: this is what makes a tar a WebDataset.
+        for key, parts in groupby((m for m in shown if not m.isdir()), _key):
+            yield _sample(key, list(parts), file, num_classes)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{path}: not a whole, uncompressed tar file ({error}); copy or pack it again"
+            f"{name}: not a whole, uncompressed tar file ({error}); copy or pack it again"
         ) from None
 
 
@@ -91,7 +92,7 @@ def _key(member: tarfile.TarInfo) -> str:
 
 
 def _sample(
-    key: str, parts: list[tarfile.TarInfo], file: int, num_classes: int
+    key: str, parts: list[tarfile.TarInfo], file: BinaryIO, num_classes: int
 ) -> Member | Unusable:
     extensions = [(part, part.name[len(key) + 1 :]) for part in parts]
     images = [part for part, extension in extensions if f".{extension.lower()}" in EXTENSIONS]
@@ -105,7 +106,8 @@ def _sample(
     if not labels:
         return Unusable(image.name, f"there is no {key}.{LABEL} with its label")
     # The last of equal names wins, as when a tar is unpacked.
-    content = os.pread(file, min(labels[-1].size, LABEL_BYTES), labels[-1].offset_data)
+    file.seek(labels[-1].offset_data)
+    content = file.read(min(labels[-1].size, LABEL_BYTES))
     label = content.decode("ascii", errors="replace").strip()
     if not label.isdecimal() or int(label) >= num_classes:
         reason = f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"

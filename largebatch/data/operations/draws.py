@@ -233,7 +233,8 @@ def _of_torchvision(
         Operation.CONTRAST: changed,
         Operation.SHARPNESS: changed,
         Operation.POSTERIZE: lambda magnitudes, _: 8.0 - np.rint(magnitudes * bits / last),
-        Operation.SOLARIZE: lambda magnitudes, _: 255.0 * (1.0 - magnitudes / last),
+        # In this order of operations, because 68.00000000000001 would keep the value 68.
+        Operation.SOLARIZE: lambda magnitudes, _: 255.0 * (last - magnitudes) / last,
         Operation.AUTO_CONTRAST: _none,
         Operation.EQUALIZE: _none,
     }

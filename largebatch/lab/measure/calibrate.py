@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from largebatch import accelerator
+from largebatch.address import Place
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -55,7 +56,7 @@ READ_SECONDS = 1.0
 """Seconds that images are read; the first batches, which open the decoder, do not count."""
 
 
-def calibrate(recipe: Recipe, out: Path, *, data: Path | str | None = None) -> None:
+def calibrate(recipe: Recipe, out: Path, *, data: Place | str | None = None) -> None:
     """Write a cluster file of this machine.
 
     Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml, and for
@@ -94,7 +95,7 @@ def cluster_of(measured: Measured, *, name: str) -> Cluster:
 def measure(
     recipe: Recipe,
     *,
-    data: Path | str | None = None,
+    data: Place | str | None = None,
     dataset: str | None = None,
     workers: int | None = None,
 ) -> Measured:

@@ -152,6 +152,7 @@ def rehearse(
         num_samples=recipe.data.train_samples,
         trained=trained,
         repeats=recipe.data.repeats,
+        order=recipe.data.order,
     )
     # After a step on zero gradients; its messages, which only Muon has, are recorded. The tensors
     # are real, since LARS reads numbers.

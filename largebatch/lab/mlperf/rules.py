@@ -137,8 +137,12 @@ RULES: tuple[Rule[Recipe], ...] = (
     _rule("data.flip", lambda it: it.data.flip is True,
           "half of the training images are mirrored at random"),
     _rule("data.translate", lambda it: not it.data.translate, "images are not moved"),
+    _rule("data.augment", lambda it: it.data.augment is None,
+          "crops and mirror images are the only augmentation"),
     _rule("data.mix", lambda it: it.data.mix is None, "images are not mixed"),
     _rule("data.erase", lambda it: it.data.erase is None, "nothing is erased"),
+    # data.order keeps the rules: they permit arbitrary sharding and packing if the order is random
+    # overall, and every image occurs once.
     _rule("data.repeats", lambda it: it.data.repeats == 1, "every image occurs once in an epoch"),
     _rule("data.eval_resize", lambda it: it.data.eval_resize == 256,
           "256, of which the centre is evaluated"),
@@ -151,6 +155,9 @@ RULES: tuple[Rule[Recipe], ...] = (
           "training begins with random weights"),
     _rule("model.head_std", lambda it: it.model.head_std == 0.01,
           "the classifier is drawn from N(0, 0.01)"),
+    _rule("model.early", lambda it: it.model.early is None, "all layers are trained throughout"),
+    _rule("model.backbone", lambda it: it.model.backbone is None,
+          "all layers have the rate of the schedule"),
     # The optimizer.
     _rule("batch.schedule", lambda it: not it.batch.schedule, "the global batch is constant"),
     _rule("optimizer.kind", lambda it: isinstance(it.optimizer, LARS | SGD), "lars or sgd"),
@@ -174,6 +181,10 @@ RULES: tuple[Rule[Recipe], ...] = (
     _rule("optimizer.momentum", _optimizer(SGD, lambda it: it.momentum == 0.9), "0.9 for SGD"),
     _rule("optimizer.nesterov", _optimizer(SGD, lambda it: not it.nesterov),
           "SGD has plain momentum"),
+    _rule("optimizer.bias_lr", _optimizer(SGD, lambda it: it.bias_lr is None),
+          "biases have the rate of the schedule"),
+    _rule("optimizer.bias_weight_decay", _optimizer(SGD, lambda it: it.bias_weight_decay == 0),
+          "biases and normalisation layers are not decayed"),
     _rule("optimizer.weight_decay", _optimizer(LARS, _has_usual_decay),
           "0.0001 times a power of two, such as 0.00005"),
     _rule("optimizer.weight_decay", _optimizer(SGD, _has_usual_decay),
@@ -199,6 +210,7 @@ RULES: tuple[Rule[Recipe], ...] = (
           "every image has the same weight"),
     _rule("loss.label_smoothing", lambda it: it.loss.label_smoothing in {0.0, 0.1}, "0 or 0.1"),
     # What the reference does not have.
+    _rule("protocol", lambda it: it.protocol is None, "updates are synchronous"),
     *(
         _rule(f"polish.{key}", _has_no(key), "no polishing")
         for key in ("clean", "ema", "swa", "affine", "statistics")

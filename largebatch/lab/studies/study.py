@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from largebatch.address import Place
 from largebatch.distributed.environment import BackendName
 from largebatch.errors import DataError, LargebatchError, RecipeError, nearest
 from largebatch.lab.protocols.simulator import (
@@ -496,7 +497,7 @@ ALONE = "alone"
 class StudyMachine:
     """Machine options of the runs of a study, as `run` takes them."""
 
-    data: Mapping[str, Path] = field(default_factory=dict)
+    data: Mapping[str, Place] = field(default_factory=dict)
     """Data folders of recipes, by their names in the study; that of "" is for all others."""
 
     options: Options = Options()

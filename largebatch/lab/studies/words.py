@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from largebatch.address import Place
 from largebatch.data.decoders.synthetic import synthetic_index
 from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch, DecodedBatches, Request
@@ -106,12 +107,12 @@ def shapes_of(recipe: Recipe) -> nn.Module:
     return model_without_memory(recipe.model, classes=recipe.data.classes)
 
 
-def read_words(folder: Path | str | None, *, num_words: int) -> Tensor:
+def read_words(folder: Place | str | None, *, num_words: int) -> Tensor:
     """Return the numbers of all words of FILE in their order; the most frequent word is 0.
 
     Raises DataError without the file, and if its vocabulary is not `num_words` long.
     """
-    path = Path(folder or ".") / FILE
+    path = Path(str(folder or ".")) / FILE
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -162,8 +163,15 @@ def open_words(recipe: Recipe, options: Options) -> Iterator[Session]:
     Raises DataError for another number of windows than data.train_samples.
     """
     arguments = arguments_of(recipe)
-    if recipe.data.mix is not None:
-        raise RecipeError(f"data.mix mixes images, and {NAME} is trained on words: leave it out")
+    of_images = {
+        "data.mix": recipe.data.mix,
+        "data.augment": recipe.data.augment,
+        "data.erase": recipe.data.erase,
+        "loss.class_weights": recipe.loss.class_weights,
+    }
+    for key, value in of_images.items():
+        if value is not None:
+            raise RecipeError(f"{key} is for images, and {NAME} is trained on words: leave it out")
     facts = {"command": "study", **recipe.model_dump(mode="json")}
     with join(options, facts, starting=True) as backend:
         plan = make_plan(recipe, workers=backend.world_size, backend=backend.name)

@@ -413,12 +413,11 @@ def _divide(
     # Only divisors of this number divide the batch of every piece.
     common = math.gcd(*batch.by_key.values())
     over = f"over {plural(workers, 'worker')}"
+    span = batch.bn_span or 1
+    numbers = _mixing_workers(common, span=span) if mixes else _divisors(common)
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
-            raise PlanError(
-                f"{key}: {size} cannot be divided {over}; possible: {_some(_divisors(common))}"
-            )
-    span = batch.bn_span or 1
+            raise PlanError(f"{key}: {size} cannot be divided {over}; possible: {_some(numbers)}")
     possible = _device_batches(common // workers, workers=workers, span=span)
     if mixes:  # pairs of images, which must not be divided
         possible = [size for size in possible if size % 2 == 0]
@@ -463,18 +462,23 @@ def _divide(
 
 def _no_even_batch(common: int, *, workers: int, span: int) -> str:
     """Describe a number of workers that cannot mix pairs, and the nearest numbers that can."""
-    possible = [
+    possible = _mixing_workers(common, span=span)
+    return (
+        f"data.mix needs an even device batch, which {plural(workers, 'worker')} with "
+        f"{plural(common // workers, 'sample')} of an update do not have; possible workers: "
+        f"{_nearest(workers, possible)}; or leave data.mix out"
+    )
+
+
+def _mixing_workers(common: int, *, span: int) -> list[int]:
+    """Return the numbers of workers that can have an even device batch."""
+    return [
         number
         for number in _divisors(common)
         if any(
             size % 2 == 0 for size in _device_batches(common // number, workers=number, span=span)
         )
     ]
-    return (
-        f"data.mix needs an even device batch, which {plural(workers, 'worker')} with "
-        f"{plural(common // workers, 'sample')} of an update do not have; possible workers: "
-        f"{_nearest(workers, possible)}; or leave data.mix out"
-    )
 
 
 def _nearest(number: int, possible: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlperf_logging.compliance_checker import mlp_compliance
@@ -9,7 +10,7 @@ from mlperf_logs import IMAGENET, POINTS, finish, lines, recipe, start, write
 from ruamel.yaml import YAML
 
 from largebatch.cli.main import DONE, FAILED, USER, main
-from largebatch.lab.mlperf.rules import TARGET, broken_rules
+from largebatch.lab.mlperf.rules import RULES, TARGET, broken_rules
 
 BY_THE_RULES = "32768_mlperf"
 OF_THE_PACKAGE = {
@@ -23,6 +24,14 @@ OF_THE_PACKAGE = {
     "opt_name": "optimizer.kind",
 }
 """What the package's rules test in a log, and the setting that it comes from."""
+
+
+FREE = {
+    *("name", "seed", "duration", "batch.global_batch", "batch.bn_span", "precision", "reduction"),
+    *("data.mean", "data.std", "data.interpolation", "schedule.decay.over", "loss.off_target"),
+    *("nonfinite", "monitor", "tracking", "execution", "polish"),
+}
+"""Keys that no rule fixes; of polish and execution only some are."""
 
 
 def settings(name: str, *changes: str) -> list[str]:
@@ -70,6 +79,25 @@ def test_the_package_finds_the_same_of_what_a_log_shows(
     assert ours == theirs
 
 
+def without_rule(section: dict[str, Any], above: str = "") -> list[str]:
+    """Return the keys of a recipe that neither have a rule nor are free."""
+    of_rules = {rule.check for rule in RULES}
+    found = []
+    for name, value in section.items():
+        key = f"{above}{name}"
+        if key in FREE | of_rules:
+            continue
+        has_keys = isinstance(value, dict) and value
+        found += without_rule(value, f"{key}.") if has_keys else [key]
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["{kind: lars}", "{kind: sgd}"])
+def test_every_key_has_a_rule_or_is_free(optimizer: str) -> None:
+    tree = recipe(BY_THE_RULES, f"optimizer={optimizer}").model_dump(mode="json")
+    assert without_rule(tree) == []
+
+
 @pytest.mark.parametrize("batch", [point["BS"] for point in POINTS.values()])
 def test_the_points_of_the_reference_break_no_rule(batch: int) -> None:
     assert settings(f"{batch}_mlperf") == []
@@ -108,6 +136,9 @@ def test_nvidias_and_googles_entries_break_none_and_fujitsus_breaks_these() -> N
         ("loss.label_smoothing=0", None),
         ("loss.label_smoothing=0.15", "loss.label_smoothing"),
         ("loss.off_target=others", None),
+        ("data.augment={kind: trivial_augment}", "data.augment"),
+        ("model.early={names: [conv1.weight], until: {epochs: 1}}", "model.early"),
+        ("model.backbone={lr_factor: 0.1}", "model.backbone"),
         ("loss={kind: bce}", "loss.kind"),
         ("loss.class_weights=balanced", "loss.class_weights"),
         ("optimizer.clip_norm=1", "optimizer.clip_norm"),
@@ -146,6 +177,8 @@ def test_a_change_breaks_the_rule_of_its_setting_alone(change: str, broken: str 
         ("schedule.warmup=null", None),
         ("optimizer={kind: sgd, momentum: 0.95, weight_decay: 1e-4}", "optimizer.momentum"),
         ("optimizer={kind: sgd, weight_decay: 1e-4, nesterov: true}", "optimizer.nesterov"),
+        ("optimizer.bias_lr=1", "optimizer.bias_lr"),
+        ("optimizer.bias_weight_decay=1e-4", "optimizer.bias_weight_decay"),
     ],
 )
 def test_sgd_has_rules_of_its_own(change: str, broken: str | None) -> None:

@@ -101,10 +101,14 @@ def test_a_text_in_another_encoding_is_refused_by_its_file(tmp_path: Path) -> No
         pytest.param("data.train_samples", 15, DataError, id="windows"),
         pytest.param("model.arguments.dropout", 0.5, RecipeError, id="unknown argument"),
         pytest.param("model.arguments.units", 0, RecipeError, id="no units"),
+        pytest.param("loss.class_weights", "balanced", RecipeError, id="weights of classes"),
+        pytest.param(
+            "data.erase", {"probability": 1, "fill": "constant"}, RecipeError, id="erased boxes"
+        ),
     ],
 )
 def test_what_does_not_fit_the_text_is_refused(
-    folder: Path, key: str, value: float, error: type[Exception]
+    folder: Path, key: str, value: object, error: type[Exception]
 ) -> None:
     cell = cell_of(folder, **{f"recipes__lstm__set__{key}": value})
     options = Options(out=folder / "run", data=folder)
