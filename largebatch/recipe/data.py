@@ -62,6 +62,19 @@ class Erase(Section):
     """Largest number of boxes in an image. An image has 1 to `count` of them, which share the
     area."""
 
+    @model_validator(mode="after")
+    def _a_box_can_be_smaller_than_the_image(self) -> Self:
+        flattest, tallest = self.aspect
+        squarest = min(max(flattest, 1.0), tallest)
+        # A box of this shape and of the image's height or width, whichever it reaches first.
+        largest = self.count * min(squarest, 1 / squarest)
+        if self.area[0] >= largest:
+            raise ValueError(
+                f"area begins at {self.area[0]:g}, and no box of an aspect in {list(self.aspect)} "
+                f"is inside the image then: give area below {largest:g}, or a squarer aspect"
+            )
+        return self
+
 
 class Mix(Section):
     """Mixed training images, with shares of two classes as their label.
@@ -78,7 +91,7 @@ class Mix(Section):
     """CutMix (arXiv:1905.04899): both images exchange a box whose part of the area is from the
     distribution Beta(cutmix, cutmix) before it is cut off at the border. null or 0: off."""
 
-    probability: Probability = 1.0
+    probability: Fraction = 1.0
     """Part of the pairs that are mixed."""
 
     switch: Probability | None = None

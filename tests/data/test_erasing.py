@@ -242,6 +242,11 @@ def test_on_a_device_the_pixels_are_the_same_and_the_host_does_not_wait() -> Non
         ("data.erase={probability: 0.5, fill: noise, area: [0.3, 1.2]}", "data.erase.area"),
         ("data.erase={probability: 0.5, fill: noise, aspect: [3, 0.3]}", "erase.aspect"),
         ("data.erase={probability: 0.5, fill: noise, count: 0}", "data.erase.count"),
+        ("data.erase={probability: 1, fill: noise, area: [1, 1]}", "data.erase: area"),
+        (
+            "data.erase={probability: 1, fill: noise, area: [0.5, 1], aspect: [2.5, 9]}",
+            "data.erase: area",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused_with_its_key(change: str, key: str) -> None:

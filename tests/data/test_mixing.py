@@ -283,6 +283,7 @@ def test_device_batches_are_even_whatever_fits() -> None:
         ("data.mix={probability: 0.5}", "data.mix: .*mixup.*cutmix"),
         ("data.mix={mixup: 0, cutmix: null}", "data.mix: .*mixup.*cutmix"),
         ("data.mix={mixup: 0.2, probability: 1.5}", r"data\.mix\.probability"),
+        ("data.mix={mixup: 0.2, probability: 0}", r"data\.mix\.probability"),
         ("data.mix={mixup: -1}", r"data\.mix\.mixup"),
         ("data.mix={mixup: 1, cutmix: 1, switch: -0.1}", r"data\.mix\.switch"),
         ("data.mix={cutmix: 1, switch: 0.5}", "data.mix: .*mixup"),
