@@ -37,6 +37,7 @@ from largebatch.runs.options import (
     DataPlace,
     Given,
     MirrorAddress,
+    Number,
     RecipeFile,
     Seconds,
     require_cached_address,
@@ -183,7 +184,7 @@ class Job(Changes):
     cache_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Folder on each host's own disk that keeps what is read from the address of --data."""
 
-    cache_gb: Annotated[float | None, Parameter(metavar="N")] = None
+    cache_gb: Annotated[Number | None, Parameter(metavar="N")] = None
     """Bytes of --cache-dir on a host, in 10^9 (all)."""
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None

@@ -12,6 +12,7 @@ worker whose process is stopped, or that holds Python's lock, writes nothing, an
 """
 
 import json
+import math
 import os
 import re
 import socket
@@ -149,6 +150,7 @@ class HangWatch:
         self._rank = dist.get_rank()
         self._workers = dist.get_world_size()
         self._waited = 0.0
+        self._dump_time = math.inf
         self._main = threading.main_thread().ident or 0
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="hang watch", daemon=True)
@@ -161,6 +163,9 @@ class HangWatch:
     def stop(self) -> None:
         """Stop watching."""
         self._is_stopped.set()
+        # Python ends a process badly while a thread is in a library. Not longer: the process that
+        # serves the store may have ended, or this thread waits for the dumps of others.
+        self._thread.join(LONGEST_PERIOD)
 
     def line(self) -> str:
         """Return what the dumps show after an error of this worker; empty if it was no timeout.
@@ -170,6 +175,8 @@ class HangWatch:
         with suppress(RuntimeError):  # the store has ended with the process that served it
             if not self._store.check([_EVENT]):
                 return ""
+            if time.monotonic() - self._dump_time > self._timeout():
+                return ""  # that collective ended in the last moment, and this error is another one
             end = time.monotonic() + GRACE_SECONDS + LONGEST_PERIOD
             while time.monotonic() < end:
                 if self._store.check([_LINE]):
@@ -193,6 +200,7 @@ class HangWatch:
 
     def _dump(self) -> None:
         """Write this worker's dump into the folder that the first worker has named."""
+        self._dump_time = time.monotonic()
         own_name = time.strftime("%Y%m%d-%H%M%S")
         name = self._store.compare_set(_EVENT, "", own_name).decode()
         content = recorded(collectives=True)

@@ -12,9 +12,14 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from on_workers import on_workers
+from torch.distributed import HashStore
 
 from largebatch.distributed.connection import connect
-from largebatch.distributed.flight_recorder import enable_recorder, recorder_variables
+from largebatch.distributed.flight_recorder import (
+    HangWatch,
+    enable_recorder,
+    recorder_variables,
+)
 from largebatch.errors import PeerLostError, WorkerFailedError
 from largebatch.report.hangs import measure_hang, newest_dumps
 from largebatch.runs.hangs import hangs_named
@@ -63,6 +68,21 @@ def test_the_error_names_worker_collective_size_update_and_place(tmp_path: Path)
     dumps = [json.loads(path.read_bytes()) for path in sorted(folder.glob("worker-*.json"))]
     assert [dump["largebatch"]["worker"] for dump in dumps] == [0, 1]
     assert dumps[0]["entries"][-1]["input_sizes"] == [[77]]
+
+
+def test_a_late_collective_is_not_blamed_for_a_later_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dumps are written before the timeout; the collective may end in what is left of it."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    store = HashStore()
+    watch = HangWatch(
+        store, Path(), timeout=lambda: TIMEOUT, describe=dict, explain=lambda *_: "a line"
+    )
+    store.set("hang/event", "now")
+    store.set("hang/line", "worker 1")
+    for seconds, line in ((0.0, "worker 1"), (TIMEOUT + 1, "")):
+        monkeypatch.setattr(watch, "_dump_time", time.monotonic() - seconds)
+        assert watch.line() == line
 
 
 def suspend_one(folder: Path) -> None:
