@@ -15,7 +15,7 @@ from accelerator import COUNTS
 from decoding import needs_dali, photograph, png_folder
 from on_forked_workers import on_forked_workers
 from PIL import Image
-from scipy.stats import chi2_contingency, ks_2samp
+from scipy.stats import chi2_contingency, chisquare, ks_2samp
 
 from largebatch.data.datasets import own
 from largebatch.data.datasets.own import Items
@@ -387,6 +387,18 @@ def test_shares_and_strengths_are_those_of_the_library(
         # Rounded, because a tie must be a tie.
         result = ks_2samp(ours[name].round(5), reference_values.round(5))
         assert result.pvalue > LEAST, name
+
+
+def test_operations_of_an_image_are_drawn_independently_and_with_replacement() -> None:
+    """As by torchvision and timm: all 14 x 14 pairs, and half of timm's are not applied."""
+    kinds = drawn(TORCHVISION, range(DRAWS)).kinds
+    table = np.zeros((len(Operation), len(Operation)), dtype=int)
+    np.add.at(table, (kinds[:, 0], kinds[:, 1]), 1)
+    drawn_kinds = np.unique(kinds)
+    assert chisquare(table[np.ix_(drawn_kinds, drawn_kinds)].ravel()).pvalue > LEAST
+    is_applied = drawn(TIMM, range(DRAWS)).kinds != Operation.IDENTITY
+    counts = np.bincount(is_applied.sum(axis=1), minlength=3)
+    assert chisquare(counts, DRAWS * np.array([0.25, 0.5, 0.25])).pvalue > LEAST
 
 
 def test_thresholds_and_bits_are_exactly_torchvisions() -> None:
