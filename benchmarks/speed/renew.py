@@ -34,12 +34,13 @@ COMMANDS = {
     "index": "--rounds 3",
     "input_pipeline": "--rounds 9",
     "decoder_pixels": "",
+    "storage": "",
 }
 """The benchmarks that take minutes, each a script of this folder with its options."""
 
 ENVIRONMENT = {"checkpoint": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
 
-NEED_DATA = {"index", "input_augmented", "input_pipeline", "decoder_pixels"}
+NEED_DATA = {"index", "input_augmented", "input_pipeline", "decoder_pixels", "storage"}
 """Benchmarks of real images, from the folder LARGEBATCH_DATA."""
 
 

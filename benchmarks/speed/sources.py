@@ -58,6 +58,12 @@ MEASURED = {
         (*_UPDATE, *_LARS, *_KERNELS, *_INPUT, "polish"),
     ),
     "roofline": (*_BATCHNORM, *_KERNELS),
+    "storage": (
+        *_INPUT,
+        "bucket.py",
+        "data/order.py",
+        "runs/mirror.py",
+    ),
     "sweep": _KERNELS,
 }
 """Files and folders of the package that each benchmark measures; studies are frozen."""

@@ -15,7 +15,8 @@ server with curl; both keep whole shards on the disk. They need packages that th
 
     python -m venv PEERS && PEERS/bin/pip install mosaicml-streaming webdataset torchvision
 
-Then: updates per second of a small run with --mirror to a folder, and without, in pairs.
+Then: updates per second of a run of digits with --mirror to a folder, and without, in pairs; each
+writes three checkpoints.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +58,9 @@ COMPARED = 20
 
 TARGET = 0.9
 """Share of the disk's rate with COMPARED milliseconds."""
+
+CHECKPOINTS = 3
+"""Checkpoints of a run that is measured with and without a mirror."""
 
 EPOCHS = ("first epoch", "second epoch")
 DISK = "disk"
@@ -130,18 +135,18 @@ def two_epochs(place: str, cache: Path | None, classes: int, args: argparse.Name
     images = pipeline(place, cache, classes, args)
     # In whole batches, as an update takes them.
     in_epoch = classes * args.copies // args.batch
-    cpu = time.process_time()
-    start = time.perf_counter()
-    ends = []
+    times = [time.perf_counter()]
+    cpu = [time.process_time()]
     batches = images.training(range(2 * in_epoch), clean=False)
     for number, _ in enumerate(batches, start=1):
         if number % in_epoch == 0:
-            ends.append(time.perf_counter())
-    first, second = ends
+            times.append(time.perf_counter())
+            cpu.append(time.process_time())
     return {
         "images": 2 * in_epoch * args.batch,
-        "seconds": [first - start, second - first],
-        "processor seconds": time.process_time() - cpu,
+        "seconds": [end - start for start, end in pairwise(times)],
+        "processor seconds": cpu[-1] - cpu[0],
+        "processor seconds of epochs": [end - start for start, end in pairwise(cpu)],
     }
 
 
@@ -242,6 +247,15 @@ def _compared(runs: dict[str, list[Any]]) -> dict[str, Any]:
                 if name in PACKAGES
             },
         }
+        cpu = {
+            name: [one["processor seconds of epochs"][epoch] for one in results]
+            for name, results in runs.items()
+            if name not in PACKAGES
+        }
+        # What the share would be if only the process that reads used the processor.
+        result[title]["processor seconds"] = {
+            f"{DISK} / {name}": paired_ratio(cpu[DISK], cpu[name]) for name in cpu if name != DISK
+        }
         result[title]["met"] = result[title]["shares"][f"{ours} / {DISK}"]["median"] >= TARGET
     result["processor milliseconds an image"] = {
         name: spread([1000 * one["processor seconds"] / one["images"] for one in results])
@@ -259,15 +273,21 @@ def mirror(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             target = f"file://{folder}/mirror-{number}" if name == "with" else None
             summary = run(
                 "digits_96",
-                workers=1,
                 out=folder / f"{name}-{number}",
                 mirror=target,
-                overrides=["polish=null"],
+                max_steps=args.mirror_steps,
+                report=False,
+                overrides=[
+                    "polish=null",
+                    f"execution.checkpoints.every_steps={args.mirror_steps // CHECKPOINTS}",
+                ],
             )
-            rates[name].append(summary.steps / summary.seconds)
+            (train,) = (stage for stage in summary.stages if stage.name == "train")
+            rates[name].append(args.mirror_steps / train.seconds)
     return {
         "updates a second": {name: spread(values) for name, values in rates.items()},
-        "ratio": paired_ratio(rates["without"], rates["with"]),
+        # Of times: the rates are their inverses.
+        "ratios": {"with / without": paired_ratio(rates["without"], rates["with"])},
     }
 
 
@@ -281,6 +301,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="worker processes of the peers")
     parser.add_argument("--mirror-rounds", type=int, default=7)
+    parser.add_argument("--mirror-steps", type=int, default=120, help="updates of each run")
     parser.add_argument(
         "--peers", default=os.environ.get("BENCHMARK_PEERS"), help="a Python that has the peers"
     )

@@ -105,7 +105,7 @@ def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
     streaming = _library(MOSAICML)
     decoded = _Decoded()
 
-    class Images(streaming.StreamingDataset):  # type: ignore[misc]
+    class Images(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
         def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
             sample = super().__getitem__(at)
             return decoded(sample["image"]), sample["label"]

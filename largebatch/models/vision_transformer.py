@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from largebatch.errors import RecipeError
 from largebatch.optional import require_timm
 
 require_timm()
@@ -29,8 +30,9 @@ class BigVisionViT(nn.Module):
     """A vision transformer with fixed positions, the mean of all patches and a tanh layer.
 
     H and W are multiples of `patch`; positions are those of the patches of the given images, so a
-    model takes images of every size. The defaults are ViT-S/16, with 22,122,472 parameters for
-    1,000 classes. Raises ValueError for a width that heads or positions cannot divide.
+    model takes images of every such size; of others it raises RecipeError. The defaults are
+    ViT-S/16, with 22,122,472 parameters for 1,000 classes. Raises ValueError for a width that heads
+    or positions cannot divide.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class BigVisionViT(nn.Module):
             raise ValueError(
                 f"width ({width}) must be a multiple of heads ({heads}) and of 4, and 8 or more"
             )
+        self.patch = patch
         self.patch_embed = nn.Conv2d(3, width, patch, stride=patch)
         self.blocks = nn.Sequential(
             *(
@@ -68,6 +71,13 @@ class BigVisionViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
+        if any(side % self.patch for side in images.shape[2:]):
+            # The convolution would leave out the last rows and columns.
+            height, width = images.shape[2:]
+            raise RecipeError(
+                f"data.image_size: images of {height} x {width} pixels are not whole patches; give "
+                f"a multiple of {self.patch}, or another model.arguments.patch"
+            )
         maps = self.patch_embed(images)
         height, width = maps.shape[2:]
         tokens = maps.flatten(2).transpose(1, 2)

@@ -57,7 +57,7 @@ class Evaluated(NamedTuple):
     """Metrics on all images trained on, shown like validation images; None if not requested."""
 
     recipe: Recipe
-    """That of the model, with the changes of this evaluation."""
+    """The recipe of the model, with the changes of this evaluation."""
 
 
 class Saved(NamedTuple):

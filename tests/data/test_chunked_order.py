@@ -231,16 +231,15 @@ def test_a_run_on_images_sorted_by_class_begins_with_a_warning(
 ) -> None:
     recipe = load_recipe("digits_96")
     images = read_images(recipe, Serial(), folder=None)
-    # The digits are as they were collected.
-    numbers = np.sort(images.train.labels)
     if labels == "shuffled":
-        numbers = np.random.default_rng(0).permutation(numbers)
-    images = replace(images, train=replace(images.train, labels=numbers))
+        shuffled = np.random.default_rng(0).permutation(images.train.labels)
+        images = replace(images, train=replace(images.train, labels=shuffled))
     order = Order(chunk=32, window=1000 if labels == "one window" else 4)
     warning = images.describe_order(order)
     assert (warning is not None) == is_warned
     if warning is not None:
-        assert f"{100 * (1 - 9 / 1436):.3g} %" in warning  # nine changes between ten classes
+        # Rows are sorted by class, so there are nine changes between ten of them.
+        assert f"{100 * (1 - 9 / 1436):.3g} %" in warning
     assert images.describe_order(None) is None
 
 

@@ -177,10 +177,11 @@ def test_a_fraction_of_every_class_validates_whatever_the_form(tmp_path: Path, f
         (["--val-fraction=0.5"], "class yak has 1 image"),
         (["--val-name=train"], "--val-name train"),
         (["--label=x"], "label"),
+        (["--keep-order", "--seed=1"], "--seed"),
         (["--val-fraction=1.5"], "val-fraction"),
     ],
 )
-def test_options_that_would_give_no_split_are_refused(
+def test_options_that_contradict_or_would_give_no_split_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], part: str
 ) -> None:
     source = write_classes(tmp_path / "in", cat=4, yak=1)

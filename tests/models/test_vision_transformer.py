@@ -164,3 +164,12 @@ def test_six_convolutions_of_resnet50_blur_their_input() -> None:
     images = torch.randn(2, 3, 64, 64)
     pair(model)  # as in a run on a GPU
     torch.testing.assert_close(model.eval()(images), plain.eval()(images))
+
+
+def test_images_that_are_not_whole_patches_are_refused() -> None:
+    model = build(
+        "big_vision_vit_s16", num_classes=2, arguments={"width": 8, "depth": 1, "heads": 1}
+    )
+    assert model(torch.zeros(1, 3, 32, 48)).shape == (1, 2)
+    with pytest.raises(RecipeError, match=r"data\.image_size.* multiple of 16"):
+        model(torch.zeros(1, 3, 32, 40))

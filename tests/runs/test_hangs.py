@@ -12,7 +12,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from on_workers import on_workers
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 
 from largebatch.distributed.connection import connect
 from largebatch.distributed.flight_recorder import (

@@ -342,6 +342,20 @@ MUTANTS = (
         "data/test_repeats.py::test_no_pair_recurs_and_no_sample_is_its_own_partner",
     ),
     Mutant(
+        "the chunks of an epoch follow in the order of the index",
+        "data/order.py",
+        'windows[np.argsort(words, kind="stable")] = ',
+        "windows[:] = ",
+        "data/test_chunked_order.py::test_every_chunk_is_equally_likely_in_every_window",
+    ),
+    Mutant(
+        "statistics are of the first windows of chunks",
+        "data/pipeline.py",
+        "samples = self.random_samples(range(num_samples))",
+        "samples = self.training_samples(range(num_samples))",
+        "data/test_chunked_order.py::test_clean_updates_have_the_order_and_statistics_random_images",
+    ),
+    Mutant(
         "operations are drawn for the place in the batch",
         "data/operations/draws.py",
         "block=positions.start * blocks",
