@@ -80,6 +80,8 @@ def mixed_by_hand(
             rows, columns = (slice(side.start, max(side.start, side.stop)) for side in pair.box)
             mixed[row, :, rows, columns] = before[partner, :, rows, columns]
         else:
-            mixed[row] = share * before[row] + (1 - share) * before[partner]
+            # In this order, which rounds in float32 as a run does.
+            part = torch.tensor(1 - pair.share, dtype=dtype)
+            mixed[row] = before[row] + (before[partner] - before[row]) * part
         shown.append(Label(share.item(), int(labels[row]), int(labels[partner])))
     return mixed, shown

@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "the partner of an image is off by one pair",
         "data/mixing.py",
-        ".flip(1).flatten(0, 1)",
-        ".flip(1).roll(1, 0).flatten(0, 1)",
+        "_blend(first[pair], second[pair], part, dtype)",
+        "_blend(first[pair], second[pair - 1], part, dtype)",
         "data/test_mixing.py::test_images_and_labels_are_those_written_by_hand",
     ),
     Mutant(
