@@ -282,8 +282,8 @@ def mirror(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                     f"execution.checkpoints.every_steps={args.mirror_steps // CHECKPOINTS}",
                 ],
             )
-            (train,) = (stage for stage in summary.stages if stage.name == "train")
-            rates[name].append(args.mirror_steps / train.seconds)
+            assert summary.images_per_second is not None
+            rates[name].append(summary.images_per_second / summary.global_batch)
     return {
         "updates a second": {name: spread(values) for name, values in rates.items()},
         # Of times: the rates are their inverses.

@@ -105,7 +105,9 @@ def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
     streaming = _library(MOSAICML)
     decoded = _Decoded()
 
-    class Images(streaming.StreamingDataset):  # type: ignore[misc]
+    streaming_dataset: Any = streaming.StreamingDataset
+
+    class Images(streaming_dataset):  # type: ignore[misc]
         def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
             sample = super().__getitem__(at)
             return decoded(sample["image"]), sample["label"]
