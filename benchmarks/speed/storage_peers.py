@@ -103,6 +103,8 @@ class _Decoded:
 
 def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
     streaming = _library(MOSAICML)
+    # What a killed process has left there would make this one wait.
+    importlib.import_module("streaming.base.util").clean_stale_shared_memory()
     decoded = _Decoded()
 
     streaming_dataset: Any = streaming.StreamingDataset
