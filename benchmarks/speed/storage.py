@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -155,7 +155,13 @@ def peer(args: argparse.Namespace, *words: object) -> str:
     command = [args.peers, "-m", "benchmarks.speed.storage_peers", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=args.peer_seconds,
     )
     return done.stdout.splitlines()[-1] if done.stdout else ""
 
@@ -166,16 +172,55 @@ def peer_epochs(name: str, address: str, cache: Path, args: argparse.Namespace) 
     return json.loads(peer(args, name, address, cache, *options))
 
 
+def in_rounds(
+    measured: Callable[[str, Path], Any],
+    versions: dict[str, str],
+    folder: Path,
+    args: argparse.Namespace,
+) -> dict[str, list[Any]]:
+    """Return the results of every rival, round by round.
+
+    A peer that takes too long is left out, and `versions` then has the reason.
+    """
+    peers = _installed(versions)
+    rivals = [DISK, *map(_ours, LATENCIES), *peers]
+    runs: dict[str, list[Any]] = {}
+    draw = random.Random(0)
+    for number in range(args.rounds):
+        for name in draw.sample(rivals, k=len(rivals)):
+            if name in PACKAGES and name not in peers:
+                continue
+            cache = folder / "cache"
+            cache.mkdir()
+            try:
+                result = measured(name, cache)
+            except subprocess.TimeoutExpired:
+                if name not in peers:
+                    raise
+                # Measured in no round, so that every ratio has the same rounds.
+                versions[name] += f": no result after {args.peer_seconds:g} s"
+                peers.remove(name)
+                runs.pop(name, None)
+                continue
+            finally:
+                shutil.rmtree(cache, ignore_errors=True)
+            runs.setdefault(name, []).append(result)
+            print(number, name, json.dumps(result), flush=True)
+    return runs
+
+
+def _installed(versions: dict[str, str]) -> list[str]:
+    return [name for name, version in versions.items() if version[0].isdigit()]
+
+
 def images_a_second(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure every rival in rounds."""
     samples = args.data / "imagenet_samples" / "samples.zip"
     classes, shards = write_shards(samples, folder, args.copies)
     missing = dict.fromkeys(PACKAGES, "not measured: --peers names no interpreter")
     versions = missing if args.peers is None else json.loads(peer(args, "versions"))
-    peers = [name for name, version in versions.items() if version[0].isdigit()]
-    if MOSAICML in peers:
+    if MOSAICML in _installed(versions):
         peer(args, "mds", folder / "shards" / "train", folder / "mds")
-    runs: dict[str, list[Any]] = {}
     seconds_to_index = {}
     with ExitStack() as stack:
         servers = {
@@ -202,16 +247,7 @@ def images_a_second(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             )
             return two_epochs(f"{address}/shards", cache, classes, args)
 
-        rivals = [DISK, *map(_ours, LATENCIES), *peers]
-        draw = random.Random(0)
-        for number in range(args.rounds):
-            for name in draw.sample(rivals, k=len(rivals)):
-                cache = folder / "cache"
-                cache.mkdir()
-                result = measured(name, cache)
-                shutil.rmtree(cache)
-                runs.setdefault(name, []).append(result)
-                print(number, name, json.dumps(result), flush=True)
+        runs = in_rounds(measured, versions, folder, args)
     counts = {_ours(latency): server.counts for latency, server in servers.items()}
     return {
         "peers": versions,
@@ -282,8 +318,8 @@ def mirror(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                     f"execution.checkpoints.every_steps={args.mirror_steps // CHECKPOINTS}",
                 ],
             )
-            (train,) = (stage for stage in summary.stages if stage.name == "train")
-            rates[name].append(args.mirror_steps / train.seconds)
+            assert summary.images_per_second is not None
+            rates[name].append(summary.images_per_second / summary.global_batch)
     return {
         "updates a second": {name: spread(values) for name, values in rates.items()},
         # Of times: the rates are their inverses.
@@ -300,6 +336,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=10, help="of each of 100 images")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="worker processes of the peers")
+    parser.add_argument("--peer-seconds", type=float, default=120, help="of a peer's two epochs")
     parser.add_argument("--mirror-rounds", type=int, default=7)
     parser.add_argument("--mirror-steps", type=int, default=120, help="updates of each run")
     parser.add_argument(

@@ -103,9 +103,13 @@ class _Decoded:
 
 def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
     streaming = _library(MOSAICML)
+    # What a killed process has left there would make this one wait.
+    importlib.import_module("streaming.base.util").clean_stale_shared_memory()
     decoded = _Decoded()
 
-    class Images(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
+    streaming_dataset: Any = streaming.StreamingDataset
+
+    class Images(streaming_dataset):  # type: ignore[misc]
         def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
             sample = super().__getitem__(at)
             return decoded(sample["image"]), sample["label"]

@@ -83,6 +83,8 @@ class Proxy:
                     continue
                 up[1].write(head + body)
                 response = await _head(up[0])
+                if not response:  # the server has closed the connection: the client asks again
+                    break
                 length = 0 if seen.method == "HEAD" else _length(response)
                 writer.write(response)
                 await self._copy(up[0], writer, length // 2 if fault == "cut" else length)
