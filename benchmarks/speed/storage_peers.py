@@ -121,7 +121,13 @@ def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
         os.environ["S3_ENDPOINT_URL"] = f"{scheme}://{host}"
         os.environ["AWS_ACCESS_KEY_ID"] = "testing-key"
         os.environ["AWS_SECRET_ACCESS_KEY"] = "testing-secret"
-        return Images(remote=f"s3://{path}", local=str(cache), shuffle=True, batch_size=batch)
+        remote = f"s3://{path}"
+        images = Images(remote=remote, local=str(cache), shuffle=True, batch_size=batch)
+        for stream in images.streams:
+            # The forked processes would share the connection that the index was read with: with
+            # latency their responses mix, and shards are cut short or never complete.
+            stream._downloader.clean_up()
+        return images
     return Images(local=address, shuffle=True, batch_size=batch)
 
 

@@ -62,7 +62,8 @@ class Proxy:
         up: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         try:
             while head := await _head(reader):
-                if up is None:
+                # A server closes connections that were not used for a minute.
+                if up is None or up[0].at_eof():
                     up = await asyncio.open_connection(*self.upstream)
                 seen = _seen(head)
                 self.seen.append(seen)

@@ -84,7 +84,8 @@ def main() -> None:
         num_requests = len(proxy.seen)
     # After the servers: the processor time of nginx is known once it has ended.
     seconds = sum(os.times()[:4])
-    print(json.dumps({"requests": num_requests, "processor seconds": seconds}))
+    with suppress(BrokenPipeError):  # of a program that has failed
+        print(json.dumps({"requests": num_requests, "processor seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":
