@@ -101,7 +101,7 @@ def rows(text: str) -> list[tuple[str, str]]:
 
 LONG = pytest.mark.long
 RUNS = [
-    ("audit_ddp.py", on_torchrun, finds_what_its_page_shows),
+    pytest.param("audit_ddp.py", on_torchrun, finds_what_its_page_shows, marks=LONG),
     pytest.param("averaged_ddp.py", on_torchrun, gains_by_polishing, marks=LONG),
     pytest.param("audit_horovod.py", on_horovodrun, has_no_fault, marks=LONG),
     pytest.param("audit_timm.py", on_torchrun, has_no_fault, marks=LONG),

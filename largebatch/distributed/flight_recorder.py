@@ -41,8 +41,8 @@ its end Gloo raises an error and NCCL aborts the process."""
 GRACE_SECONDS = 8.0
 """Seconds that the first worker waits for the dumps of the others; more than `LONGEST_PERIOD`."""
 
-LONGEST_PERIOD = 2.0
-"""Seconds between two looks at recorder and store: of 2,048 workers 1,000 requests a second."""
+LONGEST_PERIOD = 5.0
+"""Seconds between two looks at recorder and store: of 2,048 workers 400 requests a second."""
 
 KEPT = 64
 """Number of the last entries that a dump keeps, besides those that have not ended: 2,048 dumps of

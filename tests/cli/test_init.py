@@ -54,7 +54,7 @@ def test_the_recipe_is_complete_and_trains(
     assert (Path("runs/my-data") / "summary.json").exists()
 
 
-@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("exported", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_recipe_begins_with_weights_of_a_run_or_an_export(
     exported: bool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ workers, for all of them do the same at the same time.
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from one_of_many import CountingStore, Counts, Waits, one_of_many
 from short_runs import DIGITS
 
 from largebatch import load_recipe, run
+from largebatch.distributed.flight_recorder import HangWatch
 from largebatch.distributed.torch_distributed import require_one_type
 from largebatch.errors import MismatchError
 
@@ -46,6 +48,14 @@ class Asked(NamedTuple):
     collectives: Counter[str]
     received: int
     files: list[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_requests_by_time() -> Iterator[None]:
+    """The watch for hangs asks the store every few seconds, in a run of any number of workers."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HangWatch, "_follow", lambda _: None)
+        yield
 
 
 def asked(counts: Counts) -> Asked:

@@ -363,7 +363,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(
     guard.assert_called_once_with(1)
 
 
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", [80, 90])
 def test_the_compiler_takes_every_kernel(arch: int) -> None:
     """Machine code for A100 and H100, which needs no GPU; the interpreter accepts more."""
     pytest.importorskip("triton", reason="Triton, whose compiler reads the kernels")

@@ -284,7 +284,7 @@ def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def plant(*calls: int) -> None:
         monkeypatch.setattr(
             "largebatch.runs.state.build_criterion",
-            lambda section: _BadOnce(set(calls), build_criterion(section)),
+            lambda section, weights: _BadOnce(set(calls), build_criterion(section, weights)),
         )
 
     return plant

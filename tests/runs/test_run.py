@@ -130,7 +130,9 @@ def test_every_stage_reports_what_it_changed(finished: dict[str, Path]) -> None:
     assert (train["steps"], clean["steps"], statistics["steps"]) == (45, 15, 0)
     assert train["before"] is None
     for earlier, later in ((train, clean), (clean, statistics)):
-        assert later["before"] == {key: earlier[key] for key in ("top1", "top5", "loss")}
+        assert later["before"] == {
+            key: earlier[key] for key in ("top1", "top5", "loss", "balanced_top1")
+        }
     evaluations = log(finished["torch"], "evaluation")
     assert [record["step"] for record in evaluations] == [30, 45, 60, 60]
     assert all(record["samples"] == 360 for record in evaluations)

@@ -189,6 +189,7 @@ def test_cuda_graphs_may_write_to_what_the_layers_count() -> None:
     assert [tensor.data_ptr() % 16 for tensor in written] == [0] * 4
 
 
+@pytest.mark.long
 def test_inductor_computes_the_same(compiler: None) -> None:
     """One block and no affine stage: the C++ compiler takes two seconds for each kernel."""
     case = Case(span=4, accumulation=2, second=None, affine=False)

@@ -201,7 +201,12 @@ def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[StepEvent | Syste
     scaler, updater = GradScaler("cpu"), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(
-        batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99, steps=99, train_steps=99
+        batch_at=lambda _: 8,
+        epoch=lambda step: step / 10,
+        updates=99,
+        steps=99,
+        train_steps=99,
+        mix_steps=0,
     )
     recipe = load_recipe(DIGITS, ["precision=fp16"])
     log = build_step_log(recipe, plan, backend, state, emit=events.append)

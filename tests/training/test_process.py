@@ -59,6 +59,7 @@ def test_a_run_collects_once_for_each_evaluation(
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_afterwards_as_before(*, enabled: bool) -> None:
     was = gc.isenabled()
+    gc.unfreeze()  # what the start of forked workers has frozen
     (gc.enable if enabled else gc.disable)()
     try:
         with collected_by_hand():

@@ -77,7 +77,12 @@ def a_log(
     scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(
-        batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99, steps=99, train_steps=99
+        batch_at=lambda _: 8,
+        epoch=lambda step: step / 10,
+        updates=99,
+        steps=99,
+        train_steps=99,
+        mix_steps=0,
     )
     log = build_step_log(load_recipe(DIGITS), plan, backend, state, emit=emit)
     return log, state

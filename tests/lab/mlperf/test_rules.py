@@ -28,7 +28,14 @@ OF_THE_PACKAGE = {
 
 FREE = {
     *("name", "seed", "duration", "batch.global_batch", "batch.bn_span", "precision", "reduction"),
-    *("data.mean", "data.std", "data.interpolation", "schedule.decay.over", "loss.off_target"),
+    *(
+        "data.mean",
+        "data.std",
+        "data.interpolation",
+        "data.order",
+        "schedule.decay.over",
+        "loss.off_target",
+    ),
     *("nonfinite", "monitor", "tracking", "execution", "polish"),
 }
 """Keys that no rule fixes; of polish and execution only some are."""

@@ -26,6 +26,7 @@ from largebatch.lab.planner.prediction import (
     workload,
 )
 from largebatch.recipe.installed import installed
+from largebatch.recipe.model import RESNET50
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_yaml
 
@@ -92,9 +93,15 @@ def test_the_command_fits_a_screen_and_names_what_limits(
 def test_every_installed_recipe_of_resnet50_is_predicted() -> None:
     """On two hosts of eight A100s."""
     names = [name for name in installed() if name.startswith("resnet50_")]
-    assert len(names) > 30
-    for name in names:
-        recipe = load_recipe(name, ["precision=fp16"])
+    recipes = [load_recipe(name, ["precision=fp16"]) for name in names]
+    # Drop path and blurred convolutions cost time that no published run tells.
+    recipes = [
+        recipe
+        for recipe in recipes
+        if recipe.model.name in RESNET50 and "drop_path_rate" not in recipe.model.arguments
+    ]
+    assert len(recipes) > 30
+    for recipe in recipes:
         found = predicted(recipe, load_cluster("dgx-a100"), workers=16)
         assert found.low < found.seconds < found.high
         images = found.steps * recipe.batch.global_batch / found.seconds

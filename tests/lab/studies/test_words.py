@@ -127,6 +127,7 @@ def test_the_preset_has_the_windows_of_the_treebank() -> None:
     assert len(inputs) == entry.set["data.train_samples"]
 
 
+@pytest.mark.long
 @needs_hosts
 def test_a_start_on_hosts_records_times_traffic_and_rates(folder: Path) -> None:
     """Two workers of a ring send and receive the bytes of the model once each in an update.
