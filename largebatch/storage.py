@@ -45,7 +45,7 @@ def silent(_done: int, _total: int) -> None:
     """Show no progress."""
 
 
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 """Suffix of the name of a file being written."""
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def whole_path(path: Path) -> Iterator[Path]:
             errno.EINVAL, "expected a file, found a device, a pipe or a socket", str(path)
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         partial.touch()
         mode = partial.stat().st_mode
@@ -118,7 +118,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def remove_leftovers(*folders: Path) -> None:
     """Remove the partial files of killed writers; no writer may be active in these folders."""
     for folder in folders:
-        for path in [*folder.glob(f".*{_PARTIAL}"), *folder.glob(".tmp??????")]:  # of safetensors
+        for path in [*folder.glob(f".*{PARTIAL}"), *folder.glob(".tmp??????")]:  # of safetensors
             path.unlink(missing_ok=True)
 
 
@@ -134,13 +134,20 @@ def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
     return total.to_bytes(CHECKSUM_BYTES, "little")
 
 
-def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
-    """Return True if a file ends with the checksum of `begin` and of the bytes before it."""
-    with path.open("rb", buffering=0) as file:
-        length = os.fstat(file.fileno()).st_size - CHECKSUM_BYTES
-        sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
-        actual = checksum(chain([begin], map(file.read, sizes)))
-        return actual == file.read()
+def is_whole(path: Path, num_bytes: int, *, begin: bytes = b"") -> bool:
+    """Return True if a file has these bytes, and then the checksum of `begin` and of them.
+
+    False also if it is not there or cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != num_bytes + CHECKSUM_BYTES:
+                return False
+            sizes = (min(CHUNK, num_bytes - start) for start in range(0, num_bytes, CHUNK))
+            actual = checksum(chain([begin], map(file.read, sizes)))
+            return actual == file.read()
+    except OSError:
+        return False
 
 
 def read_again(
@@ -191,7 +198,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     require_new(out)
     with writing(out, error=DataError, hint="make room or choose another place"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{out.name}-", suffix=_PARTIAL, dir=out.parent) as around:
+        with TemporaryDirectory(prefix=f".{out.name}-", suffix=PARTIAL, dir=out.parent) as around:
             folder = Path(around, out.name)
             folder.mkdir()
             yield folder

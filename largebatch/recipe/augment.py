@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from largebatch.recipe.section import Fraction, NonNegative, Section
 
 OperationSet = Literal["torchvision", "timm", "big_vision"]
-Filter = Literal["nearest", "bilinear", "bicubic", "random"]
+GeometryFilter = Literal["nearest", "bilinear", "bicubic", "random"]
 Shift = Annotated[float, Field(ge=0, le=0.5)]
 
 
@@ -16,7 +16,7 @@ class SetDefaults(NamedTuple):
 
     most: int  # largest magnitude
     probability: float
-    interpolation: Filter
+    interpolation: GeometryFilter
 
 
 SETS: dict[OperationSet, SetDefaults] = {
@@ -55,7 +55,7 @@ class RandAugment(Section):
     probability: Fraction | None = None
     """Probability that a drawn operation is applied; null: 0.5 for timm, 1 for the others."""
 
-    interpolation: Filter | None = None
+    interpolation: GeometryFilter | None = None
     """Filter that rotates, shears and translates. `random`: bilinear or bicubic, drawn for every
     operation. null: random for timm, nearest for the others."""
 
@@ -88,7 +88,7 @@ class TrivialAugment(Section):
 
     kind: Literal["trivial_augment"]
 
-    interpolation: Filter = "nearest"
+    interpolation: GeometryFilter = "nearest"
     """Filter that rotates, shears and translates. `random`: bilinear or bicubic, drawn for every
     operation."""
 

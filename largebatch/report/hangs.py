@@ -125,7 +125,7 @@ _DUMP = TypeAdapter(_Dump)
 _HOSTS = TypeAdapter(dict[int, str])
 
 
-class Place(NamedTuple):
+class CollectiveId(NamedTuple):
     """A collective of a process group: the same on all of its members."""
 
     group: str
@@ -141,12 +141,12 @@ class WorkerDump:
     about: _Worker | None
 
     @cached_property
-    def calls(self) -> dict[Place, _Entry]:
+    def calls(self) -> dict[CollectiveId, _Entry]:
         """The recorded collectives; messages between two workers are left out."""
         calls = {}
         for entry in self.dump.entries:
             if not entry.is_p2p:
-                calls[Place(entry.process_group[0], entry.collective_seq_id)] = entry
+                calls[CollectiveId(entry.process_group[0], entry.collective_seq_id)] = entry
         return calls
 
     @cached_property
@@ -174,24 +174,24 @@ class WorkerDump:
         """True if the dump shows which collectives the device has begun, as NCCL's events do."""
         return any(entry.time_discovered_started_ns for entry in self.dump.entries)
 
-    def has_begun(self, place: Place) -> bool:
+    def has_begun(self, collective: CollectiveId) -> bool:
         """Return True if this worker takes part in a collective."""
-        if self.called.get(place.group, 0) < place.number:
+        if self.called.get(collective.group, 0) < collective.number:
             return False
-        if not self.shows_begins or self.ended.get(place.group, 0) >= place.number:
+        if not self.shows_begins or self.ended.get(collective.group, 0) >= collective.number:
             return True
-        entry = self.calls.get(place)
+        entry = self.calls.get(collective)
         return entry is None or entry.state != "scheduled"
 
     @cached_property
-    def waits(self) -> list[Place]:
+    def waits(self) -> list[CollectiveId]:
         """The first collective of each group that this worker has begun and that has not ended."""
         first: dict[str, int] = {}
         for group, number in self.calls:
             if number > self.ended.get(group, 0):
                 first[group] = min(number, first.get(group, number))
-        places = [Place(group, number) for group, number in first.items()]
-        return [place for place in places if self.has_begun(place)]
+        collectives = [CollectiveId(group, number) for group, number in first.items()]
+        return [collective for collective in collectives if self.has_begun(collective)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ class Missing:
     """A worker that others wait for."""
 
     rank: int
-    place: Place
+    collective: CollectiveId
     """The first collective that it is missing from."""
 
     how: str
@@ -424,33 +424,37 @@ class _Analysis:
 
     def hang(self) -> Hang:
         waiting = {rank: dump.waits for rank, dump in self.dumps.items() if dump.waits}
-        places = sorted({place for waits in waiting.values() for place in waits}, key=self._began)
-        absences = {place: self._missing_from(place) for place in places}
+        collectives = sorted(
+            {collective for waits in waiting.values() for collective in waits}, key=self._began
+        )
+        absences = {collective: self._missing_from(collective) for collective in collectives}
         victims = {
-            rank for rank, waits in waiting.items() if any(absences[place] for place in waits)
+            rank
+            for rank, waits in waiting.items()
+            if any(absences[collective] for collective in waits)
         }
         # The collective that was begun first: what a worker is missing from first.
-        first: dict[int, Place] = {}
-        for place in places:
-            for rank in absences[place]:
+        first: dict[int, CollectiveId] = {}
+        for collective in collectives:
+            for rank in absences[collective]:
                 if rank not in victims:
-                    first.setdefault(rank, place)
-        missing = [self._describe(rank, place) for rank, place in sorted(first.items())]
+                    first.setdefault(rank, collective)
+        missing = [self._describe(rank, collective) for rank, collective in sorted(first.items())]
         different: Sequence[str] = ()
-        shown = places[0] if places else None
-        for place in places:
-            if variants := self._variants(place):
+        shown = collectives[0] if collectives else None
+        for collective in collectives:
+            if variants := self._variants(collective):
                 different = variants
-                shown = place
+                shown = collective
                 break
         else:
             if missing:
-                shown = min((worker.place for worker in missing), key=self._began)
+                shown = min((worker.collective for worker in missing), key=self._began)
         circle: list[str] = []
         if victims and not missing:
             circle = [
-                f"{self._workers_in(place, waiting)} in {self._collective(place)}"
-                for place in places[:_NAMED_ALONE]
+                f"{self._workers_in(collective, waiting)} in {self._collective(collective)}"
+                for collective in collectives[:_NAMED_ALONE]
             ]
         times = [dump.about.seconds for dump in self.dumps.values() if dump.about and dump.waits]
         return Hang(
@@ -486,44 +490,52 @@ class _Analysis:
                 callers.setdefault(group, []).append(rank)
         return callers | members
 
-    def _missing_from(self, place: Place) -> list[int]:
-        return [rank for rank in self._members[place.group] if self._is_missing(rank, place)]
+    def _missing_from(self, collective: CollectiveId) -> list[int]:
+        return [
+            rank for rank in self._members[collective.group] if self._is_missing(rank, collective)
+        ]
 
-    def _is_missing(self, rank: int, place: Place) -> bool:
+    def _is_missing(self, rank: int, collective: CollectiveId) -> bool:
         dump = self.dumps.get(rank)
         if dump is None:
             # The file of a worker that wrote one may not have come here.
             return self.silent is None or rank in self.silent
-        return not dump.has_begun(place)
+        return not dump.has_begun(collective)
 
-    def _began(self, place: Place) -> int:
-        calls = (dump.calls.get(place) for dump in self.dumps.values())
+    def _began(self, collective: CollectiveId) -> int:
+        calls = (dump.calls.get(collective) for dump in self.dumps.values())
         return min(entry.time_created_ns for entry in calls if entry is not None)
 
-    def _describe(self, rank: int, place: Place) -> Missing:
+    def _describe(self, rank: int, collective: CollectiveId) -> Missing:
         dump = self.dumps.get(rank)
         if dump is None:
             host = (self.silent or {}).get(rank, "")
             return Missing(
-                rank=rank, place=place, how="silent", last=0, host=host, stack=(), update=None
+                rank=rank,
+                collective=collective,
+                how="silent",
+                last=0,
+                host=host,
+                stack=(),
+                update=None,
             )
-        last = dump.called.get(place.group, 0)
+        last = dump.called.get(collective.group, 0)
         about = dump.about
         return Missing(
             rank=rank,
-            place=place,
-            how="device" if last >= place.number else "host",
+            collective=collective,
+            how="device" if last >= collective.number else "host",
             last=last,
             host=about.host if about else "",
             stack=about.stack if about else (),
             update=about.update if about else None,
         )
 
-    def _variants(self, place: Place) -> list[str]:
+    def _variants(self, collective: CollectiveId) -> list[str]:
         """Return what was called as this collective, if that differs; most workers first."""
         callers: dict[str, list[int]] = {}
         for rank, dump in self.dumps.items():
-            entry = dump.calls.get(place)
+            entry = dump.calls.get(collective)
             if entry is not None:
                 callers.setdefault(f"{_operation(entry)} of {_size(entry)}", []).append(rank)
         if len(callers) < 2:
@@ -531,11 +543,13 @@ class _Analysis:
         ordered = sorted(callers.items(), key=lambda item: -len(item[1]))
         return [f"{_named(ranks)} called {what}" for what, ranks in ordered]
 
-    def _collective(self, place: Place) -> str:
+    def _collective(self, collective: CollectiveId) -> str:
         dump, entry = next(
-            (dump, dump.calls[place]) for dump in self.dumps.values() if place in dump.calls
+            (dump, dump.calls[collective])
+            for dump in self.dumps.values()
+            if collective in dump.calls
         )
-        members = self._members[place.group]
+        members = self._members[collective.group]
         group = f"all {self._world:,} workers"
         if len(members) < self._world:
             group = _named(members)
@@ -545,18 +559,18 @@ class _Analysis:
         if entry.profiling_name.endswith("all_reduce") and gradients.count(elements) == 1:
             number = gradients.index(elements) + 1
             size += f", gradients, group {number} of {len(gradients)}"
-        return f"{_operation(entry)} {place.number:,} of {group} ({size})"
+        return f"{_operation(entry)} {collective.number:,} of {group} ({size})"
 
-    def _update(self, place: Place, waiting: dict[int, list[Place]]) -> str:
+    def _update(self, collective: CollectiveId, waiting: dict[int, list[CollectiveId]]) -> str:
         for rank, waits in waiting.items():
             about = self.dumps[rank].about
-            if place in waits and about is not None and about.update is not None:
+            if collective in waits and about is not None and about.update is not None:
                 part = _part(about.stack)
                 return f" of update {about.update + 1:,}{f' ({part})' if part else ''}"
         return ""
 
-    def _workers_in(self, place: Place, waiting: dict[int, list[Place]]) -> str:
-        return _named([rank for rank, waits in waiting.items() if place in waits])
+    def _workers_in(self, collective: CollectiveId, waiting: dict[int, list[CollectiveId]]) -> str:
+        return _named([rank for rank, waits in waiting.items() if collective in waits])
 
 
 def _operation(entry: _Entry) -> str:

@@ -29,6 +29,7 @@ from largebatch.models.wrappers import (
     needs_host,
     watch_host,
 )
+from largebatch.training.losses import at_least_fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,12 +233,8 @@ def five_best(scores: Tensor) -> Tensor:
 
     A row with a NaN predicts no class: -1. topk would take NaN for the highest score.
     """
-    best = _at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
+    best = at_least_fp32(scores).topk(min(5, scores.shape[1])).indices
     return best.masked_fill(scores.isnan().any(1, keepdim=True), -1)
-
-
-def _at_least_fp32(scores: Tensor) -> Tensor:
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class Answer(NamedTuple):
@@ -261,7 +258,7 @@ class Answers:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add one batch; pass it to `evaluate` as `each`."""
-        losses = F.cross_entropy(_at_least_fp32(logits), labels, reduction="none")
+        losses = F.cross_entropy(at_least_fp32(logits), labels, reduction="none")
         columns = (labels, five_best(logits)[:, 0], losses)
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
 

@@ -29,7 +29,7 @@ from largebatch.optim.kernels.tabled import Tabled
 from largebatch.optim.rates import frozen_weights, hidden_gradients, set_rates
 from largebatch.schedules.functions import Schedule
 from largebatch.training.losses import Criterion as Criterion  # noqa: PLC0414 -- public names
-from largebatch.training.losses import cross_entropy as cross_entropy  # noqa: PLC0414
+from largebatch.training.losses import cross_entropy as cross_entropy  # noqa: PLC0414 -- as above
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ def cross_entropy(
         raise ValueError(f"off_target must be one of {known}, got {off_target!r}")
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = _at_least_fp32(logits)
+        logits = at_least_fp32(logits)
         classes = logits.shape[-1]
         if smoothing > 1 - 1 / classes:
             raise ValueError(
@@ -93,7 +93,7 @@ def binary_cross_entropy(
         raise ValueError(f"classes must be mean or sum, got {classes!r}")
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = _at_least_fp32(logits)
+        logits = at_least_fp32(logits)
         num_classes = logits.shape[-1]
         shares = labels.to(logits.dtype)
         if not labels.is_floating_point():
@@ -146,7 +146,8 @@ def _require_smoothing(smoothing: float) -> None:
         raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
 
 
-def _at_least_fp32(logits: Tensor) -> Tensor:
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """Return scores in float32, or in their own type if that is longer."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -147,7 +147,7 @@ def test_less_room_than_images_needs_few_more_reads_than_the_best_possible(
     """Beside Belady's rule and least recently used, simulated on the blocks of the same order."""
     _, proxy = server
     index = cached(tmp_path)
-    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]
+    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]  # it has one
     blocks.close()
     host_cache._keeper.cache_clear()
     sizes = (blocks._lengths + 4).tolist()
@@ -224,7 +224,7 @@ def test_a_worker_that_is_killed_during_a_fetch_does_not_stop_the_others(
     folder: Path, server: tuple[Storage, Proxy], tmp_path: Path
 ) -> None:
     index = cached(tmp_path)
-    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]
+    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]  # it has one
     blocks.close()
     path = blocks._path(0)
     path.parent.mkdir(parents=True)
@@ -301,7 +301,7 @@ def test_a_block_is_expected_until_its_images_have_been_read(
 ) -> None:
     """A read that fails and is repeated does not give up the room of the next image."""
     index = cached(tmp_path)
-    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]
+    blocks = Blocks(index, index.cache)  # type: ignore[arg-type]  # it has one
     first, last = blocks._first_rows[:2]
     request = train_request(index, range(NUMBER), WHOLE, view(), seed=0)
     blocks.expect(request)
@@ -322,7 +322,7 @@ def test_uses_of_files_need_no_memory(tmp_path: Path) -> None:
     for use in range(1000):
         keeper.note(tmp_path / str(use % 10), 5, next_use=use)
     assert len(keeper._queue) <= 2 * 10
-    assert keeper.kept_bytes == 50
+    assert keeper._total == 50
 
 
 def test_a_file_that_is_expected_goes_after_its_use(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def stages(place: object, rank: int, workers: int, cache: HostCache | None) -> P
     )
     plan = make_plan(recipe.with_execution(device_batch=6), workers=workers)
     serial = Serial(torch.device("cpu"))
-    opened = open_images(recipe, plan, serial, folder=place, cache=cache)  # type: ignore[arg-type]
+    opened = open_images(recipe, plan, serial, folder=place, cache=cache)  # type: ignore[arg-type]  # a fixture
     return replace(opened, rank=rank)
 
 

@@ -114,4 +114,4 @@ def test_workers_share_the_blocks_of_their_host(
 )
 def test_a_cache_without_an_address_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(LargebatchError, match=message):
-        Options(**options)  # type: ignore[arg-type]
+        Options(**options)  # type: ignore[arg-type]  # bad ones too

@@ -41,7 +41,7 @@ from largebatch.data.index.index import Index, Location, Paths
 from largebatch.data.order import samples_at, unrepeated
 from largebatch.data.types import Bytes, HostCache, IntArray, Request, TrainingOrder
 from largebatch.errors import DataError
-from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged
+from largebatch.storage import CHECKSUM_BYTES, PARTIAL, checksum, is_whole
 
 BLOCK_BYTES = 2**18
 """Two photographs of ImageNet, or a hundred of CIFAR-10. A request of this length from a server
@@ -54,7 +54,6 @@ NEVER = 2**62  # next use of a block that is not needed again
 _Entry = tuple[int, int, Path]
 """-next use, number of the entry, and file: the file that is needed last is the first of a heap."""
 
-_PARTIAL = ".partial"
 _LOCK = "lock"
 _LOG = logging.getLogger(__name__)
 
@@ -77,11 +76,6 @@ class Keeper:
         self._set_aside: dict[Path, _Entry] = {}  # of pinned files
         self._adopt(worker, workers)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the files that this worker accounts for."""
-        return self._total
-
     def _adopt(self, worker: int, workers: int) -> None:
         """Account for this worker's part of the files that earlier runs have left."""
         try:
@@ -100,7 +94,7 @@ class Keeper:
                 f"--cache-dir: {self.folder}: cannot be used ({error.strerror}); choose another"
             ) from None
         for path in paths:
-            if path.name.endswith(_PARTIAL):
+            if path.name.endswith(PARTIAL):
                 _remove_abandoned(path)
                 continue
             with suppress(OSError):
@@ -312,7 +306,7 @@ class Blocks:
         try:
             if not self._is_whole(path, block):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with _locked(path.with_name(path.name + _PARTIAL)) as (partial, file):
+                with _locked(path.with_name(path.name + PARTIAL)) as (partial, file):
                     # Another worker may have fetched it in the meantime.
                     if not self._is_whole(path, block):
                         self._fetch(block, path, partial, file)
@@ -350,10 +344,7 @@ class Blocks:
 
     def _is_whole(self, path: Path, block: int) -> bool:
         # Not flushed to the disk when it was written: the checksum shows what a power failure lost.
-        with suppress(OSError):
-            whole = int(self._lengths[block]) + CHECKSUM_BYTES
-            return path.stat().st_size == whole and is_undamaged(path)
-        return False
+        return is_whole(path, int(self._lengths[block]))
 
     def _note_kept(self, request: Request) -> None:
         """Compute the next uses of blocks that earlier runs have left."""

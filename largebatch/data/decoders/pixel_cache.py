@@ -45,10 +45,9 @@ from largebatch.data.types import (
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.storage import (
-    CHECKSUM_BYTES,
     ReadProgress,
     checksum,
-    is_undamaged,
+    is_whole,
     silent,
     user_cache,
     whole_file,
@@ -125,7 +124,7 @@ def open_cache(
     # Two rounds with a barrier after each: first worker 0, then the other machines that do not
     # see its file.
     for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
-        if writes and not _is_whole(path, total):
+        if writes and not is_whole(path, total, begin=os.fsencode(path.name)):
             try:
                 _write(path, index, threads, progress)
             except UnwritableError as error:
@@ -176,14 +175,6 @@ def _place(index: Index) -> Path:
     assert index.digest, "a stored index has a digest"
     name = f"{index.digest}.{FORMAT}.pillow-{PIL.__version__}.pixels"
     return user_cache() / "pixels" / name
-
-
-def _is_whole(path: Path, total: int) -> bool:
-    try:
-        length = path.stat().st_size
-        return length == total + CHECKSUM_BYTES and is_undamaged(path, begin=os.fsencode(path.name))
-    except OSError:
-        return False
 
 
 def _write(path: Path, index: Index, threads: int, progress: ReadProgress) -> None:

@@ -61,7 +61,7 @@ def list_ignored(root: Place, split: str) -> dict[str, int]:
         return folder.list_ignored(root, split)
     if root.scheme in WEB:
         return {}
-    names = [one.name.removeprefix(f"{split}/") for one in open_bucket(root).objects(split)]
+    names = [entry.name.removeprefix(f"{split}/") for entry in open_bucket(root).objects(split)]
     return by_suffix(
         name
         for name in names

@@ -177,7 +177,7 @@ def _operations(
     view: View,
     *,
     applied: BoolArray,
-    interpolation: recipe.Filter,
+    interpolation: recipe.GeometryFilter,
 ) -> Operations:
     """Draw the kinds, with equal shares, and compute their strengths."""
     kinds = _choice(numbers[..., _KIND], tuple(strength_of))
