@@ -109,7 +109,7 @@ def _mosaicml(address: str, cache: Path, batch: int) -> Iterable[object]:
 
     streaming_dataset: Any = streaming.StreamingDataset
 
-    class Images(streaming_dataset):  # type: ignore[misc]
+    class Images(streaming_dataset):  # type: ignore[misc]  # no types
         def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
             sample = super().__getitem__(at)
             return decoded(sample["image"]), sample["label"]
@@ -135,7 +135,7 @@ def _webdataset(address: str, cache: Path) -> Iterable[object]:
     webdataset = _library(WEBDATASET)
     decoded = _Decoded()
     shards = range(int((cache / SHARDS).read_text()))
-    return (  # type: ignore[no-any-return]
+    return (  # type: ignore[no-any-return]  # no types
         webdataset.WebDataset(
             [f"{address}/{number:06d}.tar" for number in shards],
             shardshuffle=len(shards),
@@ -154,7 +154,7 @@ def epochs(name: str, address: str, cache: Path, *, batch: int, threads: int) ->
     """
     opened = _mosaicml(address, cache, batch) if name == MOSAICML else _webdataset(address, cache)
     loader: Any = torch.utils.data.DataLoader(
-        opened,  # type: ignore[arg-type]
+        opened,  # type: ignore[arg-type]  # no types
         batch_size=batch,
         num_workers=threads,
         persistent_workers=True,

@@ -15,6 +15,7 @@ from scipy.stats import ttest_1samp
 
 from benchmarks.speed.measuring import RESULTS, ROOT, newest
 from benchmarks.studies import images, pages
+from benchmarks.studies.accuracies import read
 from benchmarks.studies.audit import accuracy_fell
 from benchmarks.studies.augmentation import tables as augmentation
 from benchmarks.studies.averaged_weights import tables as averaged_weights
@@ -150,7 +151,7 @@ def test_the_study_of_augmentation_compares_gains_by_seed(tmp_path: Path) -> Non
             path = tmp_path / cell.name / f"seed-{seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"seed": seed, "top1": top1}))
-    rows = list(augmentation.rows(augmentation.read(tmp_path)))
+    rows = list(augmentation.rows(read(tmp_path)))
     assert len(rows) == 4 * 4
     assert rows[0]["images"] == "crops"
     assert rows[0]["gain"][:3] == pytest.approx((1, 1, 1))
@@ -171,7 +172,7 @@ def test_the_study_of_orders_compares_with_the_random_one_by_seed(tmp_path: Path
             path = tmp_path / cell.name / f"seed-{seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"seed": seed, "top1": top1}))
-    rows = list(order.rows(augmentation.read(tmp_path)))
+    rows = list(order.rows(read(tmp_path)))
     assert len(rows) == 4 * 3
     assert rows[0]["difference"] is None
     low, high = ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval(0.95)

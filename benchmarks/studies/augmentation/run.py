@@ -6,45 +6,22 @@ Needs LARGEBATCH_DATA. The command stops after --seconds, with exit code 75; the
 continues with the runs that have no record. tables.py then prints the results and writes them.
 """
 
-import argparse
-import os
-import signal
-import sys
-import threading
-from functools import partial
 from pathlib import Path
 
+from benchmarks.studies.accuracies import arguments_of_runs, make_runs
 from benchmarks.studies.images import write_part
-from largebatch.lab.studies.runner import Runs, carry_out
-from largebatch.lab.studies.store import Store
-from largebatch.lab.studies.study import StudyMachine, load_study
-from largebatch.lab.studies.trained import cells_of
+from largebatch.lab.studies.study import load_study
 
 FOLDER = Path(__file__).parent
 TRAINED = 4_800
 """Number of training images, as in the study."""
 
-INTERRUPTED = 75
-
 
 def main() -> None:
     """Make the runs that have no record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with a thread")
-    parser.add_argument("--out", type=Path, default=Path("build") / "augmentation")
-    args = parser.parse_args()
+    args = arguments_of_runs(__doc__, name="augmentation")
     data = write_part(args.out.parent, "cifar10", train=TRAINED)
-    stop = threading.Timer(args.seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    stop.daemon = True
-    stop.start()
-    cells = cells_of(load_study(FOLDER / "study.yaml"), FOLDER)
-    runs = Runs(cells=cells, store=Store(args.out), machine=StudyMachine(data={"": data}))
-    print(f"{args.out}: {len(runs.left)} of {runs.number} runs are left", flush=True)
-    if not carry_out(runs, jobs=args.jobs, report=partial(print, flush=True)):
-        sys.exit(INTERRUPTED)
+    make_runs(load_study(FOLDER / "study.yaml"), FOLDER, {"": data}, args)
 
 
 if __name__ == "__main__":

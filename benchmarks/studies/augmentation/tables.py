@@ -9,13 +9,10 @@ by chance. A run that diverged counts as chance. Writes benchmarks/results/augme
 <date>.json.
 """
 
-import argparse
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.speed.measuring import frozen, write
+from benchmarks.studies.accuracies import Accuracies, print_table
 from largebatch.report.seeds import difference, interval
 
 NAME = "augmentation"
@@ -24,31 +21,6 @@ POLISHED = "-polished"
 """Ends the names of the settings with polishing; the others are the same without."""
 
 BASELINE = "crops"
-
-Accuracies = Mapping[str, Mapping[str, Mapping[int, float]]]
-"""Top-1 in per cent by recipe, setting and seed."""
-
-
-def read(folder: Path) -> Accuracies:
-    """Return the accuracies of all recorded runs."""
-    accuracies: dict[str, dict[str, dict[int, float]]] = {}
-    for path in sorted(folder.glob("*/*/seed-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        recipe, setting = path.parts[-3:-1]
-        seeds = accuracies.setdefault(recipe, {}).setdefault(setting, {})
-        seeds[record["seed"]] = 100 * record["top1"]
-    return accuracies
-
-
-def of_results(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Accuracies:
-    """Return the accuracies of a file of results, whose seeds are words."""
-    return {
-        recipe: {
-            setting: {int(seed): top1 for seed, top1 in seeds.items()}
-            for setting, seeds in settings.items()
-        }
-        for recipe, settings in results.items()
-    }
 
 
 def rows(accuracies: Accuracies) -> Iterator[dict[str, Any]]:
@@ -90,14 +62,7 @@ def table(accuracies: Accuracies) -> str:
 
 def main() -> None:
     """Print the table, and write the results if there are new records."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build") / NAME, metavar="DIR")
-    accuracies = read(parser.parse_args().out)
-    if accuracies:
-        write(NAME, {"top1": accuracies})
-    else:
-        accuracies = of_results(frozen(NAME)["top1"])
-    print(table(accuracies))
+    print_table(__doc__, name=NAME, table=table)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ two samples of one thing, and show the noise. Intervals are Student's at 95 % ov
 alone. A run that diverged counts as chance. Writes benchmarks/results/order_<machine>_<date>.json.
 """
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.measuring import frozen, write
-from benchmarks.studies.augmentation.tables import Accuracies, of_results, read
+from benchmarks.studies.accuracies import Accuracies, print_table
 from largebatch.report.seeds import difference, interval
 
 NAME = "order"
@@ -48,14 +45,7 @@ def table(accuracies: Accuracies) -> str:
 
 def main() -> None:
     """Print the table, and write the results if there are new records."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build") / NAME, metavar="DIR")
-    accuracies = read(parser.parse_args().out)
-    if accuracies:
-        write(NAME, {"top1": accuracies})
-    else:
-        accuracies = of_results(frozen(NAME)["top1"])
-    print(table(accuracies))
+    print_table(__doc__, name=NAME, table=table)
 
 
 if __name__ == "__main__":
