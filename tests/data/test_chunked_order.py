@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from decoding import assert_is_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -208,10 +209,7 @@ def test_workers_share_the_positions_of_one(workers: int) -> None:
     (alone,) = opened().training(range(1), clean=False)
     for rank in range(workers):
         pipeline = opened(workers=workers, rank=rank)
-        places = pipeline.positions(range(1))
-        for place, batch in zip(places, pipeline.training(range(1), clean=False), strict=True):
-            assert torch.equal(batch.images, alone.images[place.start : place.stop])
-            assert torch.equal(batch.labels, alone.labels[place.start : place.stop])
+        assert_is_part(pipeline, alone)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from decoding import assert_is_part
 
 from largebatch.data.order import occurrences_at, sample_ids, samples_at, unrepeated
 from largebatch.data.pipeline import Pipeline, open_images
@@ -123,10 +124,7 @@ def test_workers_share_the_positions_of_one(workers: int) -> None:
     (alone,) = opened().training(range(1), clean=False)
     for rank in range(workers):
         pipeline = opened(workers=workers, rank=rank)
-        places = pipeline.positions(range(1))
-        for place, batch in zip(places, pipeline.training(range(1), clean=False), strict=True):
-            assert torch.equal(batch.images, alone.images[place.start : place.stop])
-            assert torch.equal(batch.labels, alone.labels[place.start : place.stop])
+        assert_is_part(pipeline, alone)
 
 
 def test_what_repeats_cannot_be_is_refused() -> None:

@@ -19,7 +19,7 @@ from largebatch.data.decoders import dali, pixel_cache, torchvision
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import Pipeline, open_images
-from largebatch.data.types import Batches, DecodedBatches, Request, Resources, View
+from largebatch.data.types import Batch, Batches, DecodedBatches, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Data
@@ -50,6 +50,14 @@ def view(**changes: object) -> View:
         "interpolation": "bilinear",
     }
     return View(**(arguments | changes))
+
+
+def assert_is_part(pipeline: Pipeline, whole: Batch) -> None:
+    """Compare a worker's batches of the first update with their positions in the whole update."""
+    batches = pipeline.training(range(1), clean=False)
+    for positions, batch in zip(pipeline.positions(range(1)), batches, strict=True):
+        assert torch.equal(batch.images, whole.images[positions.start : positions.stop])
+        assert torch.equal(batch.labels, whole.labels[positions.start : positions.stop])
 
 
 def section(**changes: object) -> Data:

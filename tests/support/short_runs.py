@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ def a_recipe(*polish: str, changes: tuple[str, ...] = ()) -> Recipe:
             f"polish={{{', '.join(polish)}}}",
             *(*SMALL, *changes),
         ],
+    )
+
+
+def plan_of_a_log() -> Any:  # noqa: ANN401 -- in place of a Plan
+    """Return what a log reads of a plan: 99 updates of 8 images, ten of which are an epoch."""
+    return SimpleNamespace(
+        batch_at=lambda _: 8,
+        epoch=lambda step: step / 10,
+        updates=99,
+        steps=99,
+        train_steps=99,
+        mix_steps=0,
     )
 
 

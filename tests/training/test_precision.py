@@ -7,13 +7,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from short_runs import HALF
+from short_runs import HALF, plan_of_a_log
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -200,16 +199,8 @@ def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[StepEvent | Syste
     events: list[StepEvent | System | Note] = []
     scaler, updater = GradScaler("cpu"), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
-    plan: Any = SimpleNamespace(
-        batch_at=lambda _: 8,
-        epoch=lambda step: step / 10,
-        updates=99,
-        steps=99,
-        train_steps=99,
-        mix_steps=0,
-    )
     recipe = load_recipe(DIGITS, ["precision=fp16"])
-    log = build_step_log(recipe, plan, backend, state, emit=events.append)
+    log = build_step_log(recipe, plan_of_a_log(), backend, state, emit=events.append)
     return log, state, events
 
 

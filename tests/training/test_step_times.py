@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from short_runs import DIGITS
+from short_runs import DIGITS, plan_of_a_log
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -76,15 +76,7 @@ def a_log(
     """Return a log and the state it counts in."""
     scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
     state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
-    plan: Any = SimpleNamespace(
-        batch_at=lambda _: 8,
-        epoch=lambda step: step / 10,
-        updates=99,
-        steps=99,
-        train_steps=99,
-        mix_steps=0,
-    )
-    log = build_step_log(load_recipe(DIGITS), plan, backend, state, emit=emit)
+    log = build_step_log(load_recipe(DIGITS), plan_of_a_log(), backend, state, emit=emit)
     return log, state
 
 
