@@ -268,7 +268,9 @@ def describe(batch: Any) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[st
     size = len(inputs[0]) if inputs else 0
     columns = [rows_of(it) for it in inputs if len(it) == size]
     joined = zip(*columns, strict=True)
-    samples = tuple(it[0] if len(it) == 1 else digest_of_bytes("".join(it).encode()) for it in joined)
+    samples = tuple(
+        it[0] if len(it) == 1 else digest_of_bytes("".join(it).encode()) for it in joined
+    )
     if not inputs and leaves:
         samples = (digest_of(batch),)
     if isinstance(labels, Tensor):

@@ -57,9 +57,15 @@ class Since:
 
 
 class Watch:
-    """Hooks that see a process train, active within `installed`; `emit` gets each update."""
+    """Hooks that see a process train, active within `installed`.
 
-    def __init__(self, emit: Callable[[Update], object]) -> None:
+    `emit` gets each update; `progress` is called at each update and forward pass.
+    """
+
+    def __init__(
+        self, emit: Callable[[Update], object], progress: Callable[[], object] = lambda: None
+    ) -> None:
+        self.progress = progress
         self.batches = BatchWatch()
         self.averages = AverageWatch()
         self.number = 0
@@ -71,6 +77,10 @@ class Watch:
 
         self._emit = emit
         self._since = Since()
+        self._at_start = _digests_of_generators()
+        """A generator that is still in this state is not used, and not recorded: without a seed it
+        differs from run to run."""
+
         self._called: list[nn.Module] = []
         """Outermost modules that the loop has called with gradients since the update before."""
 
@@ -128,7 +138,7 @@ class Watch:
         if not self._optimizers:
             return None
         state = self._state_before(self._last)
-        return replace(self._completed(state), generators=_digests_of_generators())
+        return replace(self._completed(state), generators=self._used_generators())
 
     def _around(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:  # noqa: ANN401
         """Replace a function or method by a hook, which gets it as its first argument."""
@@ -149,6 +159,7 @@ class Watch:
         if threading.get_ident() != self._thread:
             return own(module, *args, **words)
         if not self._depth:
+            self.progress()
             self._before_forward(module, (args, words))
         self._depth += 1
         try:
@@ -163,7 +174,7 @@ class Watch:
         if not any(it.requires_grad for it in module.parameters()):
             return
         if not self._since.generators:
-            self._since.generators = _digests_of_generators()
+            self._since.generators = self._used_generators()
         if all(it is not module for it in self._called):
             self._called.append(module)
         self.batches.enter_forward(arguments, training=module.training)
@@ -227,7 +238,11 @@ class Watch:
         return own(part, epoch, *rest)
 
     def _new_scheduler(
-        self, own: Callable[..., Any], scheduler: LRScheduler, *args: Any, **words: Any  # noqa: ANN401
+        self,
+        own: Callable[..., Any],
+        scheduler: LRScheduler,
+        *args: Any,
+        **words: Any,  # noqa: ANN401
     ) -> None:
         if all(it is not scheduler for it in self._schedulers):
             self._schedulers.append(scheduler)
@@ -245,7 +260,11 @@ class Watch:
             self._around(kind, "step", self._move_schedule)
 
     def _move_schedule(
-        self, own: Callable[..., Any], scheduler: LRScheduler, *args: Any, **words: Any  # noqa: ANN401
+        self,
+        own: Callable[..., Any],
+        scheduler: LRScheduler,
+        *args: Any,
+        **words: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         # SequentialLR calls the step of those within it, and a subclass that of its base.
         self._since.schedule_moves += not self._schedule_depth
@@ -318,6 +337,7 @@ class Watch:
         self.number += 1
         self._called = []
         self._emit(update)
+        self.progress()
 
     def _completed(self, update: Update) -> Update:
         """Return an update with what happened since the one before it, which is then forgotten."""
@@ -385,6 +405,10 @@ class Watch:
         outermost = [it for it in called if id(it) not in inner]
         self._models[id(optimizer)] = outermost
         return outermost
+
+    def _used_generators(self) -> dict[str, str]:
+        states = _digests_of_generators()
+        return {name: it for name, it in states.items() if it != self._at_start.get(name)}
 
     def _scale_now(self) -> tuple[float | None, int | None]:
         if self._scaler is None or not self._scaler.is_enabled():
