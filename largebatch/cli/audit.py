@@ -1,16 +1,20 @@
-"""The command `audit`: check a user's own model, loader, loss and optimizer. It prints."""
+"""The commands `audit` and `audit resume`: check a user's own training. They print."""
 
 import gc
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from largebatch.distributed.environment import worker_rank
+from cyclopts import App, Parameter
+
+from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
 from largebatch.errors import AuditError, DataError, LargebatchError
-from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
+from largebatch.runs.options import OF_WORKERS, Count, Folder, Given, Seconds, Workers
 
 if TYPE_CHECKING:
     from largebatch.audit import Findings
@@ -24,6 +28,11 @@ class Audited(Workers):
     """Number of worker processes to start on this machine (2 for a script)."""
 
 
+app = App(name="audit")
+Script = Annotated[str, Parameter(allow_leading_hyphen=True, metavar="COMMAND")]
+
+
+@app.default
 def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
@@ -67,6 +76,58 @@ def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] =
     gc.collect()
     backend.close()
     return _end(findings, target)
+
+
+@app.command
+def resume(  # noqa: PLR0913 -- its options
+    *,
+    whole: Script,
+    first: Script,
+    rest: Script,
+    workers: Count = 1,
+    rest_workers: Count | None = None,
+    out: Folder | None = None,
+    timeout: Seconds = TIMEOUT_SECONDS,
+) -> None:
+    """Compare a training that is stopped and resumed with one that is not.
+
+    A COMMAND is a script and its arguments, "train.py --epochs 2", or -m and a module. Scripts run
+    unchanged, each in an empty folder, so paths of data must be absolute; the rest runs in the
+    folder of the first part. The whole runs twice, because only a training that can be repeated
+    can be compared.
+
+    The exit code is 2 if the rest is not the same training.
+
+    Args:
+        whole: The whole training, without a stop.
+        first: Its first part, which saves a checkpoint.
+        rest: The rest, which resumes from it and ends where the whole does.
+        workers: Number of worker processes of each command.
+        rest_workers: Number of them for the rest, if it is another.
+        out: Folder for the records, the output and the files of the scripts (a temporary one).
+        timeout: Seconds, or such as 5m, without a batch or an update until a script is stopped.
+    """
+    from largebatch.audit.resume.comparing import compare
+    from largebatch.audit.resume.running import Commands, observe, words_of
+
+    commands = Commands(
+        whole=words_of("whole", whole),
+        first=words_of("first", first),
+        rest=words_of("rest", rest),
+        workers=workers,
+        rest_workers=rest_workers,
+        timeout=timeout,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="largebatch-")) if out is None else out
+    runs = observe(commands, folder)  # an error names a file in the folder, which is then kept
+    if out is None:
+        shutil.rmtree(folder)
+    findings = compare(runs.whole, runs.repeat, runs.first, runs.rest)
+    print(findings.table())
+    if findings.faults:
+        raise AuditError("the rest is not the same training: the audit found faults, listed above")
+    if not findings.ok:
+        raise AuditError("the audit could not compare the rest with the whole")
 
 
 def _end(findings: "Findings", target: Path) -> None:
