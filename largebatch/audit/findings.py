@@ -12,6 +12,9 @@ from largebatch.rules import Finding, Level
 
 Check = Literal[
     "world size",
+    "compiled code",
+    "channels last",
+    "autocast",
     "gradient scale",
     "gradient direction",
     "clipping",

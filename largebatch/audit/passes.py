@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from largebatch.models.wrappers import device_of
 _NEGLIGIBLE = 1e-6
 """A gradient of this part of the length of all gradients is rounding, as of a bias before
 BatchNorm."""
+
+_NEGLIGIBLE_IF_UNKNOWN = 1e-3
+"""The same where no pass in a wider type measures the rounding."""
 
 _OTHER_NUMBERS = 0.1
 """Relative distance from which a pass in a wider type is of other random numbers, not of other
@@ -52,7 +55,10 @@ class Numbers(NamedTuple):
     inputs: list[Tensor]
     """Tensors in the model's arguments after the pass."""
 
-    draws: dict[str, int]
+    drawn: frozenset[str]
+    """Libraries whose random numbers the pass draws."""
+
+    states: dict[str, int]
     """Fingerprints of the generators of random numbers after the pass, by library."""
 
 
@@ -110,8 +116,8 @@ class Passes:
             snapshot.restore()
             restore_random()
 
-    def run_converted(self, convert: Convert) -> list[Numbers]:
-        """Do so with other parameters and buffers, those of the model converted."""
+    def run_converted(self, half: torch.dtype | None, convert: Convert) -> list[Numbers]:
+        """Return the numbers with converted parameters and buffers too."""
         inner = self.subject.inner
         parameters = {
             name: convert(it.detach()).requires_grad_(it.requires_grad)
@@ -120,7 +126,7 @@ class Passes:
         buffers = {name: convert(it.clone()) for name, it in inner.named_buffers()}
         with _reparametrize_module(inner, parameters | buffers, tie_weights=True):
             twin = Passes(subject=self.subject, model=inner, micros=self.micros)
-            return twin.run(None, convert)
+            return twin.run(half, convert)
 
     def run_wider(self) -> list[Numbers] | None:
         """Return the numbers in the next wider type; None if the model cannot be run in one."""
@@ -128,7 +134,7 @@ class Passes:
         if self.eps <= torch.finfo(wider).eps:
             return None
         try:
-            return self.run_converted(partial(_widened, wider))
+            return self.run_converted(None, partial(_widened, wider))
         except Exception:  # of the script's model, which may accept one type only: any
             return None
 
@@ -141,6 +147,7 @@ class Passes:
         args, kwargs = tree_map_only(
             Tensor, lambda it: convert(it.clone()), (micro.args, micro.kwargs)
         )
+        before = states_of(inner)
         if accelerator.is_remote(device):
             torch.compiler.cudagraph_mark_step_begin()  # outputs of a graph are overwritten
         with torch.enable_grad(), torch.autocast(device.type, half, enabled=half is not None):
@@ -158,13 +165,15 @@ class Passes:
         leaves = [it for it in tree_leaves(output) if isinstance(it, Tensor)]
         logits = first_logits(output)
         outputs = leaves or ([] if logits is None else [logits])
+        states = states_of(inner)
         return Numbers(
             [it.detach().clone() for it in outputs],
             loss.detach().clone(),
             gradients,
             [it.detach().clone() for it in inner.buffers()],
             [it.detach() for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)],
-            states_of(inner),
+            frozenset(name for name, state in states.items() if state != before[name]),
+            states,
         )
 
 
@@ -202,56 +211,46 @@ def compare(
     """
     if wider is not None and _is_of_other_numbers(plain, wider):
         wider = None
-    worst: dict[str, Distance] = {}
+    least = _NEGLIGIBLE_IF_UNKNOWN if wider is None else _NEGLIGIBLE
+    of_kinds: dict[str, list[Distance]] = {}
     for place, (own, exact) in enumerate(zip(one, plain, strict=True)):
         others = [again[place]] if wider is None else [again[place], wider[place]]
-        unit = max(
-            passes.eps,
-            *(
-                _ratio(_distance(it, other), _length(it))
-                for whole in others
-                for it, other in zip(exact.outputs, whole.outputs, strict=True)
-            ),
-        )
+        unit = max(passes.eps, *(_relative_of_outputs(exact, it) for it in others))
         for kind, names in (
             ("outputs", ["the output"] * len(exact.outputs)),
             ("loss", ["the loss"]),
             ("gradients", passes.names),
             ("statistics", passes.buffer_names),
         ):
-            for distance in _distances(kind, names, place, own, exact, others, unit):
-                if kind not in worst or distance.units > worst[kind].units:
-                    worst[kind] = distance
-    nothing = Distance("", 0.0, 0.0, 0)
+            values = _tensors(kind, exact)
+            total = math.hypot(*map(_length, values)) if kind == "gradients" else 0.0
+            of_others = zip(*(_tensors(kind, it) for it in others), strict=True)
+            # Other numbers of outputs are a finding of their own.
+            columns = zip(names, _tensors(kind, own), values, of_others, strict=False)
+            distances = [Distance("", 0.0, 0.0, place)]
+            for name, value, of_plain, repeated in columns:
+                length = max(_length(of_plain), least * total)
+                distance = distance_of(value, of_plain)
+                scale = max(unit * length, *(distance_of(of_plain, it) for it in repeated))
+                relative = _ratio(distance, length)
+                distances.append(Distance(name, relative, _ratio(distance, scale), place))
+            worst = max(distances, key=lambda it: it.units)
+            of_kinds.setdefault(kind, []).append(worst)
     return Comparison(
-        outputs=worst.get("outputs", nothing),
-        loss=worst.get("loss", nothing),
-        gradients=worst.get("gradients", nothing),
-        statistics=worst.get("statistics", nothing),
         has_wider=wider is not None,
+        **{kind: _first_beyond(of_passes) for kind, of_passes in of_kinds.items()},
     )
 
 
-def _distances(
-    kind: str,
-    names: Sequence[str],
-    place: int,
-    own: Numbers,
-    exact: Numbers,
-    others: Sequence[Numbers],
-    unit: float,
-) -> Iterator[Distance]:
-    """Yield the distances of the tensors of one kind."""
-    values = _tensors(kind, exact)
-    total = math.hypot(*map(_length, values)) if kind == "gradients" else 0.0
-    columns = zip(names, _tensors(kind, own), values, *(_tensors(kind, it) for it in others))
-    for name, value, of_plain, *of_others in columns:
-        length = _length(of_plain)
-        distance = _distance(value, of_plain)
-        if max(length, distance) <= _NEGLIGIBLE * total:
-            continue
-        scale = max(unit * length, *(_distance(of_plain, it) for it in of_others))
-        yield Distance(name, _ratio(distance, length), _ratio(distance, scale), place)
+def _first_beyond(of_passes: Sequence[Distance]) -> Distance:
+    """Return the distance in the first pass that rounding does not explain, or the largest."""
+    beyond = (it for it in of_passes if not it.is_rounding)
+    return next(beyond, max(of_passes, key=lambda it: it.units))
+
+
+def _relative_of_outputs(one: Numbers, other: Numbers) -> float:
+    pairs = zip(one.outputs, other.outputs, strict=True)
+    return max((_ratio(distance_of(it, its), _length(it)) for it, its in pairs), default=0.0)
 
 
 def _tensors(kind: str, numbers: Numbers) -> list[Tensor]:
@@ -268,11 +267,8 @@ def _tensors(kind: str, numbers: Numbers) -> list[Tensor]:
 
 def _is_of_other_numbers(plain: Sequence[Numbers], wider: Sequence[Numbers]) -> bool:
     """Return True if outputs are far apart, as those of other dropout masks."""
-    return any(
-        not _ratio(_distance(it, other), _length(it)) < _OTHER_NUMBERS
-        for own, whole in zip(plain, wider, strict=True)
-        for it, other in zip(own.outputs, whole.outputs, strict=True)
-    )
+    pairs = zip(plain, wider, strict=True)
+    return any(not _relative_of_outputs(own, whole) < _OTHER_NUMBERS for own, whole in pairs)
 
 
 def _length(tensor: Tensor) -> float:
@@ -280,9 +276,10 @@ def _length(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(finite))  # sync: in an audit only
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def distance_of(one: Tensor, other: Tensor) -> float:
     """Return the distance of two tensors; infinite if one has a value that is not finite where the
-    other has another one, or if their shapes differ."""
+    other has another one, or if their shapes differ.
+    """
     if one.shape != other.shape:
         return math.inf
     one = one.detach().double()

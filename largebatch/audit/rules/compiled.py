@@ -154,8 +154,8 @@ class Compiled:
 
     @property
     def differs(self) -> str:
-        """What differs by more than rounding, unless a fault of random numbers explains it."""
-        if self.values is None or self.is_frozen or self.repeat.beyond:
+        """What differs by more than rounding, unless a fault above explains it."""
+        if self.values is None or self.types or self.is_frozen or self.repeat.beyond:
             return ""
         return self.values.beyond if self.values.is_surely_beyond else ""
 
@@ -178,7 +178,7 @@ def _difference_text(e: Compiled) -> str:
     assert e.values is not None
     distance = e.values.all[e.differs]
     return (
-        f"{e.what}: {e.differs} differ from eager code by {percent(distance.relative)} in "
+        f"{e.what}: {e.differs} differ from eager code by {percent(distance.relative)} % in "
         f"{distance.name} ({three_digits(distance.units)} units of rounding)"
     )
 
@@ -213,7 +213,7 @@ COMPILED: tuple[Rule[Compiled], ...] = (
         level="fault",
         when=lambda e: bool(e.undrawn),
         text=lambda e: (
-            f"{e.what}: eager code draws random numbers of {shorten(list(e.undrawn))} in each "
+            f"{e.what}: eager code draws random numbers (of {shorten(list(e.undrawn))}) in each "
             "pass, compiled code draws none: they are frozen in the graph"
         ),
         remedy="draw them with torch inside the model; torch.compiler.assume_constant_result and "
@@ -293,7 +293,7 @@ COMPILED: tuple[Rule[Compiled], ...] = (
         text=lambda e: (
             f"{e.what}: not compared: two eager passes from one state differ in "
             f"{e.repeat.all[e.repeat.beyond].name} by "
-            f"{percent(e.repeat.all[e.repeat.beyond].relative)}"
+            f"{percent(e.repeat.all[e.repeat.beyond].relative)} %"
         ),
         remedy="remove what is random, or counts, outside of the model and its generators",
     ),
@@ -328,9 +328,7 @@ COMPILED: tuple[Rule[Compiled], ...] = (
         check="compiled code",
         level="fine",
         unless=frozenset({"compiled code"}),
-        when=lambda e: (
-            e.values is not None and not e.values.beyond and not e.repeat.beyond
-        ),
+        when=lambda e: e.values is not None and not e.values.beyond and not e.repeat.beyond,
         text=lambda e: (
             f"{e.what} beside eager code, three passes: {e.values.words if e.values else ''}"
             + ", with dropout in evaluation mode" * e.in_evaluation
@@ -385,6 +383,9 @@ class Unexamined(NamedTuple):
     is_autograd: bool
     """True if compiled autograd is on."""
 
+    is_run: bool
+    """False if something is compiled in the model, and no pass of it was seen."""
+
 
 UNEXAMINED: tuple[Rule[Unexamined], ...] = (
     Rule(
@@ -404,6 +405,13 @@ UNEXAMINED: tuple[Rule[Unexamined], ...] = (
         text="only the eager backward pass was examined: compiled autograd is on",
         remedy="for the audit set torch._dynamo.config.compiled_autograd = False",
     ),
+    Rule(
+        check="compiled code",
+        level="unknown",
+        when=lambda e: not e.is_run,
+        text="not examined: no pass with gradients of the model was seen before an update",
+        remedy="correct what the other checks name, and audit again",
+    ),
 )
 
 # Memory formats and types.
@@ -414,17 +422,20 @@ class ChannelsLast(NamedTuple):
 
     values: Comparison
     repeat: Comparison
+    is_random: bool
+    """True if random numbers are drawn in evaluation mode too."""
 
 
 CHANNELS_LAST: tuple[Rule[ChannelsLast], ...] = (
     Rule(
         check="channels last",
         level="unknown",
-        when=lambda e: bool(e.repeat.beyond) or (
-            bool(e.values.beyond) and not e.values.is_surely_beyond
+        when=lambda e: bool(
+            e.is_random or e.repeat.beyond or (e.values.beyond and not e.values.is_surely_beyond)
         ),
-        text="not compared: rounding could not be measured for this model",
-        remedy="remove what is random outside of the model, and make it accept float64",
+        text="not compared: the model draws random numbers in evaluation mode too, or rounding "
+        "could not be measured",
+        remedy="remove random numbers from the model, and make it accept float64",
     ),
     Rule(
         check="channels last",
@@ -432,7 +443,7 @@ CHANNELS_LAST: tuple[Rule[ChannelsLast], ...] = (
         when=lambda e: bool(e.values.beyond),
         text=lambda e: (
             f"{e.values.beyond} differ from those of contiguous tensors by "
-            f"{percent(e.values.all[e.values.beyond].relative)} in "
+            f"{percent(e.values.all[e.values.beyond].relative)} % in "
             f"{e.values.all[e.values.beyond].name} "
             f"({three_digits(e.values.all[e.values.beyond].units)} units of rounding)"
         ),
@@ -466,9 +477,9 @@ class Autocast(NamedTuple):
 def _autocast_text(e: Autocast) -> str:
     outputs = e.values.outputs
     return (
-        f"{e.dtype} beside the model's own type: outputs differ by {percent(outputs.relative)} "
+        f"{e.dtype} beside the model's own type: outputs differ by {percent(outputs.relative)} % "
         f"({three_digits(outputs.units)} roundings), gradients by up to "
-        f"{percent(e.values.gradients.relative)} ({e.values.gradients.name or 'none'})"
+        f"{percent(e.values.gradients.relative)} % ({e.values.gradients.name or 'none'})"
     )
 
 
