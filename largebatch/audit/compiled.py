@@ -22,10 +22,8 @@ from largebatch.audit.recording import Micro
 from largebatch.audit.restoring import held_by
 from largebatch.audit.rules import compiled as rules
 from largebatch.audit.subject import Subject
-from largebatch.models.wrappers import describe_layer
+from largebatch.models.wrappers import describe_layer, without_wrappers
 from largebatch.rules import Finding, examine
-
-_WRAPPERS = {"module", "_orig_mod"}  # parts of names of layers, of DataParallel and torch.compile
 
 _OF_CAST = (0.25, 4.0)
 """A difference is that of a cast if it is this part of what autocast makes, or up to this many
@@ -108,8 +106,7 @@ def _compiled_layers(model: nn.Module) -> list[str]:
         classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
         attributes = [vars(layer), *map(vars, classes)]
         if in_place or any(is_compiled(it) for them in attributes for it in them.values()):
-            parts = [it for it in name.split(".") if it not in _WRAPPERS]
-            names.append(describe_layer(".".join(parts)))
+            names.append(describe_layer(without_wrappers(name)))
     return names
 
 

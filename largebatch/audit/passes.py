@@ -25,7 +25,7 @@ from largebatch.audit.reference import FP16_SCALE, labels_of_pass
 from largebatch.audit.restoring import Snapshot, generators_of
 from largebatch.audit.rules.compiled import Comparison, Distance
 from largebatch.audit.subject import Subject
-from largebatch.models.wrappers import device_of
+from largebatch.models.wrappers import device_of, without_wrappers
 
 _NEGLIGIBLE = 1e-6
 """A gradient of this part of the length of all gradients is rounding, as of a bias before
@@ -85,8 +85,9 @@ class Passes:
 
     def __post_init__(self) -> None:
         inner = self.subject.inner
-        self.names = [name for name, it in inner.named_parameters() if it.requires_grad]
-        self.buffer_names = [name for name, _ in inner.named_buffers()]
+        trained = [name for name, it in inner.named_parameters() if it.requires_grad]
+        self.names = [without_wrappers(name) for name in trained]
+        self.buffer_names = [without_wrappers(name) for name, _ in inner.named_buffers()]
 
     @property
     def half(self) -> torch.dtype | None:

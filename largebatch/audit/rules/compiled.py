@@ -155,7 +155,8 @@ class Compiled:
     @property
     def differs(self) -> str:
         """What differs by more than rounding, unless a fault above explains it."""
-        if self.values is None or self.types or self.is_frozen or self.repeat.beyond:
+        is_explained = self.types or self.mutated or self.is_frozen
+        if self.values is None or is_explained or self.repeat.beyond:
             return ""
         return self.values.beyond if self.values.is_surely_beyond else ""
 
@@ -330,8 +331,10 @@ COMPILED: tuple[Rule[Compiled], ...] = (
         unless=frozenset({"compiled code"}),
         when=lambda e: e.values is not None and not e.values.beyond and not e.repeat.beyond,
         text=lambda e: (
-            f"{e.what} beside eager code, three passes: {e.values.words if e.values else ''}"
-            + ", with dropout in evaluation mode" * e.in_evaluation
+            f"{e.what} beside eager code, of which the other rows are: "
+            f"{e.values.words if e.values else ''}"
+            + ", with dropout in evaluation mode"
+            * e.in_evaluation
         ),
         figure=lambda e: max(it.units for it in e.values.all.values()) if e.values else None,
     ),
@@ -476,11 +479,14 @@ class Autocast(NamedTuple):
 
 def _autocast_text(e: Autocast) -> str:
     outputs = e.values.outputs
-    return (
+    gradients = e.values.gradients
+    text = (
         f"{e.dtype} beside the model's own type: outputs differ by {percent(outputs.relative)} % "
-        f"({three_digits(outputs.units)} roundings), gradients by up to "
-        f"{percent(e.values.gradients.relative)} % ({e.values.gradients.name or 'none'})"
+        f"({three_digits(outputs.units)} roundings)"
     )
+    if math.isinf(gradients.relative):  # with this check's loss scale, not the script's
+        return text
+    return f"{text}, gradients by up to {percent(gradients.relative)} % ({gradients.name})"
 
 
 AUTOCAST: tuple[Rule[Autocast], ...] = (
