@@ -15,14 +15,14 @@ import gc
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from largebatch import accelerator, proof
@@ -33,11 +33,12 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import AuditError, PlanError, RecipeError
 from largebatch.formatting import plural, table
 from largebatch.models.compiled import require_compiler
-from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import Plan, describe_division, make_plan
 from largebatch.recipe.keys import Reduction
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, session_on
 from largebatch.runs.options import Options
+from largebatch.runs.proving import NOT_TRIED
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.events import Event, Note
 from largebatch.training.averages import averaged
@@ -53,12 +54,17 @@ Kind = Literal[
 LIMIT = 32.0
 """Largest difference that is rounding, in roundings of the reference."""
 
+SEEDS = 5
+"""Seeds of which each must show a difference beyond rounding for a fault. Where one value falls on
+the other side of a ReLU, or another one of two is the maximum, a gradient changes by any amount;
+that comes with 1 of 5 to 10 seeds in three updates of digits_96, and not with the next ones."""
+
 _LEAST = 8 * torch.finfo(torch.float32).eps
 """Smallest rounding that is assumed, relative: that of a few numbers may be zero by chance."""
 
 _EMPTY = 1e-6
-"""Gradients that are zero but for rounding, as those of a bias before BatchNorm, count as if they
-had this part of the usual size."""
+"""Part of the usual size that gradients count with at least: some are zero but for rounding, as
+those of a bias before BatchNorm."""
 
 
 class Key(NamedTuple):
@@ -71,6 +77,8 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} of {self.name}" if self.name else self.kind
 
+
+_KERNELS = tuple(part for part in proof.PARTS if part != proof.GRAPH)
 
 Snapshot = dict[Key, Tensor]
 """What an update left, in the memory of the host."""
@@ -85,7 +93,7 @@ class Row:
     """Why nothing was compared; None if it was."""
 
     remark: str = ""
-    """What was used, or why a difference beyond rounding is none of arithmetic."""
+    """What of the setting is used on this machine."""
 
     first: int | None = None
     """The first update that differs, counted from 1; None if all are the same bits."""
@@ -97,22 +105,47 @@ class Row:
     """The same in roundings of the reference."""
 
     most: str = ""
-    """Name of that tensor after the last update."""
+    """Name of that tensor after the last update that differs."""
 
     wrong_after: int | None = None
     """The first update with a difference beyond rounding; None if there is none."""
 
     wrong: str = ""
-    """The tensor that was computed first of those that differ beyond rounding in that update, and
-    the one before it."""
+    """Of what differs beyond rounding in that update, the tensor that is computed first, and the
+    one before it."""
 
-    is_expected: bool = False
-    """True if random numbers explain a difference beyond rounding."""
+    seeds: int = 1
+    """Seeds with which it was compared: more than 1 after a difference beyond rounding."""
+
+    is_repeated: bool = True
+    """False if the last of these seeds has shown no difference beyond rounding."""
+
+    draws: bool = False
+    """True if the passes draw random numbers that this setting gives to other samples."""
 
     @property
     def is_fault(self) -> bool:
-        """True if a difference is neither rounding nor explained."""
-        return self.wrong_after is not None and not self.is_expected
+        """True if a difference is no rounding, came with every seed, and nothing explains it."""
+        return self.wrong_after is not None and self.is_repeated and not self.draws
+
+    @property
+    def result(self) -> str:
+        """What the row means, in words."""
+        remark = f"; {self.remark}" if self.remark else ""
+        if self.absent is not None:
+            return self.absent
+        if self.first is None:
+            return f"bit for bit{remark}"
+        if self.is_fault:
+            return f"FAULT: in update {self.wrong_after} beyond rounding: {self.wrong}{remark}"
+        if self.wrong_after is None:
+            return f"rounding, most in the {self.most}{remark}"
+        if self.draws:
+            return f"unknown: the model draws random numbers, which other samples get here{remark}"
+        return (
+            f"rounding: beyond it once, in the {self.wrong}, and not with another seed, as where "
+            f"one value falls on the other side of a ReLU{remark}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +169,37 @@ class Comparison:
         """Settings whose updates differ by more than rounding."""
         return [row for row in self.rows if row.is_fault]
 
+    def table(self) -> str:
+        """Format the rows in 100 columns, below what they are compared with."""
+        compared = [row for row in self.rows if row.absent is None]
+        same = sum(row.first is None for row in compared)
+        faults = plural(len(self.faults), "fault") if self.faults else "no fault"
+        absent = len(self.rows) - len(compared)
+        counts = f"{faults}, {same} bit for bit, {absent} not compared"
+        last = len(self.rounding)
+        division = describe_division(self.plan)
+        rounding = f"{self.rounding[0]:.1e} after 1 update, {self.rounding[-1]:.1e} after {last}"
+        lines = [
+            f"audit: {self.recipe} on {self.device}: {counts}",
+            f"reference: {division}, {self.precision}, eager, PyTorch's operations, no graph",
+            f"rounding: its gradients are {rounding} from those in float64",
+        ]
+        head = ["setting", "first", "after 1", f"after {last}", "result"]
+        rows = [head, *map(_cells, self.rows)]
+        return "\n".join([*lines, table(rows, wrap_at=100)])
+
+
+def _cells(row: Row) -> list[str]:
+    numbers = ["-", "-"]
+    if row.first is not None:
+        pairs = list(zip(row.differences, row.roundings, strict=True))
+        numbers = [f"{pair[0]:.1e} ({pair[1]:,.1f})" for pair in (pairs[0], pairs[-1])]
+    first = "-" if row.first is None else str(row.first)
+    return [row.setting, first, *numbers, row.result]
+
+
+_ROW = TypeAdapter(Row)
+
 
 class _Variant(NamedTuple):
     """One setting to compare."""
@@ -144,7 +208,10 @@ class _Variant(NamedTuple):
     recipe: Recipe
     absent: str | None = None
     parts: tuple[str, ...] = ()
-    """Parts of `proof` that the setting is about: without one of them nothing is compared."""
+    """Parts of `proof` that the setting may use."""
+
+    is_whole: bool = False
+    """True if it is compared also where none of these is used."""
 
     is_alone: bool = False
     """True if each worker makes all updates by itself."""
@@ -200,151 +267,139 @@ def reference_of(recipe: Recipe) -> Recipe:
     ).model_copy(update={"monitor": ()})
 
 
+class _Reference(NamedTuple):
+    """What the updates of one seed are compared with, one item of each list after each update."""
+
+    plan: Plan
+    snapshots: list[Snapshot]
+    sizes: list[dict[Key, float]]
+    """Length of each tensor, of weights that of their change."""
+
+    roundings: list[dict[Key, float]]
+    """Relative distance of each tensor from float64, but at least the median one of its kind."""
+
+    medians: list[float]
+    """Median distance of the gradients, or of the loss where there are none."""
+
+    draws: bool
+    """True if the passes draw random numbers."""
+
+
 class _Comparing:
     """The comparison on one worker."""
 
     def __init__(self, recipe: Recipe, options: Options, backend: Backend, steps: int) -> None:
         self._recipe = recipe
-        self._reference = reference_of(recipe)
         self._options = options
         self._backend = backend
         self._steps = range(steps)
-        self._start: Snapshot = {}
-        self._snapshots: list[Snapshot] = []
-        self._sizes: list[dict[Key, float]] = []
-        """Norm of each tensor after each update, of weights that of their change."""
-
-        self._roundings: list[dict[Key, float]] = []
-        """Relative distance of each tensor from float64, after each update."""
-
-        self._usual: list[dict[Kind, float]] = []
-        """Median of these over the tensors of a kind."""
-
-        self._draws = False
+        self._references: dict[int, _Reference] = {}
 
     def result(self) -> Comparison:
         """Make all updates and return what was found, the same on all workers."""
-        plan = self._make_reference()
-        self._make_exact()
-        rows = [self._row(variant) for variant in self._variants(plan)]
-        everyone = gather_values(
-            [asdict(row) for row in rows], self._backend, self._backend.device
-        )
+        reference = self._reference(0)
         return Comparison(
             recipe=self._recipe.name,
-            plan=plan,
+            plan=reference.plan,
             precision=self._recipe.precision,
             device=self._backend.device.type,
-            steps=len(self._snapshots),
-            rounding=tuple(usual.get("gradient", usual["loss"]) for usual in self._usual),
-            rows=tuple(_worst(of_workers) for of_workers in zip(*everyone, strict=True)),
+            rounding=tuple(reference.medians),
+            rows=tuple(self._row(variant) for variant in self._variants(reference.plan)),
         )
 
-    def _make_reference(self) -> Plan:
-        with session_on(
-            self._backend, self._reference, self._options, handles_stops=False
-        ) as session:
+    def _reference(self, number: int) -> _Reference:
+        """Return the reference with the seed of the recipe, or the `number`-th after it."""
+        if number not in self._references:
+            self._references[number] = self._make_reference(number)
+        return self._references[number]
+
+    def _make_reference(self, number: int) -> _Reference:
+        recipe = _with_seed(reference_of(self._recipe), number)
+        snapshots: list[Snapshot] = []
+        draws = False
+        with self._session(self._backend, recipe) as session:
             plan = session.plan
             if len(self._steps) > plan.train_steps:
                 raise AuditError(
-                    f"--steps {len(self._steps)}: {self._recipe.name} makes "
-                    f"{plural(plan.train_steps, 'update')} on augmented images; give fewer"
+                    f"--steps: {self._recipe.name} makes {plural(plan.train_steps, 'update')} on "
+                    f"augmented images, and the audit makes {len(self._steps)}; give fewer"
                 )
-            self._start = _weights(session)
-            for made in self._made(session):
-                if made.skipped:
-                    break  # in float64 no gradient overflows, so nothing after it is comparable
-                self._snapshots.append(made.snapshot)
-                self._draws = self._draws or made.draws
-        if not self._snapshots:
+            start = _weights(session)
+            with closing(_updates_of(session, self._steps)) as made_of_all:
+                for made in made_of_all:
+                    if made.skipped:
+                        break  # in float64 no gradient overflows: nothing after it is comparable
+                    snapshots.append(made.snapshot)
+                    draws = draws or made.draws
+        if not snapshots:
             raise AuditError(
                 f"precision: {self._recipe.precision}: the first update is skipped, as its "
                 "gradients are not finite with this loss scale; to audit the rest of the recipe: "
                 "--set precision=bf16"
             )
-        self._steps = range(len(self._snapshots))
-        return plan
+        reference = _Reference(plan, snapshots, [], [], [], draws)
+        exact = recipe.model_copy(update={"precision": "fp32", "reduction": Reduction()})
+        with self._session(self._backend, exact, in_float64=True) as session:
+            made_of_all = _updates_of(session, range(len(snapshots)), convert=_doubled)
+            for made, snapshot in zip(made_of_all, snapshots, strict=True):
+                _measure_rounding(reference, made.snapshot, snapshot, start)
+        return reference
 
-    def _make_exact(self) -> None:
-        """Make the updates in float64, and measure the distance of the reference from them."""
-        exact = self._reference.model_copy(
-            update={"precision": "fp32", "reduction": Reduction()}
+    def _session(
+        self, backend: Backend, recipe: Recipe, *, in_float64: bool = False
+    ) -> AbstractContextManager[Session]:
+        return session_on(
+            backend, recipe, self._options, handles_stops=False, in_float64=in_float64
         )
-        with session_on(
-            self._backend, exact, self._options, handles_stops=False, in_float64=True
-        ) as session:
-            made_of_all = self._made(session, convert=_doubled)
-            for made, reference in zip(made_of_all, self._snapshots, strict=True):
-                sizes = {
-                    key: _norm(tensor, self._start.get(key)) for key, tensor in made.snapshot.items()
-                }
-                _fill_empty(sizes, made.snapshot)
-                roundings = {
-                    key: _relative(_norm(tensor, made.snapshot[key]), sizes[key])
-                    for key, tensor in reference.items()
-                }
-                of_kinds = defaultdict(list)
-                for key, rounding in roundings.items():
-                    of_kinds[key.kind].append(rounding)
-                self._sizes.append(sizes)
-                self._roundings.append(roundings)
-                self._usual.append(
-                    {kind: statistics.median(values) for kind, values in of_kinds.items()}
-                )
 
     def _variants(self, plan: Plan) -> Iterator[_Variant]:
         """Yield what is compared with the reference."""
-        reference = self._reference
+        reference = reference_of(self._recipe)
         device = self._backend.device
         execution = self._recipe.execution
-        of_kernels = tuple(part for part in proof.PARTS if part != proof.GRAPH)
         yield _Variant("repeated", reference)
-        chosen = "apex" if execution.kernels == "apex" else "auto"
-        has_kernels = any(proof.has_kernels(part, device) for part in of_kernels)
+        has_kernels = any(proof.has_kernels(part, device) for part in _KERNELS)
         yield _Variant(
             "kernels",
-            reference.with_execution(kernels=chosen),
-            None if has_kernels else f"needs a GPU; the {device.type} has none of this package",
-            parts=of_kernels,
+            reference.with_execution(kernels="apex" if execution.kernels == "apex" else "auto"),
+            None if has_kernels else f"not here: needs a GPU; a {device.type} has no such kernels",
+            parts=_KERNELS,
         )
+        problem = None
         try:
             require_compiler(device)
-            problem = None
         except RecipeError as error:
-            problem = str(error)
+            problem = f"not here: {error}"
         yield _Variant("compile", reference.with_execution(compile=True), problem)
-        has_graphs = device.type in accelerator.GRAPHS
-        yield _Variant(
-            "graph",
-            # The trial of the graph is made without kernels where PyTorch's are asked for.
-            reference.with_execution(graph=True, kernels="torch") if has_graphs else reference,
-            None if has_graphs else f"needs a GPU; there are no graphs on a {device.type}",
-            parts=(proof.GRAPH,),
-        )
-        yield _Variant(
-            "channels_last", reference.with_execution(memory_format="channels_last"), divides=True
-        )
+        if device.type in accelerator.GRAPHS:
+            # `auto` would not use one beside PyTorch's operations.
+            recipe = reference.with_execution(graph=True)
+            yield _Variant("graph", recipe, parts=(proof.GRAPH,))
+        else:
+            absent = f"not here: needs a GPU; a {device.type} has no graphs"
+            yield _Variant("graph", reference, absent)
+        recipe = reference.with_execution(memory_format="channels_last")
+        yield _Variant("channels_last", recipe, divides=True)
         yield self._halved(plan)
         yield self._alone(plan)
-        yield _Variant("the recipe's", self._recipe, divides=True)
+        yield _Variant("the recipe's", self._recipe, parts=proof.PARTS, divides=True, is_whole=True)
 
     def _halved(self, plan: Plan) -> _Variant:
         """Return the variant with a smaller device batch, and so with more micro-batches."""
-        free = self._reference.with_execution(device_batch=None)
+        free = reference_of(self._recipe).with_execution(device_batch=None)
         smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
-        absent = None
         if smaller >= plan.device_batch:
-            absent = f"no device batch below {plan.device_batch} divides the recipe"
-            smaller = plan.device_batch
-        recipe = self._reference.with_execution(device_batch=smaller)
-        return _Variant(f"device batch {smaller}", recipe, absent, divides=True)
+            absent = f"not here: no device batch below {plan.device_batch} divides the recipe"
+            return _Variant("device batch", free, absent)
+        recipe = free.with_execution(device_batch=smaller)
+        return _Variant(f"device batch {smaller}", recipe, divides=True)
 
     def _alone(self, plan: Plan) -> _Variant:
         """Return the variant with one worker, which each worker makes by itself."""
+        recipe = reference_of(self._recipe).with_execution(device_batch=plan.device_batch)
         if plan.workers == 1:
-            absent = "needs several workers: --workers 2 compares them with one"
-            return _Variant("other workers", self._reference, absent)
-        recipe = self._reference.with_execution(device_batch=plan.device_batch)
+            absent = "not here: --workers 2 compares two with one"
+            return _Variant("other workers", recipe, absent)
         try:
             make_plan(recipe)
         except PlanError:  # workers share a span, which one holds whole
@@ -352,84 +407,141 @@ class _Comparing:
         return _Variant("1 worker", recipe, is_alone=True, divides=True)
 
     def _row(self, variant: _Variant) -> Row:
-        """Make the updates of a variant and compare them."""
+        """Compare a variant, with more seeds while each shows a difference beyond rounding."""
         if variant.absent is not None:
             return Row(setting=variant.setting, absent=variant.absent)
+        row = self._row_of_seed(variant, 0)
+        for number in range(1, SEEDS):
+            if not row.is_fault:
+                break
+            repeated = self._row_of_seed(variant, number)
+            row = replace(row, seeds=number + 1, is_repeated=repeated.is_fault)
+        return row
+
+    def _row_of_seed(self, variant: _Variant, number: int) -> Row:
         backend = Serial(self._backend.device) if variant.is_alone else self._backend
+        reference = self._reference(number)
         try:
-            with session_on(
-                backend, variant.recipe, self._options, handles_stops=False
-            ) as session:
-                refusals = [proof.DECISIONS.get((part, backend.device)) for part in variant.parts]
-                if refusals and all(refusals):
-                    absent = next(reason for reason in refusals if reason)
-                    return Row(setting=variant.setting, absent=f"not used: {absent}")
+            with self._session(backend, _with_seed(variant.recipe, number)) as session:
+                refusals = {
+                    part: proof.DECISIONS.get((part, backend.device), NOT_TRIED)
+                    for part in variant.parts
+                }
+                if refusals and all(refusals.values()) and not variant.is_whole:
+                    return Row(setting=variant.setting, absent=_describe_parts(refusals))
                 notes = _Notes()
                 session.log.trackers.append(notes)
-                return self._compared(variant, self._made(session), notes)
+                steps = range(len(reference.snapshots))
+                row = _compared(variant, reference, _updates_of(session, steps))
+        except RecipeError as error:  # on all workers, of a graph that is required
+            if variant.parts != (proof.GRAPH,):
+                raise
+            return Row(setting=variant.setting, absent=f"not used: {error}")
         finally:
-            gc.collect()  # the graphs and compiled passes of one variant before those of the next
+            gc.collect()  # the graphs and compiled passes of this variant before those of the next
+        remarks = [_describe_parts(refusals), *notes.texts]
+        row = replace(row, remark="; ".join(dict.fromkeys(filter(None, remarks))))
+        everyone = gather_values(asdict(row), self._backend, self._backend.device)
+        return _worst(everyone)
 
-    def _compared(self, variant: _Variant, made_of_all: Iterator[_Made], notes: _Notes) -> Row:
-        first: int | None = None
-        differences = []
-        roundings = []
-        most = ""
-        wrong_after: int | None = None
-        wrong = ""
-        for step, made in enumerate(made_of_all):
-            reference = self._snapshots[step]
-            units: dict[Key, float] = {}
-            relative: dict[Key, float] = {}
-            for key, tensor in made.snapshot.items():
-                if torch.equal(tensor, reference[key]):
-                    continue
-                relative[key] = _relative(_norm(tensor, reference[key]), self._sizes[step][key])
-                rounding = max(
-                    self._roundings[step][key], self._usual[step][key.kind], _LEAST
-                )
-                units[key] = relative[key] / rounding if math.isfinite(rounding) else 0.0
-            if units and first is None:
-                first = step + 1
-            worst = max(units, key=lambda key: units[key], default=None)
-            differences.append(0.0 if worst is None else relative[worst])
-            roundings.append(0.0 if worst is None else units[worst])
-            most = most if worst is None else str(worst)
-            if wrong_after is None and roundings[-1] > LIMIT:
-                wrong_after = step + 1
-                wrong = _first_wrong(units, [*made.snapshot])
-        return Row(
-            setting=variant.setting,
-            first=first,
-            differences=tuple(differences),
-            roundings=tuple(roundings),
-            most=most,
-            wrong_after=wrong_after,
-            wrong=wrong,
-            is_expected=variant.divides and self._draws,
-            remark="; ".join(dict.fromkeys(notes.texts)),
-        )
 
-    def _made(
-        self, session: Session, *, convert: Callable[[Batches], Batches] = lambda batches: batches
-    ) -> Iterator[_Made]:
-        """Make the updates of a session and yield what each left."""
-        recipe = self._recipe
-        if recipe.model.weights is not None:
-            drawn = recipe.model.head_std is not None
-            begin_with(Path(recipe.model.weights), session.state, session.backend, drawn=drawn)
-        part = StageSteps("train", self._steps, len(self._steps), clean=False)
-        batches = convert(session.pipeline.training(self._steps, clean=False))
-        names = _names_of_average(session)
-        seeds = step_seeds(session.seed, session.backend.rank)
-        session.step_log.resume_clock()
-        with closing(make_updates(session, part, batches)) as updates:
-            for update in updates:
-                log_update(part.stage, update, session.state, session.step_log)
-                draws = _has_drawn(seeds(update.step), session.backend.device)
-                skipped = update.skipped is not None and bool(update.skipped)
-                yield _Made(_snapshot(session, update, names), skipped, draws)
-        session.step_log.flush()
+def _compared(variant: _Variant, reference: _Reference, made_of_all: Iterator[_Made]) -> Row:
+    """Compare the updates of a variant on this worker with those of the reference."""
+    first: int | None = None
+    differences = []
+    roundings = []
+    most = ""
+    wrong_after: int | None = None
+    wrong = ""
+    for step, (made, snapshot) in enumerate(
+        zip(made_of_all, reference.snapshots, strict=True), start=1
+    ):
+        relative = {
+            key: _relative(_length(tensor, snapshot[key]), reference.sizes[step - 1][key])
+            for key, tensor in made.snapshot.items()
+            if not torch.equal(tensor, snapshot[key])
+        }
+        units = {key: it / reference.roundings[step - 1][key] for key, it in relative.items()}
+        if units and first is None:
+            first = step
+        worst = max(units, key=lambda key: units[key], default=None)
+        differences.append(0.0 if worst is None else relative[worst])
+        roundings.append(0.0 if worst is None else units[worst])
+        most = most if worst is None else str(worst)
+        if wrong_after is None and roundings[-1] > LIMIT:
+            wrong_after = step
+            wrong = _first_wrong(units, [*made.snapshot])
+    return Row(
+        setting=variant.setting,
+        first=first,
+        differences=tuple(differences),
+        roundings=tuple(roundings),
+        most=most,
+        wrong_after=wrong_after,
+        wrong=wrong,
+        draws=variant.divides and reference.draws,
+    )
+
+
+def _updates_of(
+    session: Session,
+    steps: range,
+    *,
+    convert: Callable[[Batches], Batches] = lambda batches: batches,
+) -> Generator[_Made, None, None]:
+    """Make updates of a session and yield what each left."""
+    recipe = session.saver.recipe
+    if recipe.model.weights is not None:
+        drawn = recipe.model.head_std is not None
+        begin_with(Path(recipe.model.weights), session.state, session.backend, drawn=drawn)
+    part = StageSteps("train", steps, len(steps), clean=False)
+    batches = convert(session.pipeline.training(steps, clean=False))
+    names = _names_of_average(session)
+    seeds = step_seeds(session.seed, session.backend.rank)
+    session.step_log.resume_clock()
+    with closing(make_updates(session, part, batches)) as updates:
+        for update in updates:
+            log_update(part.stage, update, session.state, session.step_log)
+            draws = _has_drawn(seeds(update.step), session.backend.device)
+            skipped = update.skipped is not None and bool(update.skipped)
+            yield _Made(_snapshot(session, update, names), skipped, draws)
+    session.step_log.flush()
+
+
+def _measure_rounding(
+    reference: _Reference, exact: Snapshot, snapshot: Snapshot, start: Snapshot
+) -> None:
+    """Add the sizes and roundings of an update to a reference."""
+    sizes = {key: _length(tensor, start.get(key)) for key, tensor in exact.items()}
+    _fill_empty(sizes, exact)
+    distances = {
+        key: _relative(_length(tensor, exact[key]), sizes[key]) for key, tensor in snapshot.items()
+    }
+    of_kinds: dict[Kind, list[float]] = defaultdict(list)
+    for key, distance in distances.items():
+        of_kinds[key.kind].append(distance)
+    medians = {kind: statistics.median(of_kind) for kind, of_kind in of_kinds.items()}
+    reference.sizes.append(sizes)
+    reference.roundings.append(
+        {key: max(distance, medians[key.kind], _LEAST) for key, distance in distances.items()}
+    )
+    reference.medians.append(medians.get("gradient", medians["loss"]))
+
+
+def _describe_parts(refusals: Mapping[str, str | None]) -> str:
+    """Describe which parts of `proof` are used; none that the model or the device does not have."""
+    used = [part for part, refusal in refusals.items() if refusal is None]
+    refused = [f"{part} ({it})" for part, it in refusals.items() if it not in {None, NOT_TRIED}]
+    texts = []
+    if used:
+        texts.append(f"used: {', '.join(used)}")
+    if refused or not used:
+        texts.append(f"not used: {', '.join(refused) or 'the recipe has nothing for them'}")
+    return "; ".join(texts)
+
+
+def _with_seed(recipe: Recipe, number: int) -> Recipe:
+    return recipe.model_copy(update={"seed": recipe.seed + number})
 
 
 def _doubled(batches: Batches) -> Batches:
@@ -491,7 +603,9 @@ def _snapshot(session: Session, update: Update, names_of_average: Sequence[str])
 def _names_of_average(session: Session) -> list[str]:
     """Return the names of the tensors of an average, in its order."""
     model = session.state.model
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    names = {
+        id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     return [names[id(tensor)] for tensor in averaged(model)]
 
 
@@ -499,7 +613,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()  # sync: between updates
 
 
-def _norm(tensor: Tensor, other: Tensor | None) -> float:
+def _length(tensor: Tensor, other: Tensor | None) -> float:
     """Return the length of a tensor, or of its difference from another one, in float64."""
     exact = tensor.double()
     return float(torch.linalg.vector_norm(exact if other is None else exact - other.double()))
@@ -544,10 +658,7 @@ def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
 
 def _worst(of_workers: Sequence[dict[str, object]]) -> Row:
     """Return the row of the worker with the largest difference, by its number if others differ."""
-    rows = [
-        Row(**{name: tuple(it) if isinstance(it, list) else it for name, it in fields.items()})  # type: ignore[arg-type]  # as they were sent
-        for fields in of_workers
-    ]
+    rows = [_ROW.validate_python(fields) for fields in of_workers]
     worst = max(range(len(rows)), key=lambda rank: max(rows[rank].roundings, default=0.0))
     row = rows[worst]
     if row.is_fault and not all(other.is_fault for other in rows):
