@@ -1,10 +1,13 @@
-"""The commands `audit` and `audit resume`: check a user's own training. They print."""
+"""The commands `audit` and `audit resume`: check a user's loop, a recipe here, or a resumption.
+
+They print.
+"""
 
 import gc
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -12,17 +15,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from largebatch.distributed.environment import TIMEOUT_SECONDS, worker_rank
-from largebatch.errors import AuditError, DataError, LargebatchError
-from largebatch.runs.options import OF_WORKERS, Count, Folder, Given, Seconds, Workers
+from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
+from largebatch.errors import AuditError, DataError, LargebatchError, printable
+from largebatch.recipe.loading import load_recipe
+from largebatch.runs.options import (
+    NEW_FOLDER,
+    OF_WORKERS,
+    Count,
+    Folder,
+    Given,
+    MachineOptions,
+    Seconds,
+)
 
 if TYPE_CHECKING:
     from largebatch.audit import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audited(Workers):
-    """Local workers of an audit."""
+class Audited(MachineOptions):
+    """Local workers of an audit, and what a recipe is audited with."""
 
     workers: Annotated[Count | None, OF_WORKERS] = None  # type: ignore[assignment]
     """Number of worker processes to start on this machine (2 for a script)."""
@@ -33,7 +45,13 @@ Script = Annotated[str, Parameter(allow_leading_hyphen=True, metavar="COMMAND")]
 
 
 @app.default
-def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
+def audit(
+    target: Path,
+    /,
+    *arguments: str,
+    steps: Count | None = None,
+    options: Annotated[Audited, Given] = Audited(),
+) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
     TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates
@@ -42,12 +60,19 @@ def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] =
     loader, loss_fn, optimizer), with a dict of further arguments of largebatch.audit behind them if
     there are any.
 
+    Or it is a recipe, as `train` takes it: its first updates, made under each setting of
+    `execution`, are compared with eager ones by PyTorch's operations and with float64.
+
     The exit code is 2 if there is a fault, or if the gradients could not be compared.
 
     Args:
-        target: script.py, or module:function.
+        target: script.py, module:function, or a recipe.
         arguments: Arguments of the script.
+        steps: Updates of a recipe to compare (3).
     """
+    if target.suffix != ".py" and ":" not in str(target):
+        return _audit_recipe(target, arguments, steps=steps or 3, options=options)
+    _refuse_options_of_recipes(steps, options)
     if target.suffix == ".py":
         if options.backend == "serial":
             raise LargebatchError(f"--backend serial is for FUNCTION; {target} connects workers")
@@ -128,6 +153,39 @@ def resume(  # noqa: PLR0913 -- its options
         raise AuditError("the rest is not the same training: the audit found faults, listed above")
     if not findings.ok:
         raise AuditError("the audit could not compare the rest with the whole")
+
+
+def _audit_recipe(recipe: Path, arguments: Sequence[str], *, steps: int, options: Audited) -> None:
+    if arguments:
+        raise LargebatchError(
+            f"audit {recipe}: unexpected argument {arguments[0]!r}; a key of a recipe is changed "
+            "by --set KEY=VALUE"
+        )
+    loaded = load_recipe(recipe, options.changes)
+    from largebatch.lab.measure.executions import compare_executions
+
+    of_run = options.options(out=NEW_FOLDER).without_changes()
+    compared = compare_executions(loaded, of_run, steps=steps)
+    if own_rank() == 0:
+        print(printable(compared.table()), flush=True)
+    if compared.faults:
+        names = ", ".join(row.setting for row in compared.faults)
+        raise AuditError(f"{recipe}: other numbers than by PyTorch's eager operations: {names}")
+
+
+def _refuse_options_of_recipes(steps: int | None, options: Audited) -> None:
+    """Raise LargebatchError for an option that a script or a function would not see."""
+    given = {"--steps": steps, "--data": options.data, "--dataset": options.dataset}
+    given |= {
+        "--set": options.changes,
+        "--import": options.imports,
+        "--cache-dir": options.cache_dir,
+    }
+    for option, value in given.items():
+        if value:
+            raise LargebatchError(
+                f"{option} is of the audit of a recipe; arguments of a script come after it"
+            )
 
 
 def _end(findings: "Findings", target: Path) -> None:

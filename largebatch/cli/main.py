@@ -118,7 +118,11 @@ EXAMPLES = {
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
         "launch trainjob digits_96 --nodes 2 --image host/lb:1 > job.yaml",
     ),
-    "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
+    "audit": (
+        "audit --workers 2 train.py --lr 0.1",
+        "audit mine:parts --workers 2",
+        "audit digits_96 --workers 2",
+    ),
     "audit resume": (
         'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
     ),
