@@ -21,6 +21,7 @@ from largebatch.training.checkpoint import Saver
 from largebatch.training.graph import UseGraph, step_for
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, Update, step_seeds, train
+from largebatch.training.replay import Replay
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
 
@@ -42,6 +43,8 @@ class Training:
     skip_nonfinite: bool
     clip_norm: float | None
     graph: UseGraph
+    replay: Replay | None = None
+    """Compares passes of the workers in some updates; None without execution.replay_every."""
 
 
 class StageSteps(NamedTuple):
@@ -94,6 +97,10 @@ def synchronous_updates(
                 measure_norm=step_log.monitors.measure_norm,
                 follow=state.move_average,
             )
+            if training.replay is not None:
+                step = training.replay.checked(
+                    step, stage=part.stage, steps=steps, clean=part.clean
+                )
             updates = train(
                 step,
                 batches,
