@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import random
 import sys
 import warnings
@@ -114,6 +115,15 @@ def visible_devices_variable() -> str:
     device = kind()
     is_intel = device is not None and device.type == "xpu"
     return "ZE_AFFINITY_MASK" if is_intel else "CUDA_VISIBLE_DEVICES"
+
+
+def hide(number: int) -> None:
+    """Hide one of the visible accelerators from processes that are started from here on."""
+    variable = visible_devices_variable()
+    visible = os.environ.get(variable) or ",".join(map(str, range(count())))
+    devices = visible.split(",")
+    del devices[number]
+    os.environ[variable] = ",".join(devices)
 
 
 def is_remote(device: torch.device) -> bool:

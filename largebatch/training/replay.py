@@ -99,7 +99,7 @@ class Replay:
         Raises WrongCardError on every worker if two of them differ, unless the run continues then.
         """
         rank = self.backend.rank
-        first, second = self._offsets(number // self.every)
+        first, second = offsets(number // self.every, self.backend.world_size // self.group)
         if self._by_distance is None:
             self._by_distance = self._devices_differ()
         restore = _save(step)
@@ -130,20 +130,13 @@ class Replay:
         self.found.append(event)
         self.log.emit(event)
         if self.action != "continue":
+            self.backend.barrier()  # a launcher ends the others, with the log, when one has ended
             raise WrongCardError(event.text)
 
     @property
     def group(self) -> int:
         """Number of consecutive workers that compute a pass together."""
         return self.pipeline.plan.sync_workers
-
-    def _offsets(self, number: int) -> tuple[int, int]:
-        """Return the distances to the groups whose samples a replay computes, and a dispute."""
-        groups = self.backend.world_size // self.group
-        if groups == 1:
-            return 0, 0
-        first = 1 + number % (groups - 1)
-        return first, 1 + first % (groups - 1)
 
     def _partner(self, offset: int) -> int:
         return (self.backend.rank + offset * self.group) % self.backend.world_size
@@ -222,12 +215,13 @@ class Replay:
             return None
         own = passes[0].record
         places = [f"gradient of {it}" for it in own.gradients] if self._by_distance else own.places
-        suspects = ()
-        place = "no place that all have"
+        suspects: tuple[Suspect, ...] = ()
+        place = "many places"
         if result is not None:
             suspects = tuple(Suspect(**everyone[worker]["here"]) for worker in result.workers)
-            if result.place < len(places):
-                place = places[result.place]
+            # The first worker of a group that shares spans counts these, so it has more operations.
+            named = places[result.place] if result.place < len(places) else "the last operation"
+            place = gather_values(named, backend, backend.device)[result.workers[0]]
         return WrongCard(
             stage=stage,
             step=number,
@@ -300,6 +294,21 @@ class ReplayedStep:
             return self._step.finish()
         self._step.result = self._eager.finish()  # with the loss scale of the next update
         return self._step.result
+
+
+def offsets(number: int, groups: int) -> tuple[int, int]:
+    """Return the distances to the groups whose samples replay `number` computes, and a dispute.
+
+    Groups are single workers, unless workers share BatchNorm spans. Two distances are different
+    from three groups on; after `groups` - 1 replays each group has computed those of all others.
+
+    >>> [offsets(number, 4) for number in range(4)]
+    [(1, 2), (2, 3), (3, 1), (1, 2)]
+    """
+    if groups == 1:
+        return 0, 0
+    first = 1 + number % (groups - 1)
+    return first, 1 + first % (groups - 1)
 
 
 def suspect_here(backend: Backend) -> Suspect:
