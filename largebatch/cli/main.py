@@ -50,6 +50,7 @@ from largebatch.errors import (
     RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
+    WrongCardError,
     clip,
     nearest,
     printable,
@@ -151,7 +152,10 @@ _RECORDED = {"train", "resume", "polish", "export"}
 
 _INTERRUPTS = StopRequests()  # Ctrl-C while no command handles it
 
-_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
+_SAME_ON_ALL_WORKERS = (
+    *(RecipeError, PlanError, MismatchError, AuditError, UsageError),
+    WrongCardError,
+)
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length

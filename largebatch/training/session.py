@@ -22,6 +22,7 @@ from largebatch.training.checkpoint import Saver
 from largebatch.training.graph import UseGraph, step_for
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, Update, step_seeds, train
+from largebatch.training.replay import Replay
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
 
@@ -43,6 +44,8 @@ class Training:
     skip_nonfinite: bool
     clip_norm: float | None
     graph: UseGraph
+    replay: Replay | None = None
+    """Compares passes of the workers in some updates; None without execution.replay_every."""
 
 
 class StageSteps(NamedTuple):
@@ -108,6 +111,10 @@ def make_updates(
                 measure_norm=training.step_log.monitors.measure_norm,
                 follow=state.move_average,
             )
+            if training.replay is not None:
+                step = training.replay.checked(
+                    step, stage=part.stage, steps=steps, clean=part.clean
+                )
             yield from train(
                 step,
                 batches,
