@@ -98,6 +98,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
             dataset=options.dataset,
             cache=host_cache(options, backend),
         )
+        warning = images.check_order(recipe.data.order)
         # Cached images take memory of a GPU, so the device batch is measured after them.
         passes = draft.epoch(draft.updates)
         decoding = choose_decoding(recipe, images, backend, passes=passes)
@@ -105,7 +106,7 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
         if decoding.remark is not None:
             remarks.insert(0, decoding.remark)
-        if warning := images.describe_order(recipe.data.order):
+        if warning is not None:
             remarks.append(warning)
 
         # A server without a learner sees the time only when learners rest, and would mistake the
