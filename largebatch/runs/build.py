@@ -121,6 +121,7 @@ def session_on(
         dataset=options.dataset,
         cache=host_cache(options, backend),
     )
+    warning = images.check_order(recipe.data.order)
     # Cached images take memory of a GPU, so the device batch is measured after them.
     passes = draft.epoch(draft.updates)
     decoding = choose_decoding(recipe, images, backend, passes=passes)
@@ -128,7 +129,7 @@ def session_on(
     plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
     if decoding.remark is not None:
         remarks.insert(0, decoding.remark)
-    if warning := images.describe_order(recipe.data.order):
+    if warning is not None:
         remarks.append(warning)
 
     requests: AbstractContextManager[Callable[[], StopCause | None]] = nullcontext(lambda: None)
