@@ -10,6 +10,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "resumed"
 
+RUNS = {
+    "by_accelerate.py": ("--epochs", 1, 2, "state"),
+    "by_epochs.py": ("--epochs", 1, 2, "last.pth"),
+    "by_lightning.py": ("--epochs", 1, 2, "last.ckpt"),
+    "by_timm.py": ("--epochs", 1, 2, "checkpoint-0.pth.tar"),
+    "by_trainer.py": ("--updates", 2, 4, "checkpoint-2"),
+    "by_updates.py": ("--updates", 2, 4, "last.pth"),
+}
+"""Of each script: the option with its length, the first part's, the whole, and the checkpoint."""
+
 Change = tuple[str, str]
 """A text that a script has once, and what replaces it."""
 
@@ -39,13 +49,11 @@ class Resumed:
     @property
     def arguments(self) -> dict[str, str]:
         """Arguments of the script in each of its runs."""
-        option, first, whole = "--epochs", 1, 2
-        if self.script == "by_updates.py":
-            option, first, whole = "--updates", 2, 4
+        option, first, whole, checkpoint = RUNS[self.script]
         return {
             "whole": f"{option} {whole}",
             "first": f"{option} {first}",
-            "rest": f"{option} {whole} --resume last.pth",
+            "rest": f"{option} {whole} --resume {checkpoint}",
         }
 
     def write(self, folder: Path) -> Path:
@@ -68,6 +76,10 @@ CORRECT = {
     "within_an_epoch_on_two_workers": Resumed(script="by_updates.py", workers=2),
     "two_workers_then_one": Resumed(script="by_updates.py", workers=2, rest_workers=1),
     "one_worker_then_two": Resumed(script="by_updates.py", rest_workers=2),
+    "accelerate": Resumed(script="by_accelerate.py"),
+    "lightning": Resumed(script="by_lightning.py"),
+    "timm": Resumed(script="by_timm.py"),
+    "transformers": Resumed(script="by_trainer.py"),
 }
 
 _LOAD_MODEL = 'model.load_state_dict(checkpoint["model"])'
