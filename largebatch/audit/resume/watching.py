@@ -52,6 +52,9 @@ class Since:
     schedule_moves: int = 0
     loss: float | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
+    buffers: dict[int, Trace] = field(default_factory=dict)
+    """Buffers before the first forward pass, which moves statistics, by identity."""
+
     masks: list[str] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
 
@@ -177,6 +180,9 @@ class Watch:
             self._since.generators = self._used_generators()
         if all(it is not module for it in self._called):
             self._called.append(module)
+            for buffer in module.buffers():
+                if id(buffer) not in self._since.buffers:
+                    self._since.buffers[id(buffer)] = trace_of(buffer)
         self.batches.enter_forward(arguments, training=module.training)
 
     def _backward(self, own: Callable[..., Any], loss: Tensor, *args: Any, **words: Any) -> Any:  # noqa: ANN401
@@ -395,7 +401,10 @@ class Watch:
             scale_growth=growth,
             weights={name: trace_of(it) for name, it in named.items()},
             gradients={name: trace_of(it) for name, it in gradients.items()},
-            buffers={name: trace_of(it) for name, it in _named_buffers(models).items()},
+            buffers={
+                name: self._since.buffers.get(id(it)) or trace_of(it)
+                for name, it in _named_buffers(models).items()
+            },
             state={key: _number_or_trace(it) for key, it in state.items()},
             averages=averages,
             averaged_updates=averaged_updates,
