@@ -9,7 +9,7 @@ that the loop has.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -267,16 +267,18 @@ def describe(batch: Any) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[st
     inputs = [it for it in leaves if it is not labels and isinstance(it, Tensor) and it.ndim]
     size = len(inputs[0]) if inputs else 0
     columns = [rows_of(it) for it in inputs if len(it) == size]
-    joined = zip(*columns, strict=True)
-    samples = tuple(
-        it[0] if len(it) == 1 else digest_of_bytes("".join(it).encode()) for it in joined
-    )
+    rows = frozenset(digest for column in columns for digest in column)
+    samples = tuple(_joined(digests) for digests in zip(*columns, strict=True))
     if not inputs and leaves:
         samples = (digest_of(batch),)
+    of_labels: list[str] = []
     if isinstance(labels, Tensor):
         of_labels = rows_of(labels) if labels.ndim else [digest_of_tensor(labels)]
-        return samples, tuple(of_labels), frozenset(it for column in columns for it in column)
-    return samples, (), frozenset(it for column in columns for it in column)
+    return samples, tuple(of_labels), rows
+
+
+def _joined(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else digest_of_bytes("".join(digests).encode())
 
 
 def _length_of(dataset: object) -> int:

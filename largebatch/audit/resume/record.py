@@ -1,4 +1,4 @@
-"""What a process did in each of its updates, as an observed run writes it and a comparison reads it.
+"""What a process did in each of its updates: written by observed runs, read by the comparison.
 
 A run of W workers leaves a file of JSON lines for each worker. Tensors are recorded as digests of
 their bits and, in the updates that are compared, as linear sketches, from which the distance of two

@@ -106,7 +106,7 @@ def _files_of(out: Path, name: str) -> Path:
     return out / name / "files"
 
 
-def _run(  # noqa: PLR0913 -- what a run is made of
+def _run(
     out: Path,
     name: str,
     words: Sequence[str],

@@ -241,7 +241,7 @@ class Watch:
         self,
         own: Callable[..., Any],
         scheduler: LRScheduler,
-        *args: Any,
+        *args: Any,  # noqa: ANN401
         **words: Any,  # noqa: ANN401
     ) -> None:
         if all(it is not scheduler for it in self._schedulers):
@@ -263,7 +263,7 @@ class Watch:
         self,
         own: Callable[..., Any],
         scheduler: LRScheduler,
-        *args: Any,
+        *args: Any,  # noqa: ANN401
         **words: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         # SequentialLR calls the step of those within it, and a subclass that of its base.
@@ -464,9 +464,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, tuple | list):
             entries = {f"{key}.{place}": it for place, it in enumerate(value)}
         for name, it in entries.items():
-            if isinstance(it, bool | int | float):
-                numbers[name] = float(it)
-            elif isinstance(it, Tensor) and it.numel() == 1:
+            if isinstance(it, bool | int | float) or (isinstance(it, Tensor) and it.numel() == 1):
                 numbers[name] = float(it)
     return numbers
 
