@@ -233,7 +233,8 @@ class BatchWatch:
         for reading, iteration in matching.values():
             iteration.trains = True
             iteration.pending.remove(reading)
-            self.training = self.training or iteration.source
+            if self.training is None:  # a loader without a length has no truth value
+                self.training = iteration.source
         return [reading.batch for reading, _ in matching.values()]
 
     def _newest(self, iteration: _Iteration) -> list[Batch]:
@@ -244,7 +245,8 @@ class BatchWatch:
         for reading in result:
             iteration.pending.remove(reading)
             iteration.trains = True
-            self.training = self.training or iteration.source
+            if self.training is None:  # a loader without a length has no truth value
+                self.training = iteration.source
         return [it.batch for it in result]
 
     def _from_forward(self, arguments: object) -> list[Batch]:
