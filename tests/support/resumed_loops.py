@@ -12,11 +12,18 @@ FOLDER = Path(__file__).parent / "resumed"
 
 RUNS = {
     "by_accelerate.py": ("--epochs", 1, 2, "state"),
+    "by_class.py": ("--epochs", 1, 2, "trainer.pt"),
     "by_epochs.py": ("--epochs", 1, 2, "last.pth"),
+    "by_functions.py": ("--epochs", 1, 2, "state.pt"),
+    "by_lamb.py": ("--epochs", 1, 2, "lamb.pt"),
     "by_lightning.py": ("--epochs", 1, 2, "last.ckpt"),
+    "by_plateau.py": ("--epochs", 2, 4, "plateau.pt"),
+    "by_stream.py": ("--updates", 2, 4, "stream.pt"),
     "by_timm.py": ("--epochs", 1, 2, "checkpoint-0.pth.tar"),
     "by_trainer.py": ("--updates", 2, 4, "checkpoint-2"),
+    "by_two_optimizers.py": ("--epochs", 1, 2, "both.pt"),
     "by_updates.py": ("--updates", 2, 4, "last.pth"),
+    "by_windows.py": ("--updates", 5, 8, "half.pt"),
 }
 """Of each script: the option with its length, the first part's, the whole, and the checkpoint."""
 
@@ -80,6 +87,13 @@ CORRECT = {
     "lightning": Resumed(script="by_lightning.py"),
     "timm": Resumed(script="by_timm.py"),
     "transformers": Resumed(script="by_trainer.py"),
+    "class": Resumed(script="by_class.py"),
+    "functions": Resumed(script="by_functions.py"),
+    "stream": Resumed(script="by_stream.py"),
+    "half_a_window": Resumed(script="by_windows.py"),
+    "own_optimizer": Resumed(script="by_lamb.py"),
+    "two_optimizers": Resumed(script="by_two_optimizers.py"),
+    "plateau": Resumed(script="by_plateau.py"),
 }
 
 _LOAD_MODEL = 'model.load_state_dict(checkpoint["model"])'
@@ -341,6 +355,62 @@ model.load_state_dict(state, strict=False)""",
     "best_metric_lost": Resumed(
         changes=[without('best = checkpoint["best"]')],
         report="OpenRLHF/OpenRLHF#1333",
+    ),
+}
+
+# Scripts of other styles, written when the rules were: they were held back until these were run
+
+HELD = {
+    "count_of_updates_lost": Resumed(
+        script="by_class.py",
+        changes=[without('self.updates = state["updates"]')],
+        report="NguyenJus/custom-sam-peft#308",
+    ),
+    "statistics_of_a_function_lost": Resumed(
+        script="by_functions.py",
+        changes=[without('statistics = state["statistics"]')],
+        report="torch/nn#1165",
+    ),
+    "content_of_the_shuffle_buffer_lost": Resumed(
+        script="by_stream.py",
+        changes=[without('self.buffer = list(state["buffer"])')],
+        report="huggingface/datasets#7901",
+    ),
+    "gradients_of_half_a_window_lost": Resumed(
+        script="by_windows.py",
+        changes=[("weight.grad = gradient", "pass")],
+        report="huggingface/transformers#22143",
+    ),
+    "bias_correction_begins_again": Resumed(
+        script="by_lamb.py",
+        changes=[
+            ('{"lr": lr, "updates": 0})', '{"lr": lr})\nself.updates = 0'),
+            ('group["updates"] += 1', "self.updates += 1"),
+            ('0.9 ** group["updates"]', "0.9**self.updates"),
+            ('0.99 ** group["updates"]', "0.99**self.updates"),
+        ],
+        report="facebookresearch/metaseq#3",
+    ),
+    "one_optimizer_gets_the_state_of_the_other": Resumed(
+        script="by_two_optimizers.py",
+        changes=[
+            (
+                "part.load_state_dict(state[name])",
+                'part.load_state_dict(state[name.replace("of_judge", "of_maker")])',
+            )
+        ],
+    ),
+    "patience_begins_again": Resumed(
+        script="by_plateau.py",
+        changes=[without('scheduler.load_state_dict(state["scheduler"])')],
+        report="facebookresearch/ParlAI#1812",
+    ),
+    "optimizer_updates_the_model_before_the_load": Resumed(
+        script="by_plateau.py",
+        changes=[
+            without('model = state["model"]'),
+            then('optimizer.load_state_dict(state["optimizer"])', 'model = state["model"]'),
+        ],
     ),
 }
 
