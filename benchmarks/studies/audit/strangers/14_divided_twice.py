@@ -1,4 +1,4 @@
-"""A DistributedSampler, and a loader that Accelerate divides again (huggingface/accelerate 3520)."""
+"""A DistributedSampler, and Accelerate divides the loader again (huggingface/accelerate 3520)."""
 
 import torch
 import torch.nn.functional as F
