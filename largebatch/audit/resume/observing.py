@@ -24,7 +24,6 @@ from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 from largebatch.runs.launch import reporting_errors
 
-
 _RESUMABLE = 75
 """Exit code (EX_TEMPFAIL) of a program that stopped and can be resumed, this package's too."""
 
