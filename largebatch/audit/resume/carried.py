@@ -5,7 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from largebatch.audit.resume.aligned import Resumed, Values, are_equal, distance, is_equal
+from largebatch.audit.resume.aligned import (
+    FIELDS,
+    Resumed,
+    Values,
+    are_equal,
+    distance,
+    is_equal,
+)
 from largebatch.audit.resume.record import Trace, Update
 from largebatch.audit.rules import resumed_state as rules
 from largebatch.rules import Finding, decide
@@ -178,12 +185,17 @@ class _Series:
         )
 
     def _matches(self, shift: int) -> bool:
-        """Return True if the rest has the rates that the whole has `shift` updates later."""
+        """Return True if the rest has the rates that the whole has `shift` updates later.
+
+        The first rate may be the optimizer's own, which it loads.
+        """
         pairs = [
             (rate, self._whole[number + self._stop + shift])
             for number, rate in enumerate(self._rest)
             if 0 <= number + self._stop + shift < len(self._whole)
         ]
+        if len(pairs) > 2:
+            pairs = pairs[1:]
         return len(pairs) >= min(2, len(self._rest)) and all(
             math.isclose(*pair, rel_tol=_SAME_RATE, abs_tol=1e-30) for pair in pairs
         )
@@ -434,6 +446,12 @@ def _measure_averages(resumed: Resumed) -> rules.Averages | None:
     worst = _worst(results)
     if worst is None:
         return None
+    if all(name.startswith("0:") for name in (*worst.missing, *worst.unequal)):
+        worst = replace(
+            worst,
+            missing=tuple(map(_own_name, worst.missing)),
+            unequal=tuple(map(_own_name, worst.unequal)),
+        )
     count, expected = next((it for it in counts if it[0] != it[1]), counts[0])
     return rules.Averages(tensors=worst, count=count, reference_count=expected, parting=parting)
 
@@ -443,6 +461,6 @@ def _parting(pairs: Sequence[tuple[Update, Update]], stop: int) -> int:
     for number, (of_rest, of_whole) in enumerate(pairs):
         if not are_equal(of_rest.weights, of_whole.weights):
             return 0
-        if not are_equal(of_rest.averages, of_whole.averages):
+        if not FIELDS["averages"](of_rest, of_whole):
             return stop + number
     return 0

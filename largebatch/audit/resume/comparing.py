@@ -21,10 +21,11 @@ from largebatch.audit.resume.aligned import (
     other_generators,
 )
 from largebatch.audit.resume.draws import check_draws
-from largebatch.audit.resume.reading import first_place, measure_reading
+from largebatch.audit.resume.reading import first_place, measure_orders, measure_reading
 from largebatch.audit.resume.record import Update, Worker
 from largebatch.audit.rules import resume as rules
 from largebatch.audit.rules import resumed_data, resumed_state
+from largebatch.audit.rules.data import ORDERS
 from largebatch.formatting import plural
 from largebatch.rules import Finding, decide
 
@@ -39,29 +40,27 @@ class Resumption(Findings):
     difference: float = math.nan
     """Largest relative distance of a weight after the last update; NaN if it is not known."""
 
-    is_prefix: bool = False
-    """True if the first part made the first updates of the whole, bit for bit."""
-
     @property
     def is_compared(self) -> bool:
-        """True if all updates of the rest were compared, and values were."""
-        return self.updates > 0 and self.is_prefix
+        """True if the weights of all updates of the rest could be compared."""
+        unknown = {finding.check for finding in self if finding.level == "unknown"}
+        return self.updates > 0 and unknown.isdisjoint({"first part", "weights"})
 
     def _verdict(self) -> str:
-        if self.faults:
-            text = f"not the same training: {plural(len(self.faults), 'fault')}"
-            if math.isfinite(self.difference) and self.difference > 0:
-                updates = plural(self.updates, "update")
-                text += f", weights {100 * self.difference:.2g} % apart after {updates}"
-            return text
+        updates = plural(self.updates, "update")
+        faults = plural(len(self.faults), "fault")
         if not self.is_compared:
-            return "not compared"
-        same = f"the same training: {plural(self.updates, 'update')} compared"
+            return faults if self.faults else "not compared"
+        if self.faults and self.difference == 0:
+            return f"{faults}; the weights of {updates} after the stop are equal"
+        if self.faults:
+            apart = f", weights up to {100 * self.difference:.2g} % apart after {updates}"
+            return f"not the same training: {faults}{apart if self.difference > 0 else ''}"
         if self.difference == 0:
-            return f"{same}, bit for bit"
-        if self.difference < rules.WITHIN_ROUNDING:
-            return f"{same}, equal within rounding"
-        return f"{same}, not bit for bit"
+            how = "bit for bit"
+        else:
+            how = "within rounding" if self.difference < rules.WITHIN_ROUNDING else "not to the bit"
+        return f"the same training: {updates} compared, {how}"
 
 
 def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
@@ -85,6 +84,7 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
         return _resumption(resumed, [*findings, *new])
     order = measure_reading(resumed)
     findings += decide(order, resumed_data.SAMPLES)
+    findings += decide(measure_orders(whole), ORDERS)
     findings += carried.check_carried(resumed)
     findings += _check_files(resumed)
     findings += check_draws(resumed, order, findings)
@@ -98,7 +98,6 @@ def _resumption(resumed: Resumed, findings: Sequence[Finding]) -> Resumption:
         tuple(findings),
         updates=resumed.number,
         difference=_last_distance(resumed),
-        is_prefix=resumed.is_prefix,
     )
 
 
@@ -189,28 +188,29 @@ def _files_of(worker: Worker) -> list[set[str]]:
     return [{file.name for file in update.saved} for update in updates]
 
 
+_WITHIN: tuple[rules.Field, ...] = ("loss", "gradients")
+_AFTER: tuple[rules.Field, ...] = ("optimizer state", "weights", "buffers", "averages")
+
+
 def _measure_course(resumed: Resumed) -> rules.Course:
     """Find the first update whose weights, loss or gradients differ."""
     for number in range(resumed.number):
         fields: set[rules.Field] = set()
         for rank in resumed.ranks:
             states = _states(resumed, rank)
-            fields |= _differing(states[number], ("loss", "gradients"))
+            fields |= _differing(states[number], _WITHIN)
             if number + 1 < len(states):
                 fields |= _differing(states[number + 1], _AFTER)
         if fields:
             return rules.Course(
                 updates=resumed.number,
                 update=resumed.stop + number + 1,
-                fields=tuple(name for name in FIELDS if name in fields),
+                fields=tuple(name for name in (*_WITHIN, *_AFTER) if name in fields),
                 distance=_last_distance(resumed),
                 is_exact=resumed.is_exact,
                 draws=() if resumed.is_exact else _draws_by_design(resumed),
             )
     return rules.Course(updates=resumed.number)
-
-
-_AFTER: tuple[rules.Field, ...] = ("weights", "buffers", "optimizer state", "averages")
 
 
 def _differing(states: tuple[Update, Update], fields: Sequence[rules.Field]) -> set[rules.Field]:

@@ -306,7 +306,7 @@ COURSE: tuple[Rule[Course], ...] = (
         level="note",
         when=lambda e: e.distance < WITHIN_ROUNDING,
         text=lambda e: (
-            f"from update {e.update:,} on by rounding ({', '.join(e.fields)}): "
+            f"from update {e.update:,} on by rounding (in the {' and the '.join(e.fields[:2])}): "
             f"{three_digits(100 * e.distance)} % after {plural(e.updates, 'update')}"
         ),
         remedy="nothing; for equal bits, keep memory formats, foreach and fused as before the stop",
@@ -328,8 +328,8 @@ COURSE: tuple[Rule[Course], ...] = (
         check="weights",
         level="fault",
         text=lambda e: (
-            f"update {e.update:,} differs in the {' and the '.join(e.fields)}, from equal samples, "
-            "weights and rates"
+            f"update {e.update:,} differs in the {' and the '.join(e.fields[:2])}, from equal "
+            "samples, weights and rates"
             + (
                 f"; weights differ by {three_digits(100 * e.distance)} % after "
                 f"{plural(e.updates, 'update')}"

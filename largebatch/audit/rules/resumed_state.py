@@ -70,6 +70,10 @@ def _counters_text(e: Rates) -> str:
     return f"; the scheduler's last_epoch is {e.counters[0]}, not {e.counters[1]}"
 
 
+def _times(number: int) -> str:
+    return "once" if number == 1 else plural(number, "time")
+
+
 def _figure_of_rates(e: Rates) -> float:
     return abs(e.resumed[0] - e.reference[0]) / max(abs(e.reference[0]), 1e-30)
 
@@ -124,7 +128,7 @@ RATES: tuple[Rule[Rates], ...] = (
         when=lambda e: e.counters is not None and e.counters[0] > e.counters[1],
         text=lambda e: (
             f"{_rates_text(e)}{_counters_text(e)}: stepped "
-            f"{plural(e.counters[0] - e.counters[1], 'time') if e.counters else ''} too often"
+            f"{_times(e.counters[0] - e.counters[1]) if e.counters else ''} too often"
         ),
         remedy="load the scheduler's state and do not step it for the saved epoch again; save "
         "after scheduler.step()",
@@ -548,6 +552,9 @@ def _of_groups(e: OptimizerState) -> str:
 
 
 _LOAD_OPTIMIZER = "optimizer.load_state_dict(checkpoint['optimizer'])"
+_SAME_GROUPS = (
+    f"make the parameter groups as before the stop, then {_LOAD_OPTIMIZER}; add none after it"
+)
 
 OPTIMIZER_STATE: tuple[Rule[OptimizerState], ...] = (
     Rule(
@@ -570,7 +577,11 @@ OPTIMIZER_STATE: tuple[Rule[OptimizerState], ...] = (
         text=lambda e: (
             f"none before the rest's first update: {_state_text(e)} are missing{_of_groups(e)}"
         ),
-        remedy=f"save optimizer.state_dict(), and {_LOAD_OPTIMIZER}",
+        remedy=lambda e: (
+            f"save optimizer.state_dict(), and {_LOAD_OPTIMIZER}"
+            if e.sizes == e.reference_sizes
+            else _SAME_GROUPS
+        ),
         figure=lambda e: e.tensors.part,
     ),
     Rule(
