@@ -186,9 +186,21 @@ DATA = {
     ),
     "workers_of_the_loader_are_seeded_alike": Resumed(
         changes=[
-            then("num_workers=1,", "persistent_workers=True,", "worker_init_fn=torch.manual_seed,")
+            without("shuffle=sampler is None,"),
+            ("sampler=sampler,", "sampler=sampler or RandomSampler(data, generator=generator),"),
+            then(
+                "num_workers=1,",
+                "persistent_workers=True,",
+                "worker_init_fn=torch.manual_seed,",
+            ),
+            ("generator=generator,\n    )", "generator=torch.Generator(),\n)"),
+            ("Dataset, DistributedSampler", "Dataset, DistributedSampler, RandomSampler"),
         ],
         report="fangchangma/sparse-to-dense.pytorch#19",
+    ),
+    "persistent_workers_draw_a_seed_once": Resumed(
+        changes=[then("num_workers=1,", "persistent_workers=True,")],
+        report="huggingface/datasets#7447",
     ),
 }
 
