@@ -127,7 +127,7 @@ class Update:
     """Gradients that the optimizer uses, by parameter."""
 
     buffers: Mapping[str, Trace] = field(default_factory=dict)
-    """Buffers of the model by name: running statistics."""
+    """Buffers of the model by name, before the update's first forward pass: running statistics."""
 
     state: Mapping[str, Trace | float] = field(default_factory=dict)
     """State of the optimizer: `parameter:key`, for example `conv1.weight:momentum_buffer`."""

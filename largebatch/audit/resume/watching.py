@@ -52,6 +52,9 @@ class Since:
     schedule_moves: int = 0
     loss: float | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
+    buffers: dict[int, Trace] = field(default_factory=dict)
+    """Buffers before the first forward pass, which moves statistics, by identity."""
+
     masks: list[str] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
 
@@ -177,6 +180,9 @@ class Watch:
             self._since.generators = self._used_generators()
         if all(it is not module for it in self._called):
             self._called.append(module)
+            for buffer in module.buffers():
+                if id(buffer) not in self._since.buffers:
+                    self._since.buffers[id(buffer)] = trace_of(buffer)
         self.batches.enter_forward(arguments, training=module.training)
 
     def _backward(self, own: Callable[..., Any], loss: Tensor, *args: Any, **words: Any) -> Any:  # noqa: ANN401
@@ -288,6 +294,12 @@ class Watch:
         if not self.number and name and name not in self.resumed_from:
             self.resumed_from.append(name)
 
+    def see_written(self, name: str) -> None:
+        """Record the file to which an object is written that was saved in memory (Lightning)."""
+        saved = self._since.saved
+        if saved and not saved[-1].name:
+            saved[-1] = replace(saved[-1], name=name)
+
     def _load_weights(self, own: Callable[..., Any], *args: Any, **words: Any) -> Any:  # noqa: ANN401
         result = own(*args, **words)
         self.missing_keys += getattr(result, "missing_keys", ())
@@ -389,7 +401,10 @@ class Watch:
             scale_growth=growth,
             weights={name: trace_of(it) for name, it in named.items()},
             gradients={name: trace_of(it) for name, it in gradients.items()},
-            buffers={name: trace_of(it) for name, it in _named_buffers(models).items()},
+            buffers={
+                name: self._since.buffers.get(id(it)) or trace_of(it)
+                for name, it in _named_buffers(models).items()
+            },
             state={key: _number_or_trace(it) for key, it in state.items()},
             averages=averages,
             averaged_updates=averaged_updates,
