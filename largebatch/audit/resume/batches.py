@@ -30,8 +30,8 @@ from largebatch.replacing import replaced
 FROM_FORWARD = -1
 """Number of the loader of batches that no DataLoader gave: they are inputs of the model."""
 
-_READS_AHEAD = ("accelerate.", "lightning.", "pytorch_lightning.", "timm.")
-"""Modules with loaders that read one batch before they give the one before it to the loop."""
+_MAY_READ_AHEAD = ("accelerate.", "lightning.", "pytorch_lightning.", "timm.")
+"""Modules with loaders that may read one batch before they give the one before it to the loop."""
 
 _Iterator = torch_loaders._BaseDataLoaderIter
 
@@ -64,8 +64,12 @@ class _Iteration:
     trains: bool = False
     """True if a training forward pass computed on one of its batches."""
 
-    ahead: int = 0
-    """Number of batches that a wrapper reads before it gives one to the loop."""
+    caller: str = ""
+    """Module that reads the batches."""
+
+    ahead: int | None = None
+    """Number of batches that a wrapper reads before it gives one to the loop; None before the
+    first training forward pass."""
 
 
 class BatchWatch:
@@ -204,7 +208,7 @@ class BatchWatch:
         )
         iteration.pending.append(_Reading(reading, rows, self._readings))
         iteration.read += 1
-        iteration.ahead = int(f"{caller}.".startswith(_READS_AHEAD))
+        iteration.caller = caller
         self._readings += 1
         self._last = iteration
 
@@ -239,6 +243,9 @@ class BatchWatch:
 
     def _newest(self, iteration: _Iteration) -> list[Batch]:
         """Return the newest batch that the loop has from an iteration, if it is not used."""
+        if iteration.ahead is None:
+            may_read_ahead = f"{iteration.caller}.".startswith(_MAY_READ_AHEAD)
+            iteration.ahead = int(may_read_ahead and iteration.read > 1)
         ahead = 0 if iteration.has_ended else iteration.ahead
         position = iteration.read - 1 - ahead
         result = [it for it in iteration.pending if it.batch.position == position]

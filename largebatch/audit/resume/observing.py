@@ -21,7 +21,12 @@ from largebatch.audit.resume.record import Update, Worker, write_line
 from largebatch.audit.resume.watching import Watch
 from largebatch.distributed.environment import LAUNCHER, own_rank, world_size
 from largebatch.errors import DataError
+from largebatch.optional import require_torchvision
 from largebatch.runs.launch import reporting_errors
+
+
+_RESUMABLE = 75
+"""Exit code (EX_TEMPFAIL) of a program that stopped and can be resumed, this package's too."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -35,6 +40,7 @@ def main(words: Sequence[str]) -> None:
     log = (folder / f"worker-{rank}.log").open("w", encoding="utf-8", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.pop(LAUNCHER, None)  # a script may be one of this package's commands
     os.chdir(files)
     with (folder / f"worker-{rank}.jsonl").open("w", encoding="utf-8") as lines:
@@ -64,16 +70,18 @@ def _progress(timeout: float, log: TextIO) -> None:
 
 
 def _opened(watch: Watch, folder: Path) -> Callable[[str, tuple[object, ...]], None]:
-    """Return an audit hook that sees which files of the run before are read."""
+    """Return an audit hook that sees which files of the run before are read, and which written."""
     before = {str(path) for path in folder.rglob("*") if path.is_file()}
 
     def see(event: str, args: tuple[object, ...]) -> None:
-        if event != "open" or watch.number or not before:
+        if event != "open" or not isinstance(args[0], str):
             return
         path, mode, _ = args
-        is_read = not isinstance(mode, str) or "r" in mode
-        if isinstance(path, str) and is_read and os.path.abspath(path) in before:  # noqa: PTH100
-            watch.see_loaded(os.path.basename(path))  # noqa: PTH119 -- called for every file
+        name = os.path.basename(path)  # noqa: PTH119 -- called for every file
+        if isinstance(mode, str) and "w" in mode:
+            watch.see_written(name)
+        elif not watch.number and os.path.abspath(path) in before:  # noqa: PTH100
+            watch.see_loaded(name)
 
     return see
 
@@ -137,8 +145,8 @@ def worker_of(watch: Watch, rank: int, size: int, *, end: bool) -> Worker:
 
 
 def _failure_of(end: SystemExit) -> str | None:
-    """Return how a script exited, if not with 0."""
-    if end.code is None or end.code == 0:
+    """Return how a script exited, if it is a failure."""
+    if end.code in {None, 0, _RESUMABLE}:
         return None
     if not isinstance(end.code, int):
         print(end.code, file=sys.stderr)  # noqa: T201 -- as Python does

@@ -294,6 +294,12 @@ class Watch:
         if not self.number and name and name not in self.resumed_from:
             self.resumed_from.append(name)
 
+    def see_written(self, name: str) -> None:
+        """Record the file to which an object is written that was saved in memory (Lightning)."""
+        saved = self._since.saved
+        if saved and not saved[-1].name:
+            saved[-1] = replace(saved[-1], name=name)
+
     def _load_weights(self, own: Callable[..., Any], *args: Any, **words: Any) -> Any:  # noqa: ANN401
         result = own(*args, **words)
         self.missing_keys += getattr(result, "missing_keys", ())
