@@ -331,15 +331,31 @@ def _measure_weights(resumed: Resumed) -> rules.Restored | None:
 
 def _measure_buffers(resumed: Resumed) -> rules.Restored | None:
     results = []
+    _, of_worker_0 = next(resumed.starts(0))
     for rank in resumed.ranks:
         of_rest, of_whole = next(resumed.starts(rank))
         history = [update.buffers for update in resumed.whole[rank].updates]
         result = _compare(
-            of_rest.buffers, of_whole.buffers, history=history, copies={}, stop=resumed.stop
+            of_rest.buffers,
+            of_whole.buffers,
+            history=history,
+            copies=of_worker_0.buffers if rank else {},
+            stop=resumed.stop,
         )
+        if result.is_copied and _are_sent(resumed, rank):
+            result = replace(result, unequal=())
         results.append(_with_keys(result, resumed, rank))
     worst = _worst(results)
     return worst if worst is not None and worst.number else None
+
+
+def _are_sent(resumed: Resumed, rank: int) -> bool:
+    """Return True if a worker's buffers are those of the whole after a pass: a wrapper sends them.
+
+    DistributedDataParallel sends worker 0's before each pass.
+    """
+    following = resumed.pairs(rank)[1:2]
+    return bool(following) and are_equal(following[0][0].buffers, following[0][1].buffers)
 
 
 def _with_keys(result: rules.Restored, resumed: Resumed, rank: int) -> rules.Restored:

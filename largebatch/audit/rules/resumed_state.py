@@ -33,7 +33,7 @@ class Rates:
     """First rates of the rest from this update on, of this group."""
 
     reference: tuple[float, ...] = ()
-    """Those of the whole."""
+    """Rates of the whole."""
 
     begins_again: bool = False
     """True if all rates of the rest are those from the first update of the whole on."""
@@ -54,7 +54,7 @@ class Rates:
     """Moves of schedulers in the rest."""
 
     moves_of_whole: int = 0
-    """Those of the whole in the same updates."""
+    """Moves in the whole in the same updates."""
 
 
 def _rates_text(e: Rates) -> str:
@@ -268,7 +268,8 @@ class Restored:
     """Number of unequal ones that are those of the whole before its first update."""
 
     copied: int = 0
-    """Number of unequal ones that are the average's, or, of an average, the resumed weights."""
+    """Number of unequal ones that are another's: of weights, the average's; of buffers, worker 0's;
+    of an average, the resumed weights."""
 
     zeros: int = 0
     """Number of unequal ones that are all zeros."""
@@ -299,6 +300,11 @@ class Restored:
     def wrong(self) -> int:
         """Number of tensors that are missing or unequal."""
         return len(self.missing) + len(self.unequal)
+
+    @property
+    def is_copied(self) -> bool:
+        """True if all that differs is another's."""
+        return 0 < self.wrong == self.copied
 
     @property
     def is_new(self) -> bool:
@@ -435,7 +441,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
     Rule(
         check="weights",
         level="fault",
-        when=lambda e: e.copied == len(e.unequal),
+        when=lambda e: e.is_copied,
         text=lambda e: f"{_tensors(e, 'tensor')} are those of the averaged copy",
         remedy="load the trained weights into the model, and the average into its copy",
         figure=_figure_of,
@@ -496,6 +502,14 @@ BUFFERS: tuple[Rule[Restored], ...] = (
             else "save model.state_dict(), which has buffers, not parameters alone; load with "
             "strict=True"
         ),
+        figure=_figure_of,
+    ),
+    Rule(
+        check="buffers",
+        level="note",
+        when=lambda e: e.is_copied,
+        text=lambda e: f"{_tensors(e, 'buffer')} are worker 0's",
+        remedy="nothing if worker 0's are sent before each pass; else save those of each worker",
         figure=_figure_of,
     ),
     _older("buffers", "buffer"),
@@ -700,7 +714,7 @@ AVERAGES: tuple[Rule[Averages], ...] = (
     Rule(
         check="averaged weights",
         level="fault",
-        when=lambda e: 0 < e.tensors.copied == len(e.tensors.unequal),
+        when=lambda e: e.tensors.is_copied,
         text=lambda e: (
             f"the average begins again from the resumed weights: {_tensors(e.tensors, 'tensor')}"
             f"{_by(e.tensors)}"
