@@ -169,15 +169,23 @@ def _saves(worker: Worker) -> bool:
 def read_run(folder: Path) -> Run:
     """Return the records of a run that `observing` wrote, by rank."""
     paths = sorted(folder.glob("worker-*.json"), key=lambda it: int(it.stem.partition("-")[2]))
-    return tuple(read_worker(path) for path in paths)
+    return tuple(_read_worker(path) for path in paths)
 
 
-def read_worker(path: Path) -> Worker:
-    """Return the record of a worker, without copies of the model that are not averages."""
+def _read_worker(path: Path) -> Worker:
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return worker_from(fields, tuple(read_updates(path.with_suffix(".jsonl"))))
+
+
+def worker_from(fields: dict[str, Any], updates: Sequence[Update]) -> Worker:
+    """Return the record of a worker, without copies of the model that are not averages.
+
+    `fields` are those of a Worker without its updates, and `averages`, the numbers of the copies
+    that changed.
+    """
+    fields = dict(fields)
     averages = {str(number): str(place) for place, number in enumerate(fields.pop("averages"))}
     end = fields.pop("end")
-    updates = tuple(read_updates(path.with_suffix(".jsonl")))
     lists = {name: tuple(it) for name, it in fields.items() if isinstance(it, list)}
     return Worker(
         **fields | lists,

@@ -5,12 +5,13 @@ observed is the same bit for bit. Records are made in the hook before an optimiz
 all other hooks, when gradients are final; with a closure right after it.
 """
 
+import gc
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from inspect import signature
 from os import PathLike
@@ -33,7 +34,7 @@ from torch.utils.data import DataLoader
 from largebatch import accelerator
 from largebatch.audit.resume.averages import AverageWatch
 from largebatch.audit.resume.batches import BatchWatch
-from largebatch.audit.resume.record import Saved, Trace, Update
+from largebatch.audit.resume.record import Saved, Trace, Update, Worker
 from largebatch.audit.resume.traces import digest_of, digest_of_bytes, trace_of
 from largebatch.replacing import replaced
 
@@ -136,7 +137,41 @@ class Watch:
                 self._observe_steps(kind)
             yield
 
-    def end(self) -> Update | None:
+    def add_existing(self) -> None:
+        """Observe the loaders, schedulers and modules that the process already has."""
+        self.averages.add_existing()
+        for value in gc.get_objects():
+            # Not isinstance: reading the class of a lazy object may import a package.
+            kind = type(value)
+            if issubclass(kind, LRScheduler):
+                self._add_scheduler(value)
+            elif issubclass(kind, DataLoader):
+                self._observe_epochs(value)
+
+    def summary(self, rank: int, size: int, *, with_end: bool) -> dict[str, Any]:
+        """Return the fields of this process's Worker without its updates, as `worker_from` reads.
+
+        `with_end` adds the state after the last update.
+        """
+        loader = self.batches.training
+        samples = None
+        if loader is not None and hasattr(loader.dataset, "__len__"):
+            samples = len(loader.dataset)
+        worker = Worker(
+            rank=rank,
+            size=size,
+            samples=samples,
+            workers_of_loader=0 if loader is None else loader.num_workers,
+            resumed_from=tuple(self.resumed_from),
+            missing_keys=tuple(self.missing_keys),
+            unexpected_keys=tuple(self.unexpected_keys),
+            end=self._end() if with_end else None,
+        )
+        fields = asdict(worker) | {"averages": sorted(self.averages.changed)}
+        del fields["updates"]
+        return fields
+
+    def _end(self) -> Update | None:
         """Return the state after the last update; None if there was none."""
         if not self._optimizers:
             return None
@@ -233,6 +268,9 @@ class Watch:
 
     def _new_loader(self, own: Callable[..., Any], loader: Any, *args: Any, **words: Any) -> None:  # noqa: ANN401
         own(loader, *args, **words)
+        self._observe_epochs(loader)
+
+    def _observe_epochs(self, loader: DataLoader[Any]) -> None:
         inner = getattr(loader.batch_sampler, "sampler", None)
         for part in (loader.dataset, loader.sampler, loader.batch_sampler, inner):
             for kind in type(part).__mro__:
@@ -250,16 +288,19 @@ class Watch:
         *args: Any,  # noqa: ANN401
         **words: Any,  # noqa: ANN401
     ) -> None:
-        if all(it is not scheduler for it in self._schedulers):
-            self._schedulers.append(scheduler)
-            for kind in type(scheduler).__mro__:
-                self._observe_steps(kind)
+        self._add_scheduler(scheduler)
         # It calls its own `step`, which is not a move of the schedule.
         self._schedule_depth += 1
         try:
             own(scheduler, *args, **words)
         finally:
             self._schedule_depth -= 1
+
+    def _add_scheduler(self, scheduler: LRScheduler) -> None:
+        if all(it is not scheduler for it in self._schedulers):
+            self._schedulers.append(scheduler)
+            for kind in type(scheduler).__mro__:
+                self._observe_steps(kind)
 
     def _observe_steps(self, kind: type) -> None:
         if issubclass(kind, LRScheduler) and "step" in vars(kind):
