@@ -14,7 +14,7 @@ import pytest
 
 from largebatch.audit.findings import Check
 from largebatch.audit.resume.comparing import Resumption, compare
-from largebatch.audit.resume.record import Batch, Saved, Trace, Update, Worker
+from largebatch.audit.resume.record import Batch, Run, Saved, Trace, Update, Worker
 
 SAMPLES = 24
 GLOBAL_BATCH = 8
@@ -25,8 +25,6 @@ WEIGHTS = ("conv.weight", "conv.bias", "head.weight", "head.bias")
 GROUPS = (2, 2)
 BUFFERS = ("norm.running_mean", "norm.running_var")
 WARM_UP = 2
-
-Run = tuple[Worker, ...]
 
 
 def digest(value: object) -> str:

@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from largebatch.audit.resume.record import Batch, Trace, Update, Worker
+from largebatch.audit.resume.record import Batch, Run, Trace, Update
 from largebatch.audit.rules.resume import Field
-
-Run = tuple[Worker, ...]
-"""The records of a run's workers, by rank."""
 
 Values = Mapping[str, Trace] | Mapping[str, Trace | float]
 

@@ -15,14 +15,13 @@ from largebatch.audit.resume import carried
 from largebatch.audit.resume.aligned import (
     FIELDS,
     Resumed,
-    Run,
     are_equal,
     distance,
     other_generators,
 )
 from largebatch.audit.resume.draws import check_draws
 from largebatch.audit.resume.reading import first_place, measure_orders, measure_reading
-from largebatch.audit.resume.record import Update, Worker
+from largebatch.audit.resume.record import Run, Update, Worker
 from largebatch.audit.rules import resume as rules
 from largebatch.audit.rules import resumed_data, resumed_state
 from largebatch.audit.rules.data import ORDERS

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from largebatch.audit.resume.aligned import Resumed, Run, other_generators, used_generators
-from largebatch.audit.resume.record import Batch, Update
+from largebatch.audit.resume.aligned import Resumed, other_generators, used_generators
+from largebatch.audit.resume.record import Batch, Run, Update
 from largebatch.audit.rules import resumed_data as rules
 from largebatch.audit.rules.data import Orders
 
@@ -199,13 +199,14 @@ def _drawn_too(resumed: Resumed, generators: tuple[str, ...]) -> tuple[str, ...]
 def _place_of(resumed: Resumed, key: Key, rank: int, number: int) -> rules.Place | None:
     """Find where the whole reads what a rest reads from one of its updates on."""
     stop = resumed.stop
-    if resumed.is_exact:
+    if resumed.has_as_many_workers:
         of_whole = _batches(resumed.whole[rank].updates, key)
         before = sum(it.update < stop + number for it in of_whole)
         following = _batches(resumed.rest[rank].updates[number:], key)
         found = _find(following, of_whole, expected=before)
-        return None if found is None else found.place
-    # Batches of other sizes or workers: the samples of whole updates.
+        if found is not None:
+            return found.place
+    # With batches of other sizes or workers, the samples of whole updates.
     samples = _sets(resumed.rest, key, number)
     for update, of_update in enumerate(resumed.whole[0].updates):
         if of_update.batches and _sets(resumed.whole, key, update) == samples:
