@@ -225,7 +225,7 @@ class Watch:
         self.batches.enter_forward(arguments, training=module.training)
 
     def _see_buffers(self, layer: nn.Module) -> None:
-        """Record a layer's own buffers before its first forward pass in training since an update."""
+        """Record a layer's own buffers before its first forward pass since an update."""
         if not torch.is_grad_enabled() or _is_in_backward():
             return
         for name, buffer in layer.named_buffers(recurse=False):
