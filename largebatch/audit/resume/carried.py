@@ -53,12 +53,16 @@ def check_carried(resumed: Resumed) -> list[Finding]:
             buffers = None
         if averages is not None and averages.tensors.is_new:
             averages = None
+    if weights is not None and weights.is_rounded and buffers is not None and buffers.is_rounded:
+        buffers = None  # saved in the same smaller type
     findings = decide(_measure_rates(resumed), rules.RATES)
     findings += decide(_measure_scale(resumed), rules.LOSS_SCALE)
     findings += decide(weights, rules.WEIGHTS)
     findings += decide(buffers, rules.BUFFERS)
-    for optimizer in range(_optimizers(resumed)):
-        findings += decide(_measure_state(resumed, optimizer), rules.OPTIMIZER_STATE)
+    # An optimizer of other tensors has no state of these.
+    if weights is None or not weights.missing:
+        for optimizer in range(_optimizers(resumed)):
+            findings += decide(_measure_state(resumed, optimizer), rules.OPTIMIZER_STATE)
     return findings + decide(averages, rules.AVERAGES)
 
 

@@ -7,7 +7,7 @@ it is not a second fault. Only where no cause was found is the difference of the
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from largebatch.audit.findings import Findings
@@ -16,6 +16,7 @@ from largebatch.audit.resume.aligned import (
     FIELDS,
     Resumed,
     are_equal,
+    contents_of,
     distance,
     other_generators,
 )
@@ -76,6 +77,9 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
     repeated = decide(_first_difference(whole, repeat), rules.REPEATED_RUN)
     if repeated[0].level != "fine":
         return Resumption(tuple(repeated))
+    window = _open_window(whole, first, rest)
+    if window:
+        rest = _with_window(first, rest)
     beginning = _first_difference(whole, first, of_first=True)
     findings = [*repeated, *decide(beginning, rules.FIRST_PART)]
     resumed = Resumed(whole=whole, first=first, rest=rest, is_prefix=beginning.cause is None)
@@ -88,7 +92,7 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
     findings += _check_files(resumed)
     findings += check_draws(resumed, order, findings)
     if resumed.is_prefix and not any(it.level == "fault" for it in findings):
-        findings += decide(_measure_course(resumed), rules.COURSE)
+        findings += decide(_measure_course(resumed, window), rules.COURSE)
     return _resumption(resumed, findings)
 
 
@@ -142,6 +146,29 @@ def _first_difference(whole: Run, other: Run, *, of_first: bool = False) -> rule
     return rules.FirstDifference(updates=updates)
 
 
+def _open_window(whole: Run, first: Run, rest: Run) -> int:
+    """Return how many batches the first part read after its last update, for the rest's first one.
+
+    0 if there are none, or if the rest reads that update's batches again from the first.
+    """
+    end = first[0].end
+    if end is None or not end.batches or len(first) != len(rest):
+        return 0
+    window = whole[0].updates[len(first[0].updates)].batches
+    following = [*end.batches, *rest[0].updates[0].batches]
+    return len(end.batches) if contents_of(following) == contents_of(window) else 0
+
+
+def _with_window(first: Run, rest: Run) -> Run:
+    """Add the batches behind the first part's last update to the rest's first one."""
+    workers = []
+    for before, after in zip(first, rest, strict=True):
+        pending = () if before.end is None else before.end.batches
+        update = replace(after.updates[0], batches=(*pending, *after.updates[0].batches))
+        workers.append(replace(after, updates=(update, *after.updates[1:])))
+    return tuple(workers)
+
+
 # What follows.
 
 
@@ -191,7 +218,7 @@ _WITHIN: tuple[rules.Field, ...] = ("loss", "gradients")
 _AFTER: tuple[rules.Field, ...] = ("optimizer state", "weights", "buffers", "averages")
 
 
-def _measure_course(resumed: Resumed) -> rules.Course:
+def _measure_course(resumed: Resumed, window: int) -> rules.Course:
     """Find the first update whose weights, loss or gradients differ."""
     for number in range(resumed.number):
         fields: set[rules.Field] = set()
@@ -207,6 +234,7 @@ def _measure_course(resumed: Resumed) -> rules.Course:
                 fields=tuple(name for name in (*_WITHIN, *_AFTER) if name in fields),
                 distance=_last_distance(resumed),
                 is_exact=resumed.is_exact,
+                window=window if number == 0 else 0,
                 draws=() if resumed.is_exact else _draws_by_design(resumed),
             )
     return rules.Course(updates=resumed.number)

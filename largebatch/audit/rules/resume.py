@@ -276,6 +276,9 @@ class Course:
     is_exact: bool = True
     """True if bits can be equal: as many workers, with the same samples in each pass."""
 
+    window: int = 0
+    """Batches of the rest's first update that were read before the stop; 0 if that is another."""
+
     draws: tuple[str, ...] = ()
     """What differs by design on other workers, so that weights cannot be equal: dropout."""
 
@@ -323,6 +326,18 @@ COURSE: tuple[Rule[Course], ...] = (
         ),
         remedy="nothing if that is meant; to compare weights, resume on as many workers",
         figure=lambda e: e.distance,
+    ),
+    Rule(
+        check="weights",
+        level="fault",
+        when=lambda e: e.window > 0,
+        text=lambda e: (
+            f"update {e.update:,} differs in the {' and the '.join(e.fields)}: "
+            f"{plural(e.window, 'batch', 'batches')} of it, read before the stop, "
+            f"{'is' if e.window == 1 else 'are'} lost"
+        ),
+        remedy="save after whole updates only, or save and load the gradients of all parameters",
+        figure=lambda e: float(e.window),
     ),
     Rule(
         check="weights",

@@ -317,6 +317,11 @@ class Restored:
         return self.wrong / max(1, self.number)
 
     @property
+    def is_rounded(self) -> bool:
+        """True if tensors differ by no more than a smaller type rounds."""
+        return self.distance < _ROUNDED and self.part > 0.5
+
+    @property
     def prefix(self) -> str:
         """Prefix of all unused keys, such as `module.`; empty if there is none in common."""
         for prefix in ("_orig_mod.", "module.", "model."):
@@ -450,7 +455,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
     Rule(
         check="weights",
         level="fault",
-        when=lambda e: e.distance < _ROUNDED and e.part > 0.5,
+        when=lambda e: e.is_rounded,
         text=lambda e: f"{_tensors(e, 'tensor')} are rounded{_by(e)}",
         remedy="save weights in the type in which they are trained, without .half() or .bfloat16()",
         figure=lambda e: e.distance,
