@@ -6,6 +6,7 @@ operations, and run it with one fault.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.audit import Finding, audit
 from largebatch.audit.findings import Check
+from largebatch.audit.passes import Numbers, compare
+from largebatch.audit.rules.compiled import Comparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
@@ -79,6 +82,59 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+# Units.
+
+
+@dataclass
+class _Arithmetic:
+    """What a comparison needs of passes."""
+
+    eps: float = 1e-7
+    names: tuple[str, ...] = ("first", "second")
+    buffer_names: tuple[str, ...] = ()
+
+
+def numbers(outputs: float, first: float = 1.0, second: float = 1.0) -> Numbers:
+    values = [torch.full((4,), value, dtype=torch.float64) for value in (outputs, first, second)]
+    return Numbers([values[0]], values[0].mean(), values[1:], [], [], frozenset(), {})
+
+
+def compared(own: Numbers, wider: Numbers | None) -> Comparison:
+    plain = [numbers(1.0)] * 2
+    passes: Any = _Arithmetic()
+    return compare(passes, [plain[0], own], plain, plain, wider and [wider] * 2)
+
+
+def test_differences_are_in_units_of_the_distance_from_a_wider_type() -> None:
+    near = compared(numbers(1 + 12e-6), numbers(1 + 3e-6))
+    assert near.outputs.relative == pytest.approx(12e-6)
+    assert near.outputs.units == pytest.approx(4)
+    assert (near.outputs.place, near.beyond) == (1, "")
+    far = compared(numbers(1 + 60e-6), numbers(1 + 3e-6))
+    assert far.outputs.units == pytest.approx(20)
+    assert far.beyond == "outputs"
+    assert far.is_surely_beyond
+
+
+def test_without_a_wider_type_the_unit_is_the_rounding_of_the_type() -> None:
+    near = compared(numbers(1 + 1.2e-6), None)
+    assert near.outputs.units == pytest.approx(12)
+    far = compared(numbers(1 + 12e-6), None)
+    assert far.beyond == "outputs"
+    assert not far.is_surely_beyond  # a deep model may round this much
+    assert compared(numbers(1.5), None).is_surely_beyond
+
+
+def test_a_gradient_may_differ_by_what_an_activation_near_zero_makes() -> None:
+    assert not compared(numbers(1.0, second=1.005), numbers(1.0)).beyond
+    wrong = compared(numbers(1.0, second=1.02), numbers(1.0))
+    assert (wrong.beyond, wrong.gradients.name) == ("gradients", "second")
+
+
+def test_values_that_are_not_finite_in_one_computation_only_are_infinitely_far() -> None:
+    assert compared(numbers(float("nan")), numbers(1.0)).beyond == "outputs"
+
+
 # Correct code.
 
 
@@ -93,9 +149,17 @@ def in_place() -> nn.Module:
     return model
 
 
+class Doubled(nn.Linear):
+    """A class of its own: the compiler skips those of torch."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return 2 * super().forward(features)
+
+
 def a_layer() -> nn.Module:
     model = Net(0.5)
-    model.conv.compile(backend="eager")
+    model.fc = Doubled(128, CLASSES)
+    model.fc.compile(backend="eager")
     return model
 
 
@@ -113,7 +177,7 @@ def its_forward() -> nn.Module:
             lambda: wrapped("aot_eager"), "the model", id="with autograd", marks=pytest.mark.long
         ),
         pytest.param(in_place, "the model", id="Module.compile"),
-        pytest.param(a_layer, "layer conv", id="a layer"),
+        pytest.param(a_layer, "layer fc", id="a layer"),
         pytest.param(its_forward, "the model", id="a forward pass"),
     ],
 )
@@ -405,6 +469,14 @@ def test_eager_code_that_differs_from_itself_is_not_compared() -> None:
     found = audit(model, batches(), cross_entropy, optimizer).named("compiled code")
     assert "unknown" in [it.level for it in found]
     assert "fault" not in [it.level for it in found]
+
+
+def test_a_model_that_is_compiled_and_runs_eagerly_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.compile(Net(), backend="eager")
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    assert "note" in [it.level for it in audited(model)]
 
 
 # Several workers.
