@@ -54,6 +54,13 @@ class Net(nn.Module):
         return out
 
 
+def compiled(model: nn.Module, backend: str | Backend = "eager", **words: Any) -> nn.Module:  # noqa: ANN401
+    """Return torch.compile of a model, which is a module too."""
+    result: Any = torch.compile(model, backend=backend, **words)
+    assert isinstance(result, nn.Module)
+    return result
+
+
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     return [
@@ -139,8 +146,7 @@ def test_values_that_are_not_finite_in_one_computation_only_are_infinitely_far()
 
 
 def wrapped(backend: str, dropout: float = 0.5) -> nn.Module:
-    model: nn.Module = torch.compile(Net(dropout), backend=backend)
-    return model
+    return compiled(Net(dropout), backend)
 
 
 def in_place() -> nn.Module:
@@ -207,7 +213,7 @@ def test_networks_of_timm_are_fine(name: str, backend: str) -> None:
     torch.manual_seed(0)
     words = {"img_size": 32, "patch_size": 8} if "vit" in name else {}
     network = timm.create_model(name, num_classes=CLASSES, drop_rate=0.2, **words)
-    model: nn.Module = torch.compile(network, backend=backend)
+    model = compiled(network, backend)
     data = [(torch.randn(16, 3, 32, 32), torch.arange(16) % CLASSES) for _ in range(2)]
     findings = audit(model, data, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01))
     assert [it.level for it in findings.named("compiled code") if it.level != "note"] == ["fine"]
@@ -285,19 +291,20 @@ def runs_twice(graph: Graph, _: object) -> Graph:
     return run
 
 
-class _Halved(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:  # noqa: ANN401 -- as torch calls it
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ANN401
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
         return 0.98 * gradient
 
 
-def halves_a_gradient(graph: Graph, _: object) -> Graph:
+def scales_a_gradient(graph: Graph, _: object) -> Graph:
     shape = (CLASSES, 128)
-    return lambda *args: graph(*(_Halved.apply(it) if it.shape == shape else it for it in args))
+    scaled: Any = _Scaled.apply
+    return lambda *args: graph(*(scaled(it) if it.shape == shape else it for it in args))
 
 
 @pytest.mark.parametrize(
@@ -309,11 +316,11 @@ def halves_a_gradient(graph: Graph, _: object) -> Graph:
         pytest.param(repeats, "repeat", id="dropout repeats"),
         pytest.param(keeps_statistics, "running_mean", id="statistics stay"),
         pytest.param(runs_twice, "running_", id="statistics move twice"),
-        pytest.param(halves_a_gradient, "fc.weight", id="a wrong gradient"),
+        pytest.param(scales_a_gradient, "fc.weight", id="a wrong gradient"),
     ],
 )
 def test_a_fault_of_a_backend_is_named(backend: Backend, named: str) -> None:
-    model: nn.Module = torch.compile(Net(0.5 * (backend is repeats)), backend=backend)
+    model = compiled(Net(0.5 * (backend is repeats)), backend)
     (found,) = audited(model)
     assert found.level == "fault"
     assert named in found.text
@@ -323,14 +330,16 @@ def test_a_fault_of_a_backend_is_named(backend: Backend, named: str) -> None:
         assert found.figure == pytest.approx(0, abs=1e-6)
 
 
-@torch.compiler.assume_constant_result
 def number_of_python() -> float:
     return random.random()
 
 
-@torch.compiler.assume_constant_result
 def number_of_torch() -> float:
     return float(torch.rand(()))
+
+
+frozen_of_python: Any = torch.compiler.assume_constant_result(number_of_python)
+frozen_of_torch: Any = torch.compiler.assume_constant_result(number_of_torch)
 
 
 class Frozen(Net):
@@ -343,11 +352,11 @@ class Frozen(Net):
 
 
 class FrozenOfPython(Frozen):
-    draw = staticmethod(number_of_python)
+    draw = staticmethod(frozen_of_python)
 
 
 class FrozenOfTorch(Frozen):
-    draw = staticmethod(number_of_torch)
+    draw = staticmethod(frozen_of_torch)
 
 
 class Counts(Net):
@@ -364,8 +373,7 @@ class Counts(Net):
 
 def without_guards(model: nn.Module) -> nn.Module:
     options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
-    compiled: nn.Module = torch.compile(model, backend="eager", options=options)
-    return compiled
+    return compiled(model, options=options)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +384,7 @@ def without_guards(model: nn.Module) -> nn.Module:
     ],
 )
 def test_a_random_number_in_the_graph_is_named(kind: type[Net], named: str) -> None:
-    (found,) = audited(torch.compile(kind(), backend="eager"))
+    (found,) = audited(compiled(kind()))
     assert found.level == "fault"
     assert f"(of {named})" in found.text
 
@@ -410,12 +418,12 @@ class Breaks(Net):
 
 
 def test_graph_breaks_are_a_note_with_their_number() -> None:
-    fine, note = sorted(audited(torch.compile(Breaks(), backend="eager")), key=lambda it: it.level)
+    fine, note = sorted(audited(compiled(Breaks())), key=lambda it: it.level)
     assert (fine.level, note.level, note.figure) == ("fine", "note", 1.0)
 
 
 def test_graphs_that_are_compiled_again_are_a_note_with_their_number() -> None:
-    model = torch.compile(Net(), backend="eager", dynamic=False)
+    model = compiled(Net(), dynamic=False)
     for number in (2, 3, 4):
         model(torch.randn(number, 3, 6, 6))
     fine, note = sorted(audited(model), key=lambda it: it.level)
@@ -442,7 +450,7 @@ def test_a_compiler_that_fails_is_unknown_with_its_reason() -> None:
     def fails(_: object, __: object) -> Graph:
         raise RuntimeError("no compiler here")
 
-    (found,) = audited(torch.compile(Net(), backend=fails))
+    (found,) = audited(compiled(Net(), fails))
     assert found.level == "unknown"
     assert "no compiler here" in found.text
 
@@ -453,15 +461,15 @@ def random_outside() -> nn.Module:
             super().__init__()
             self.draws = iter(torch.rand(100).tolist())
 
-        @torch.compiler.disable
         def draw(self) -> float:
             return float(next(self.draws))
 
         def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images) * self.draw()
+            draw: Any = torch.compiler.disable(self.draw)
+            out: Tensor = super().forward(images) * draw()
+            return out
 
-    model: nn.Module = torch.compile(Outside(), backend="eager")
-    return model
+    return compiled(Outside())
 
 
 def test_eager_code_that_differs_from_itself_is_not_compared() -> None:
@@ -474,7 +482,7 @@ def test_eager_code_that_differs_from_itself_is_not_compared() -> None:
 def test_a_model_that_is_compiled_and_runs_eagerly_is_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = torch.compile(Net(), backend="eager")
+    model = compiled(Net())
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
     assert "note" in [it.level for it in audited(model)]
 
@@ -489,15 +497,15 @@ def own_network() -> nn.Module:
 
 
 def wrapper_around_compiled() -> Arguments:
-    return loop(DistributedDataParallel(torch.compile(own_network(), backend="eager")))
+    return loop(DistributedDataParallel(compiled(own_network())))
 
 
 def compiled_around_wrapper() -> Arguments:
-    return loop(torch.compile(DistributedDataParallel(own_network()), backend="eager"))
+    return loop(compiled(DistributedDataParallel(own_network())))
 
 
 def faulty_around_wrapper() -> Arguments:
-    return loop(torch.compile(DistributedDataParallel(own_network()), backend=casts))
+    return loop(compiled(DistributedDataParallel(own_network()), casts))
 
 
 @pytest.mark.long
