@@ -359,6 +359,15 @@ GRAPHS: tuple[Rule[Graphs], ...] = (
     Rule(
         check="compiled code",
         level="note",
+        when=lambda e: e.graphs == 0,
+        text=lambda e: f"{shorten(list(e.parts))}: no graph was made, so eager code runs",
+        remedy="compile the network inside of wrappers, as a class of your own, without "
+        "suppress_errors or TORCHDYNAMO_DISABLE",
+        figure=lambda e: float(e.graphs),
+    ),
+    Rule(
+        check="compiled code",
+        level="note",
         when=lambda e: e.breaks > 0,
         text=lambda e: (
             f"{plural(e.breaks, 'graph break')} in {plural(e.graphs, 'graph')}, the first: "
