@@ -13,6 +13,7 @@ the average of weights.
 
 import gc
 import math
+import os
 import statistics
 import textwrap
 from collections import defaultdict
@@ -25,20 +26,24 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from largebatch import accelerator, proof
 from largebatch.data.types import Batch, Batches
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.serial import Serial
-from largebatch.errors import AuditError, PlanError, RecipeError
+from largebatch.errors import AuditError, DeviceMemoryError, PlanError, RecipeError
 from largebatch.formatting import plural, table
 from largebatch.models.compiled import require_compiler
+from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, describe_division, make_plan
 from largebatch.recipe.keys import Reduction
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, session_on
+from largebatch.runs.fitting import SHARE
 from largebatch.runs.options import Options
+from largebatch.runs.passes import Passes, largest_side, whole_spans
 from largebatch.runs.proving import NOT_TRIED
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.events import Event, Note
@@ -281,13 +286,6 @@ def compare_executions(recipe: Recipe, options: Options, *, steps: int) -> Compa
         return _Comparing(recipe, options, backend, steps).result()
 
 
-def reference_of(recipe: Recipe) -> Recipe:
-    """Return the recipe as the reference computes it."""
-    return recipe.with_execution(
-        kernels="torch", compile=False, graph=False, memory_format="contiguous"
-    ).model_copy(update={"monitor": ()})
-
-
 class _Reference(NamedTuple):
     """What the updates of one seed are compared with, one item of each list after each update."""
 
@@ -315,9 +313,62 @@ class _Comparing:
         self._backend = backend
         self._steps = range(steps)
         self._references: dict[int, _Reference] = {}
+        self._device_batch: int | None = None
+
+    @property
+    def _plain(self) -> Recipe:
+        """The recipe as the reference computes it."""
+        plain = self._recipe.with_execution(
+            kernels="torch",
+            compile=False,
+            graph=False,
+            memory_format="contiguous",
+            device_batch=self._device_batch,
+        )
+        return plain.model_copy(update={"monitor": ()})
+
+    def _fitting_device_batch(self) -> int:
+        """Return the largest device batch, up to that of a run, whose float64 passes fit here."""
+        backend = self._backend
+        device = backend.device
+        workers = backend.world_size
+        recipe = self._recipe
+        plan = make_plan(recipe, workers=workers, backend=backend.name)
+        if accelerator.is_remote(device):
+            free = float(accelerator.free_memory_bytes(device))
+        else:
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / backend.local_size
+        with FakeTensorMode():
+            model = build_model(
+                self._plain.model_copy(update={"precision": "fp32"}), accelerator.CPU
+            )
+            side = largest_side(plan, usual=recipe.data.image_size)
+            passes = Passes.of(recipe, model, accelerator.CPU, side=side)
+            span = plan.bn_span or 1
+            num = whole_spans(min(plan.device_batch, max(2, span)), span)
+            sample_bytes = 2 * passes.activation_bytes(num) / num
+        most = int(SHARE * free / sample_bytes)
+        fits = torch.tensor(most).to(device)
+        most = int(backend.all_gather(fits).min())  # sync: once, before training
+        if plan.device_batch <= most:
+            return plan.device_batch
+        without = recipe.with_execution(device_batch=None)
+        smaller = make_plan(without, workers=workers, fits=max(1, most)).device_batch
+        if smaller > most:
+            raise DeviceMemoryError(
+                f"execution.device_batch: the smallest, {smaller:,}, takes "
+                f"{smaller * sample_bytes / 1e9:.3g} GB in float64, and {device} has "
+                f"{free / 1e9:.3g}: --set data.image_size={side // 2}, or a smaller batch.bn_span "
+                "or model"
+            )
+        return smaller
 
     def result(self) -> Comparison:
-        """Make all updates and return what was found, the same on all workers."""
+        """Make all updates and return what was found, the same on all workers.
+
+        Raises DeviceMemoryError if not even the smallest device batch fits in float64.
+        """
+        self._device_batch = self._fitting_device_batch()
         reference = self._reference(0)
         return Comparison(
             recipe=self._recipe.name,
@@ -335,7 +386,7 @@ class _Comparing:
         return self._references[number]
 
     def _make_reference(self, number: int) -> _Reference:
-        recipe = _with_seed(reference_of(self._recipe), number)
+        recipe = _with_seed(self._plain, number)
         snapshots: list[Snapshot] = []
         draws = False
         with self._session(self._backend, recipe) as session:
@@ -375,7 +426,7 @@ class _Comparing:
 
     def _variants(self, plan: Plan) -> Iterator[_Variant]:
         """Yield what is compared with the reference."""
-        reference = reference_of(self._recipe)
+        reference = self._plain
         device = self._backend.device
         execution = self._recipe.execution
         yield _Variant("repeated", reference)
@@ -408,7 +459,7 @@ class _Comparing:
 
     def _halved(self, plan: Plan) -> _Variant:
         """Return the variant with a smaller device batch, and so with more micro-batches."""
-        free = reference_of(self._recipe).with_execution(device_batch=None)
+        free = self._plain.with_execution(device_batch=None)
         smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
         if smaller >= plan.device_batch:
             absent = f"no device batch below {plan.device_batch} divides the recipe"
@@ -418,7 +469,7 @@ class _Comparing:
 
     def _alone(self, plan: Plan) -> _Variant:
         """Return the variant with one worker, which each worker makes by itself."""
-        recipe = reference_of(self._recipe).with_execution(device_batch=plan.device_batch)
+        recipe = self._plain
         if plan.workers == 1:
             absent = "needs several workers: --workers 2 compares two with one"
             return _Variant("other workers", recipe, absent)
