@@ -118,7 +118,7 @@ class Row:
 
     wrong: str = ""
     """Of what differs beyond rounding in that update, the tensor that is computed first, and the
-    one before it."""
+    layer before it."""
 
     seeds: int = 1
     """Seeds with which it was compared: more than 1 after a difference beyond rounding."""
@@ -711,7 +711,7 @@ def _fill_empty(sizes: dict[Key, float], snapshot: Snapshot) -> None:
 
 
 def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
-    """Return the tensor that was computed first of those beyond rounding, and the one before it.
+    """Return the tensor that was computed first of those beyond rounding, and the layer before it.
 
     Statistics come in the order of the forward pass, gradients in that of the backward pass.
     """
@@ -719,12 +719,18 @@ def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
         in_order = [key for key in keys if key.kind == kind]
         if kind == "gradient":
             in_order.reverse()
-        for place, key in enumerate(in_order):
-            if units.get(key, 0.0) <= LIMIT:
-                continue
-            before = f"; {in_order[place - 1].name} before it is right" if place else ""
-            return f"{key}{before}"
+        right = ""  # the layer before, whose tensors do not differ
+        layer = ""
+        for key in in_order:
+            if _layer_of(key) != layer:
+                right, layer = layer, _layer_of(key)
+            if units.get(key, 0.0) > LIMIT:
+                return f"{key}; {right} before it is right" if right else str(key)
     raise AssertionError("no tensor is beyond rounding")
+
+
+def _layer_of(key: Key) -> str:
+    return key.name.rpartition(".")[0]
 
 
 def _worst(of_workers: Sequence[dict[str, object]]) -> Row:
