@@ -6,7 +6,7 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
+from largebatch.audit.compiled import check_compiled
 from largebatch.audit.evaluation import check_evaluation
 from largebatch.audit.findings import Findings
+from largebatch.audit.formats import check_formats
 from largebatch.audit.gradient import check_gradient
 from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line, unable
 from largebatch.audit.rates import check_rates, require_base
-from largebatch.audit.recording import Recorder
-from largebatch.audit.reference import reference_of
+from largebatch.audit.recording import Micro, Recorder
+from largebatch.audit.reference import Reference, reference_of
 from largebatch.audit.replicas import (
     averaged_tensors,
     check_modes,
@@ -47,6 +49,10 @@ from largebatch.rules import Finding, Level, decide, examine
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
+
+_MICROS = 2
+"""Number of micro-batches that checks after the updates repeat: one, and another batch."""
 
 
 def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check needs
@@ -118,12 +124,14 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
 def audit_from(
     read: int | None,
     progress: Callable[[], object] | None = None,
+    compiled: Sequence[object] = (),
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
-    `progress` is called after each exchange between the workers. The other arguments are those of
-    `audit`; None is the same as leaving them out.
+    `progress` is called after each exchange between the workers; `compiled` are the functions that
+    the script has compiled. The other arguments are those of `audit`; None is the same as leaving
+    them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
@@ -137,7 +145,8 @@ def audit_from(
     findings: list[Finding] = []
     try:
         findings += _check_world(ranks)
-        _run_checks(replace(_subject(ranks, words), read=read), ranks, findings)
+        subject = replace(_subject(ranks, words), read=read, compiled=compiled)
+        _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
@@ -251,10 +260,15 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     before = norms.tracked(model)
     # Those of DistributedDataParallel, which may compress to float16.
     hooks = [it for part in subject.model.modules() for it, _ in getattr(part, "_comm_hooks", [])]
+
+    def reference(micros: list[Micro]) -> Reference:
+        subject.micros.extend(micros[: _MICROS - len(subject.micros)])
+        return reference_of(micros, subject)
+
     recorder = Recorder(
         model,
         optimizer,
-        lambda micros: reference_of(micros, subject),
+        reference,
         sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
@@ -299,6 +313,8 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
 
 _CHECKS = (
     check_updates,
+    check_compiled,
+    check_formats,
     check_samples,
     check_augmentation,
     check_overlap,

@@ -12,10 +12,12 @@ import os
 import runpy
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +37,7 @@ from largebatch.audit.findings import Findings
 from largebatch.audit.watchdog import Watchdog, leave_before_the_audit
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
-from largebatch.models.wrappers import device_of
+from largebatch.models.wrappers import device_of, uncompiled
 from largebatch.optional import require_torchvision
 from largebatch.replacing import replaced
 
@@ -60,7 +62,6 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     watchdog = Watchdog(path, timeout)
     watch = _ScriptWatch(timeout, watchdog)
     require_torchvision()  # what most scripts import, also where it was built for another torch
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path), *arguments]
     watchdog.start()
@@ -153,8 +154,12 @@ class _ScriptWatch:
         self.requests: SimpleQueue[Exception | None] = SimpleQueue()
         """An item for each request of the script for a batch; an error if it has failed."""
 
+        self.compiled: list[object] = []
+        """Functions that the script has compiled, other than models."""
+
         self._hooks = ExitStack()
         self._depth = 0
+        self._is_eager = False
         self._owner = threading.current_thread()
 
     @contextmanager
@@ -163,6 +168,7 @@ class _ScriptWatch:
         torch_iter = DataLoader.__iter__
         torch_set_epoch = DistributedSampler.set_epoch
         torch_destroy = dist.destroy_process_group
+        torch_compile = torch.compile
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
             batches = torch_iter(loader)
@@ -178,7 +184,22 @@ class _ScriptWatch:
                 raise RuntimeError("the script ended before its updates were audited")
             torch_destroy(*args, **words)
 
+        def compile_eagerly(*args: Any, **words: Any) -> Any:  # noqa: ANN401 -- as of torch
+            import_module("torch._dynamo")  # without it nothing is switched off
+
+            # Graphs do not have hooks: the audit compares compiled code with eager code later.
+            if not self._is_eager:
+                self._is_eager = True
+                stack.enter_context(uncompiled())
+                warnings.filterwarnings("ignore", "Using `torch.compile.*global hooks")
+            result = torch_compile(*args, **words)
+            is_of_model = any(isinstance(getattr(it, "__self__", it), nn.Module) for it in args)
+            if args and not is_of_model:
+                self.compiled.append(result)
+            return result
+
         with self._hooks, ExitStack() as stack:
+            stack.enter_context(replaced(torch, "compile", compile_eagerly))
             for handle in (
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
@@ -311,6 +332,7 @@ class _ScriptWatch:
                 self.result = audit_from(
                     self.read,
                     self.watchdog.progress,
+                    self.compiled,
                     model=model,
                     loader=loader,
                     loss_fn=loss_fn,

@@ -1,7 +1,7 @@
 """What a script passes to an audit, and the loss of its model on a batch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,13 @@ class Subject:
     read: int | None = None
     """Number of batches of the epoch that the script's own loop has read before the audit, which
     gives it more than the epoch has; None for a step that the script passes."""
+
+    compiled: Sequence[object] = ()
+    """Functions that the script has compiled, where the audit runs its whole loop."""
+
+    micros: list[Any] = field(default_factory=list)
+    """The first two micro-batches of the step, which the check of its updates records for the
+    checks after it."""
 
     def loss_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:  # noqa: ANN401
         """Return a model's loss on a batch, and the number of its labels."""

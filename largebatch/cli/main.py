@@ -77,7 +77,7 @@ COMMANDS = {
     "doctor": "doctor:doctor",
     "init": "data:init",
     "launch": "launch:launch",
-    "audit": "audit:audit",
+    "audit": "audit:app",
     "batch": "lab:batch",
     "lab": "lab:app",
     "completion": "main:completion",
@@ -123,7 +123,14 @@ EXAMPLES = {
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
         "launch trainjob digits_96 --nodes 2 --image host/lb:1 > job.yaml",
     ),
-    "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
+    "audit": (
+        "audit --workers 2 train.py --lr 0.1",
+        "audit mine:parts --workers 2",
+        "audit digits_96 --workers 2",
+    ),
+    "audit resume": (
+        'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
+    ),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),
@@ -283,7 +290,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         completed.append(word)
-        if completed[0] == "audit" and word.endswith(".py"):
+        is_script = completed[0] == "audit" and completed[1:2] != ["resume"]
+        if is_script and word.endswith(".py"):
             return [*completed, "--", *rest]
     return completed
 

@@ -82,7 +82,6 @@ for epoch in range(100):
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["none"])
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     path = tmp_path / "loop.py"
     path.write_text(LOOP, encoding="utf-8")
     return path
