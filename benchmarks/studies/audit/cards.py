@@ -15,7 +15,6 @@ from random import Random
 from statistics import mean, median
 from typing import Any
 
-import timm
 import torch
 from faulty_cards import FaultyCard, Worker, flip, trained
 from torch import nn
@@ -24,6 +23,7 @@ from benchmarks.speed.measuring import write
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
+from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.training.loop import EagerStep
 from largebatch.training.pass_record import record_pass
@@ -148,7 +148,7 @@ def fleet(*, rare: bool, wrong: int, seed: int) -> tuple[int, bool]:
 def processor_seconds(name: str, *, size: int, side: int) -> dict[str, float]:
     """Return the processor time of a pass with a record, as a multiple of one without."""
     backend = Serial(torch.device("cpu"))
-    model = with_span(timm.create_model(name, num_classes=10), size)
+    model = with_span(build(name, num_classes=10), size)
     reducer = Reducer(model.named_parameters(), backend)
     step = EagerStep(
         model,
