@@ -113,7 +113,11 @@ EXAMPLES = {
     "data index": ("data index images", "data index images --drop-bad"),
     "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
-    "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
+    "doctor": (
+        "doctor",
+        "doctor --network --workers 2",
+        "doctor --replay --workers 8 --minutes 5",
+    ),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
     "launch": (
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
