@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
@@ -38,7 +39,7 @@ from largebatch.audit.replicas import (
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Forward, Step, Subject
+from largebatch.audit.subject import Forward, NoLossError, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -125,13 +126,14 @@ def audit_from(
     read: int | None,
     progress: Callable[[], object] | None = None,
     compiled: Sequence[object] = (),
+    no_loss: NoLossError | None = None,
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
     `progress` is called after each exchange between the workers; `compiled` are the functions that
-    the script has compiled. The other arguments are those of `audit`; None is the same as leaving
-    them out.
+    the script has compiled. With `no_loss`, the reason, gradients are only compared between the
+    workers. The other arguments are those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
@@ -145,7 +147,8 @@ def audit_from(
     findings: list[Finding] = []
     try:
         findings += _check_world(ranks)
-        subject = replace(_subject(ranks, words), read=read, compiled=compiled)
+        subject = _subject(ranks, words)
+        subject = replace(subject, read=read, compiled=compiled, no_loss=no_loss)
         _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
@@ -294,6 +297,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         if causes and may_follow and check in after and after[check].level == "fault":
             cause = f"correct the {causes[0].check} first, from which this may follow"
             after[check] = replace(after[check], remedy=cause)
+    findings += decide(_measure_frozen(subject, optimizer), rules.FROZEN)
     findings += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     findings += check_moves(recorder.moves, ranks)
@@ -309,6 +313,19 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         except StoppedError as stopped:
             findings.append(stopped.finding)
     return findings
+
+
+def _measure_frozen(subject: Subject, optimizer: Optimizer) -> rules.Frozen:
+    """Find the tensors that the optimizer has and the model does not train."""
+    tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
+    named = dict(subject.inner.named_parameters())
+    frozen = (name for name, it in named.items() if id(it) in tensors and not it.requires_grad)
+    wrappers = (isinstance(it, DistributedDataParallel) for it in subject.model.modules())
+    return rules.Frozen(
+        names=tuple(frozen),
+        number=len(named),
+        is_reduced_by_wrapper=any(wrappers),
+    )
 
 
 _CHECKS = (
