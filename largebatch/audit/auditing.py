@@ -6,6 +6,7 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -127,13 +128,15 @@ def audit_from(
     progress: Callable[[], object] | None = None,
     compiled: Sequence[object] = (),
     no_loss: NoLossError | None = None,
+    ahead: Sequence[object] = (),
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
     `progress` is called after each exchange between the workers; `compiled` are the functions that
     the script has compiled. With `no_loss`, the reason, gradients are only compared between the
-    workers. The other arguments are those of `audit`; None is the same as leaving them out.
+    workers. `ahead` are the batches that the loop has read and not used. The other arguments are
+    those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
@@ -148,7 +151,9 @@ def audit_from(
     try:
         findings += _check_world(ranks)
         subject = _subject(ranks, words)
-        subject = replace(subject, read=read, compiled=compiled, no_loss=no_loss)
+        subject = replace(
+            subject, read=read, compiled=compiled, no_loss=no_loss, ahead=tuple(ahead)
+        )
         _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
@@ -348,6 +353,7 @@ def _make_updates(
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
     stream = _endless(subject.loader)
+    unused = deque(subject.ahead)
     steps = subject.steps
     stopped: list[Finding] = []
     epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
@@ -359,6 +365,8 @@ def _make_updates(
             if len(batches) < steps:
                 batches.append(batch)
             states = states_of(subject.inner)
+            unused.append(batch)
+            recorder.give(unused.popleft())
             of_call = _call(batch, subject, ranks, recorder)
             findings = findings or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
@@ -399,7 +407,6 @@ def _call(
     """Call the step once; return micro-batches and findings of the updates it made."""
     earlier = len(recorder.updates)
     micros = len(recorder.micros) + 1  # with that of this call
-    recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)

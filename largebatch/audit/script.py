@@ -13,6 +13,7 @@ import runpy
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -48,6 +49,9 @@ _LOSSES = (
 )
 """Functions of torch.nn.functional; a loss that is a module is seen whatever it calls."""
 
+
+_MOST_AHEAD = 2
+"""Largest number of batches that a loader may be ahead of the loop."""
 
 _UPDATES_WITHOUT_A_CALL = 3
 """Number of batches after which an optimizer counts whose tensors are of no model that was called:
@@ -153,7 +157,9 @@ class _ScriptWatch:
 
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
-        self.batch: object = None
+        self.batches_read: deque[object] = deque()
+        """Batches that this loader gave last; the loop may not have used the newest ones."""
+
         self.read = 0
         """Number of batches that the script has read in this epoch."""
 
@@ -277,8 +283,10 @@ class _ScriptWatch:
 
     def _follow(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
+        last: deque[object] = deque(maxlen=_MOST_AHEAD + 1)
         for number, batch in enumerate(batches, 1):
-            self._set_read(loader, batch, number)
+            last.append(batch)
+            self._set_read(loader, last, number)
             yield batch
             if number == _UPDATES_WITHOUT_A_CALL and self.optimizer is None and self._uncalled:
                 self.optimizer = self._uncalled
@@ -287,7 +295,7 @@ class _ScriptWatch:
             if self.optimizer is None or self.trained is not loader:
                 continue
             # The script may have evaluated since, with another loader.
-            self._set_read(loader, batch, number)
+            self._set_read(loader, last, number)
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:
@@ -297,9 +305,9 @@ class _ScriptWatch:
                 self.requests.put(None)
             raise _EndedError
 
-    def _set_read(self, loader: DataLoader[Any], batch: object, number: int) -> None:
+    def _set_read(self, loader: DataLoader[Any], batches: deque[object], number: int) -> None:
         self.loader = loader
-        self.batch = batch
+        self.batches_read = batches
         self.read = number
 
     def _hand_over(self, to: threading.Thread | None) -> None:
@@ -339,6 +347,7 @@ class _ScriptWatch:
                     self.watchdog.progress,
                     self.compiled,
                     no_loss,
+                    self._read_ahead() or (),
                     model=model,
                     loader=loader,
                     loss_fn=loss_fn,
@@ -362,9 +371,21 @@ class _ScriptWatch:
         groups = self.optimizer.param_groups
         return nn.ParameterList(it for group in groups for it in group["params"])
 
+    def _read_ahead(self) -> list[object] | None:
+        """Return the batches that the loader gave after the one whose labels the loss had last.
+
+        Accelerate's loaders are one batch ahead of the loop. None if it is none of the last ones.
+        """
+        labels = None if self.loss is None else self.loss[1]
+        ahead: list[object] = []
+        for batch in reversed(self.batches_read):
+            if _has_labels(batch, labels):
+                return ahead
+            ahead.insert(0, batch)
+        return None
+
     def _no_loss(self) -> NoLossError | None:
         """Return why the loss of the script's updates cannot be computed again; None if it can."""
-        _, labels = self.loss or (None, None)
         if not self.models:
             return NoLossError(
                 "not compared with one process: the script calls no model with the tensors that "
@@ -372,11 +393,10 @@ class _ScriptWatch:
                 "call the wrapped model: DistributedDataParallel reduces only what its own forward "
                 "pass has computed",
             )
-        if not _has_labels(self.batch, labels):
+        if self._read_ahead() is None:
             return NoLossError(
                 "not compared with one process: the script has not passed the labels of the batch "
-                "that it read last to a loss function (a loader that reads ahead, mixup, labels "
-                "first, a loss in the model)",
+                "that it read last to a loss function (mixup, labels first, a loss in the model)",
                 "call largebatch.audit in it, or a part of largebatch.integrations",
             )
         if self.terms > 1:

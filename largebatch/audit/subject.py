@@ -52,6 +52,9 @@ class Subject:
     """Number of batches of the epoch that the script's own loop has read before the audit, which
     gives it more than the epoch has; None for a step that the script passes."""
 
+    ahead: Sequence[object] = ()
+    """Batches that the script's own loop has read before the audit and not used."""
+
     no_loss: NoLossError | None = None
     """Why `loss_fn` is not the loss of the step; None if it is."""
 
