@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import random
 import sys
 import warnings
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
@@ -115,6 +117,15 @@ def visible_devices_variable() -> str:
     return "ZE_AFFINITY_MASK" if is_intel else "CUDA_VISIBLE_DEVICES"
 
 
+def hide(number: int) -> None:
+    """Hide one of the visible accelerators from processes that are started from here on."""
+    variable = visible_devices_variable()
+    visible = os.environ.get(variable) or ",".join(map(str, range(count())))
+    devices = visible.split(",")
+    del devices[number]
+    os.environ[variable] = ",".join(devices)
+
+
 def is_remote(device: torch.device) -> bool:
     """Return True if a device has its own memory and runs asynchronously to the host."""
     return device.type != "cpu"
@@ -148,6 +159,27 @@ def seed(number: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
     if is_remote(device):
         torch.get_device_module(device).manual_seed(number)
+
+
+def save_generators(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the generators of torch, NumPy and Python as they are now.
+
+    Of torch's these are the ones of the CPU and of one device.
+    """
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    of_host = torch.get_rng_state()
+    module = torch.get_device_module(device) if is_remote(device) else None
+    of_device = None if module is None else module.get_rng_state(device)
+
+    def restore() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_host)
+        if module is not None:
+            module.set_rng_state(of_device, device)
+
+    return restore
 
 
 def free_memory_bytes(device: torch.device) -> int:

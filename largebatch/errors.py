@@ -100,6 +100,10 @@ class DesynchronizedError(LargebatchError):
     """The workers' weights are not bit-identical, as they must be."""
 
 
+class WrongCardError(LargebatchError):
+    """A worker computes other numbers than the others do from the same weights and samples."""
+
+
 class DivergedError(LargebatchError):
     """The training loss is not a finite number."""
 

@@ -6,7 +6,8 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,18 +15,21 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
+from largebatch.audit.compiled import check_compiled
 from largebatch.audit.evaluation import check_evaluation
 from largebatch.audit.findings import Findings
+from largebatch.audit.formats import check_formats
 from largebatch.audit.gradient import check_gradient
 from largebatch.audit.overlap import check_overlap
 from largebatch.audit.randomness import check_augmentation, check_draws, states_of
 from largebatch.audit.ranks import Ranks, StoppedError, in_one_line, unable
 from largebatch.audit.rates import check_rates, require_base
-from largebatch.audit.recording import Recorder
-from largebatch.audit.reference import reference_of
+from largebatch.audit.recording import Micro, Recorder
+from largebatch.audit.reference import Reference, reference_of
 from largebatch.audit.replicas import (
     averaged_tensors,
     check_modes,
@@ -36,7 +40,7 @@ from largebatch.audit.replicas import (
 from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Forward, Step, Subject
+from largebatch.audit.subject import Forward, NoLossError, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -47,6 +51,10 @@ from largebatch.rules import Finding, Level, decide, examine
 
 _MOST_CALLS = 64
 """Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
+
+_MICROS = 2
+"""Number of micro-batches that checks after the updates repeat: one, and another batch."""
 
 
 def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check needs
@@ -118,12 +126,17 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
 def audit_from(
     read: int | None,
     progress: Callable[[], object] | None = None,
+    compiled: Sequence[object] = (),
+    no_loss: NoLossError | None = None,
+    ahead: Sequence[object] = (),
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
-    `progress` is called after each exchange between the workers. The other arguments are those of
-    `audit`; None is the same as leaving them out.
+    `progress` is called after each exchange between the workers; `compiled` are the functions that
+    the script has compiled. With `no_loss`, the reason, gradients are only compared between the
+    workers. `ahead` are the batches that the loop has read and not used. The other arguments are
+    those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
@@ -137,7 +150,11 @@ def audit_from(
     findings: list[Finding] = []
     try:
         findings += _check_world(ranks)
-        _run_checks(replace(_subject(ranks, words), read=read), ranks, findings)
+        subject = _subject(ranks, words)
+        subject = replace(
+            subject, read=read, compiled=compiled, no_loss=no_loss, ahead=tuple(ahead)
+        )
+        _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
     except PeerLostError as lost:  # of this worker alone
@@ -251,10 +268,15 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     before = norms.tracked(model)
     # Those of DistributedDataParallel, which may compress to float16.
     hooks = [it for part in subject.model.modules() for it, _ in getattr(part, "_comm_hooks", [])]
+
+    def reference(micros: list[Micro]) -> Reference:
+        subject.micros.extend(micros[: _MICROS - len(subject.micros)])
+        return reference_of(micros, subject)
+
     recorder = Recorder(
         model,
         optimizer,
-        lambda micros: reference_of(micros, subject),
+        reference,
         sends_float16=any("fp16" in getattr(hook, "__name__", "") for hook in hooks),
         averaged=[*averaged_tensors(averaged, model).values()] if averaged else (),
     )
@@ -280,6 +302,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         if causes and may_follow and check in after and after[check].level == "fault":
             cause = f"correct the {causes[0].check} first, from which this may follow"
             after[check] = replace(after[check], remedy=cause)
+    findings += decide(_measure_frozen(subject, optimizer), rules.FROZEN)
     findings += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     findings += check_moves(recorder.moves, ranks)
@@ -297,8 +320,23 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     return findings
 
 
+def _measure_frozen(subject: Subject, optimizer: Optimizer) -> rules.Frozen:
+    """Find the tensors that the optimizer has and the model does not train."""
+    tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
+    named = dict(subject.inner.named_parameters())
+    frozen = (name for name, it in named.items() if id(it) in tensors and not it.requires_grad)
+    wrappers = (isinstance(it, DistributedDataParallel) for it in subject.model.modules())
+    return rules.Frozen(
+        names=tuple(frozen),
+        number=len(named),
+        is_reduced_by_wrapper=any(wrappers),
+    )
+
+
 _CHECKS = (
     check_updates,
+    check_compiled,
+    check_formats,
     check_samples,
     check_augmentation,
     check_overlap,
@@ -315,6 +353,7 @@ def _make_updates(
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
     stream = _endless(subject.loader)
+    unused = deque(subject.ahead)
     steps = subject.steps
     stopped: list[Finding] = []
     epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
@@ -326,6 +365,8 @@ def _make_updates(
             if len(batches) < steps:
                 batches.append(batch)
             states = states_of(subject.inner)
+            unused.append(batch)
+            recorder.give(unused.popleft())
             of_call = _call(batch, subject, ranks, recorder)
             findings = findings or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
@@ -366,7 +407,6 @@ def _call(
     """Call the step once; return micro-batches and findings of the updates it made."""
     earlier = len(recorder.updates)
     micros = len(recorder.micros) + 1  # with that of this call
-    recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)

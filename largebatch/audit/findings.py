@@ -12,6 +12,11 @@ from largebatch.rules import Finding, Level
 
 Check = Literal[
     "world size",
+    "repeated run",
+    "first part",
+    "compiled code",
+    "channels last",
+    "autocast",
     "gradient scale",
     "gradient direction",
     "clipping",
@@ -20,7 +25,9 @@ Check = Literal[
     "epoch order",
     "augmentation",
     "dropout",
+    "random numbers",
     "learning rates",
+    "loss scale",
     "buffers",
     "weights",
     "optimizer state",
@@ -38,6 +45,7 @@ Check = Literal[
     "evaluation mean",
     "evaluation mode",
     "averaged weights",
+    "best checkpoint",
 ]
 """Names of the checks, in the order of the table: causes before what follows from them."""
 
@@ -115,11 +123,13 @@ class Findings:
 
     def _summary(self) -> str:
         counts = Counter(finding.level for finding in self)
-        if counts["fault"]:
-            parts = [plural(counts["fault"], "fault")]
-        else:
-            parts = ["no fault" if self.is_compared else "gradients not compared"]
+        parts = [self._verdict()]
         if counts["note"]:
             parts.append(plural(counts["note"], "note"))
         parts += [f"{counts[level]} {level}" for level in ("unknown", "fine") if counts[level]]
         return "audit: " + ", ".join(parts)
+
+    def _verdict(self) -> str:
+        if self.faults:
+            return plural(len(self.faults), "fault")
+        return "no fault" if self.is_compared else "gradients not compared"

@@ -22,7 +22,7 @@ from largebatch.replacing import replaced, replaced_items
 
 Gradients = list[Tensor | None]
 
-_FP16_SCALE = 1024.0
+FP16_SCALE = 1024.0
 """Factor of the loss while a pass in float16 is repeated, so that its gradients do not underflow
 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2)."""
 
@@ -77,8 +77,10 @@ def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
     """Repeat forward and backward passes with the present weights, and change nothing.
 
     Gradients that the parameters hold stay as they are. Raises ValueError if the loss is not a mean
-    over samples, nor a sum.
+    over samples, nor a sum, and NoLossError if the loss of the step is not known.
     """
+    if subject.no_loss is not None:
+        raise subject.no_loss
     model = subject.inner
     parameters = [it for it in model.parameters() if it.requires_grad]
     of_parameters = [it._backward_hooks for it in parameters if it._backward_hooks]
@@ -148,11 +150,11 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
         output = model(*micro.args, **micro.kwargs)
         first = first_logits(output)
         logits, of_batch = subject.scores_and_labels(micro.batch, output)
-        labels, in_batch = _labels_of(micro, of_batch)
+        labels, in_batch = labels_of_pass(micro, of_batch)
         labels = labels.to(device) if isinstance(labels, Tensor) else labels
         loss, logits, labels = subject.loss_of(logits, labels)
         samples, divisor, is_weighted = _samples_of(subject.loss_fn, logits, labels, loss)
-    scale = _FP16_SCALE if half == torch.float16 else 1.0
+    scale = FP16_SCALE if half == torch.float16 else 1.0
     inputs = list(parameters) if first is None else [*parameters, first]
     # `autograd.grad` and not `backward`: the script's gradients stay as they are.
     results = torch.autograd.grad(
@@ -164,7 +166,7 @@ def _pass(micro: Micro, subject: Subject, parameters: Sequence[nn.Parameter]) ->
     return Pass(gradients, samples, in_batch, is_weighted, own_loss)
 
 
-def _labels_of(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
+def labels_of_pass(micro: Micro, labels: Any) -> tuple[Any, int]:  # noqa: ANN401 -- as the loader has them
     """Return the labels of a pass, perhaps on a part of a batch, and their number in the batch."""
     number = samples_in(micro)
     if not number or not isinstance(labels, Tensor) or not labels.ndim or not len(labels):

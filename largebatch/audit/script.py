@@ -12,10 +12,13 @@ import os
 import runpy
 import sys
 import threading
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,10 +35,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.audit.auditing import audit_from
 from largebatch.audit.findings import Findings
+from largebatch.audit.subject import NoLossError
 from largebatch.audit.watchdog import Watchdog, leave_before_the_audit
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
-from largebatch.models.wrappers import device_of
+from largebatch.models.wrappers import device_of, uncompiled
 from largebatch.optional import require_torchvision
 from largebatch.replacing import replaced
 
@@ -44,6 +48,14 @@ _LOSSES = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 """Functions of torch.nn.functional; a loss that is a module is seen whatever it calls."""
+
+
+_MOST_AHEAD = 2
+"""Largest number of batches that a loader may be ahead of the loop."""
+
+_UPDATES_WITHOUT_A_CALL = 3
+"""Number of batches after which an optimizer counts whose tensors are of no model that was called:
+layers with an optimizer of their own, which is first, come before it."""
 
 
 class _EndedError(BaseException):
@@ -60,7 +72,6 @@ def audit_script(path: Path, arguments: Sequence[str], timeout: float = 300) -> 
     watchdog = Watchdog(path, timeout)
     watch = _ScriptWatch(timeout, watchdog)
     require_torchvision()  # what most scripts import, also where it was built for another torch
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # hooks see what a compiled model does
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path), *arguments]
     watchdog.start()
@@ -137,13 +148,18 @@ class _ScriptWatch:
         self._losses = 0
         self._outermost: nn.Module | None = None
 
+        self._uncalled: Optimizer | None = None
+        """Optimizer of tensors that no called model has."""
+
         self.optimizer: Optimizer | None = None
         self.trained: DataLoader[Any] | None = None
         """The loader that was read last before the optimizer's update."""
 
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
-        self.batch: object = None
+        self.batches_read: deque[object] = deque()
+        """Batches that this loader gave last; the loop may not have used the newest ones."""
+
         self.read = 0
         """Number of batches that the script has read in this epoch."""
 
@@ -153,8 +169,12 @@ class _ScriptWatch:
         self.requests: SimpleQueue[Exception | None] = SimpleQueue()
         """An item for each request of the script for a batch; an error if it has failed."""
 
+        self.compiled: list[object] = []
+        """Functions that the script has compiled, other than models."""
+
         self._hooks = ExitStack()
         self._depth = 0
+        self._is_eager = False
         self._owner = threading.current_thread()
 
     @contextmanager
@@ -163,6 +183,7 @@ class _ScriptWatch:
         torch_iter = DataLoader.__iter__
         torch_set_epoch = DistributedSampler.set_epoch
         torch_destroy = dist.destroy_process_group
+        torch_compile = torch.compile
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
             batches = torch_iter(loader)
@@ -178,7 +199,22 @@ class _ScriptWatch:
                 raise RuntimeError("the script ended before its updates were audited")
             torch_destroy(*args, **words)
 
+        def compile_eagerly(*args: Any, **words: Any) -> Any:  # noqa: ANN401 -- as of torch
+            import_module("torch._dynamo")  # without it nothing is switched off
+
+            # Graphs do not have hooks: the audit compares compiled code with eager code later.
+            if not self._is_eager:
+                self._is_eager = True
+                stack.enter_context(uncompiled())
+                warnings.filterwarnings("ignore", "Using `torch.compile.*global hooks")
+            result = torch_compile(*args, **words)
+            is_of_model = any(isinstance(getattr(it, "__self__", it), nn.Module) for it in args)
+            if args and not is_of_model:
+                self.compiled.append(result)
+            return result
+
         with self._hooks, ExitStack() as stack:
+            stack.enter_context(replaced(torch, "compile", compile_eagerly))
             for handle in (
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
@@ -242,16 +278,24 @@ class _ScriptWatch:
         if self.models and is_updated(self.models[-1]):
             self.optimizer = optimizer
             self.trained = self.loader
+        else:
+            self._uncalled = optimizer
 
     def _follow(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
+        last: deque[object] = deque(maxlen=_MOST_AHEAD + 1)
         for number, batch in enumerate(batches, 1):
-            self._set_read(loader, batch, number)
+            last.append(batch)
+            self._set_read(loader, last, number)
             yield batch
+            if number == _UPDATES_WITHOUT_A_CALL and self.optimizer is None and self._uncalled:
+                self.optimizer = self._uncalled
+                self.trained = loader
+                self.models = []
             if self.optimizer is None or self.trained is not loader:
                 continue
             # The script may have evaluated since, with another loader.
-            self._set_read(loader, batch, number)
+            self._set_read(loader, last, number)
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:
@@ -261,9 +305,9 @@ class _ScriptWatch:
                 self.requests.put(None)
             raise _EndedError
 
-    def _set_read(self, loader: DataLoader[Any], batch: object, number: int) -> None:
+    def _set_read(self, loader: DataLoader[Any], batches: deque[object], number: int) -> None:
         self.loader = loader
-        self.batch = batch
+        self.batches_read = batches
         self.read = number
 
     def _hand_over(self, to: threading.Thread | None) -> None:
@@ -272,21 +316,11 @@ class _ScriptWatch:
         self.watchdog.progress()
 
     def _start(self) -> None:
-        model = self.models[-1]
+        model = self.models[-1] if self.models else self._tensors_as_model()
         loader = self.loader
         optimizer = self.optimizer
-        loss_fn, labels = self.loss or (None, None)
-        if loss_fn is None or not _has_labels(self.batch, labels):
-            raise DataError(
-                "the script has not passed the labels of the batch that it read last to a loss "
-                "function (a loader that reads ahead, mixup, labels first, a loss in the model): "
-                "call largebatch.audit in it, or a part of largebatch.integrations"
-            )
-        if self.terms > 1:
-            raise DataError(
-                "the script computes its loss from several calls of a loss function, or from one "
-                "with reduction='none': call largebatch.audit in it, with a loss_fn of all terms"
-            )
+        no_loss = self._no_loss()
+        loss_fn = F.cross_entropy if self.loss is None else self.loss[0]
         # Own samplers are not DistributedSamplers, so whether the script sets their epoch is not
         # seen: it is taken to do so.
         sampler = getattr(loader, "sampler", None)
@@ -311,6 +345,9 @@ class _ScriptWatch:
                 self.result = audit_from(
                     self.read,
                     self.watchdog.progress,
+                    self.compiled,
+                    no_loss,
+                    self._read_ahead() or (),
                     model=model,
                     loader=loader,
                     loss_fn=loss_fn,
@@ -327,6 +364,48 @@ class _ScriptWatch:
         self._hand_over(self.thread)
         self.watchdog.begin()
         self.thread.start()
+
+    def _tensors_as_model(self) -> nn.Module:
+        """Return a module of the tensors that the optimizer updates."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        return nn.ParameterList(it for group in groups for it in group["params"])
+
+    def _read_ahead(self) -> list[object] | None:
+        """Return the batches that the loader gave after the one whose labels the loss had last.
+
+        Accelerate's loaders are one batch ahead of the loop. None if it is none of the last ones.
+        """
+        labels = None if self.loss is None else self.loss[1]
+        ahead: list[object] = []
+        for batch in reversed(self.batches_read):
+            if _has_labels(batch, labels):
+                return ahead
+            ahead.insert(0, batch)
+        return None
+
+    def _no_loss(self) -> NoLossError | None:
+        """Return why the loss of the script's updates cannot be computed again; None if it can."""
+        if not self.models:
+            return NoLossError(
+                "not compared with one process: the script calls no model with the tensors that "
+                "its optimizer updates",
+                "call the wrapped model: DistributedDataParallel reduces only what its own forward "
+                "pass has computed",
+            )
+        if self._read_ahead() is None:
+            return NoLossError(
+                "not compared with one process: the script has not passed the labels of the batch "
+                "that it read last to a loss function (mixup, labels first, a loss in the model)",
+                "call largebatch.audit in it, or a part of largebatch.integrations",
+            )
+        if self.terms > 1:
+            return NoLossError(
+                "not compared with one process: the script computes its loss from several calls of "
+                "a loss function, or from one with reduction='none'",
+                "call largebatch.audit in it, with a loss_fn of all terms",
+            )
+        return None
 
     def _wait_for_all(self) -> None:
         """Wait until all workers have made an update: sums of theirs must not meet the audit's."""

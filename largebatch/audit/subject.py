@@ -1,7 +1,7 @@
 """What a script passes to an audit, and the loss of its model on a batch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,14 @@ Step = Callable[[Any], object]
 
 Forward = Callable[[Any, Any], Any]
 """Function that runs a model on a batch, and returns scores, or scores and labels."""
+
+
+class NoLossError(Exception):
+    """The loss of a script's step cannot be computed again, so there is nothing to compare with."""
+
+    def __init__(self, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,19 @@ class Subject:
     read: int | None = None
     """Number of batches of the epoch that the script's own loop has read before the audit, which
     gives it more than the epoch has; None for a step that the script passes."""
+
+    ahead: Sequence[object] = ()
+    """Batches that the script's own loop has read before the audit and not used."""
+
+    no_loss: NoLossError | None = None
+    """Why `loss_fn` is not the loss of the step; None if it is."""
+
+    compiled: Sequence[object] = ()
+    """Functions that the script has compiled, where the audit runs its whole loop."""
+
+    micros: list[Any] = field(default_factory=list)
+    """The first two micro-batches of the step, which the check of its updates records for the
+    checks after it."""
 
     def loss_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:  # noqa: ANN401
         """Return a model's loss on a batch, and the number of its labels."""

@@ -1,30 +1,57 @@
-"""The command `audit`: check a user's own model, loader, loss and optimizer. It prints."""
+"""The commands `audit` and `audit resume`: check a user's loop, a recipe here, or a resumption.
+
+They print.
+"""
 
 import gc
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from largebatch.distributed.environment import worker_rank
-from largebatch.errors import AuditError, DataError, LargebatchError
-from largebatch.runs.options import OF_WORKERS, Count, Given, Workers
+from cyclopts import App, Parameter
+
+from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
+from largebatch.errors import AuditError, DataError, LargebatchError, printable
+from largebatch.recipe.loading import load_recipe
+from largebatch.runs.options import (
+    NEW_FOLDER,
+    OF_WORKERS,
+    Count,
+    Folder,
+    Given,
+    MachineOptions,
+    Seconds,
+)
 
 if TYPE_CHECKING:
     from largebatch.audit import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audited(Workers):
-    """Local workers of an audit."""
+class Audited(MachineOptions):
+    """Local workers of an audit, and what a recipe is audited with."""
 
     workers: Annotated[Count | None, OF_WORKERS] = None  # type: ignore[assignment]
     """Number of worker processes to start on this machine (2 for a script)."""
 
 
-def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] = Audited()) -> None:
+app = App(name="audit")
+Script = Annotated[str, Parameter(allow_leading_hyphen=True, metavar="COMMAND")]
+
+
+@app.default
+def audit(
+    target: Path,
+    /,
+    *arguments: str,
+    steps: Count | None = None,
+    options: Annotated[Audited, Given] = Audited(),
+) -> None:
     """Compare the updates of your own training on several workers with those of one process.
 
     TARGET is a script with a loop over a DataLoader, which runs unchanged until its first updates
@@ -33,12 +60,19 @@ def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] =
     loader, loss_fn, optimizer), with a dict of further arguments of largebatch.audit behind them if
     there are any.
 
+    Or it is a recipe, as `train` takes it: its first updates, made under each setting of
+    `execution`, are compared with eager ones by PyTorch's operations and with float64.
+
     The exit code is 2 if there is a fault, or if the gradients could not be compared.
 
     Args:
-        target: script.py, or module:function.
+        target: script.py, module:function, or a recipe.
         arguments: Arguments of the script.
+        steps: Updates of a recipe to compare (3).
     """
+    if target.suffix != ".py" and ":" not in str(target):
+        return _audit_recipe(target, arguments, steps=steps or 3, options=options)
+    _refuse_options_of_recipes(steps, options)
     if target.suffix == ".py":
         if options.backend == "serial":
             raise LargebatchError(f"--backend serial is for FUNCTION; {target} connects workers")
@@ -67,6 +101,91 @@ def audit(target: Path, /, *arguments: str, options: Annotated[Audited, Given] =
     gc.collect()
     backend.close()
     return _end(findings, target)
+
+
+@app.command
+def resume(  # noqa: PLR0913 -- its options
+    *,
+    whole: Script,
+    first: Script,
+    rest: Script,
+    workers: Count = 1,
+    rest_workers: Count | None = None,
+    out: Folder | None = None,
+    timeout: Seconds = TIMEOUT_SECONDS,
+) -> None:
+    """Compare a training that is stopped and resumed with one that is not.
+
+    A COMMAND is a script and its arguments, "train.py --epochs 2", or -m and a module. Scripts run
+    unchanged, each in an empty folder, so paths of data must be absolute; the rest runs in the
+    folder of the first part. The whole runs twice, because only a training that can be repeated
+    can be compared.
+
+    The exit code is 2 if the rest is not the same training.
+
+    Args:
+        whole: The whole training, without a stop.
+        first: Its first part, which saves a checkpoint.
+        rest: The rest, which resumes from it and ends where the whole does.
+        workers: Number of worker processes of each command.
+        rest_workers: Number of them for the rest, if it is another.
+        out: Folder for the records, the output and the files of the scripts (a temporary one).
+        timeout: Seconds, or such as 5m, without a batch or an update until a script is stopped.
+    """
+    from largebatch.audit.resume.comparing import compare
+    from largebatch.audit.resume.running import Commands, observe, words_of
+
+    commands = Commands(
+        whole=words_of("whole", whole),
+        first=words_of("first", first),
+        rest=words_of("rest", rest),
+        workers=workers,
+        rest_workers=rest_workers,
+        timeout=timeout,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="largebatch-")) if out is None else out
+    runs = observe(commands, folder)  # an error names a file in the folder, which is then kept
+    if out is None:
+        shutil.rmtree(folder)
+    findings = compare(runs.whole, runs.repeat, runs.first, runs.rest)
+    print(findings.table())
+    if findings.faults:
+        raise AuditError("the rest is not the same training: the audit found faults, listed above")
+    if not findings.ok:
+        raise AuditError("the audit could not compare the rest with the whole")
+
+
+def _audit_recipe(recipe: Path, arguments: Sequence[str], *, steps: int, options: Audited) -> None:
+    if arguments:
+        raise LargebatchError(
+            f"audit {recipe}: unexpected argument {arguments[0]!r}; a key of a recipe is changed "
+            "by --set KEY=VALUE"
+        )
+    loaded = load_recipe(recipe, options.changes)
+    from largebatch.lab.measure.executions import compare_executions
+
+    of_run = options.options(out=NEW_FOLDER).without_changes()
+    compared = compare_executions(loaded, of_run, steps=steps)
+    if own_rank() == 0:
+        print(printable(compared.table()), flush=True)
+    if compared.faults:
+        names = ", ".join(row.setting for row in compared.faults)
+        raise AuditError(f"{recipe}: other numbers than by PyTorch's eager operations: {names}")
+
+
+def _refuse_options_of_recipes(steps: int | None, options: Audited) -> None:
+    """Raise LargebatchError for an option that a script or a function would not see."""
+    given = {"--steps": steps, "--data": options.data, "--dataset": options.dataset}
+    given |= {
+        "--set": options.changes,
+        "--import": options.imports,
+        "--cache-dir": options.cache_dir,
+    }
+    for option, value in given.items():
+        if value:
+            raise LargebatchError(
+                f"{option} is of the audit of a recipe; arguments of a script come after it"
+            )
 
 
 def _end(findings: "Findings", target: Path) -> None:

@@ -50,6 +50,7 @@ from largebatch.errors import (
     RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
+    WrongCardError,
     clip,
     nearest,
     printable,
@@ -76,7 +77,7 @@ COMMANDS = {
     "doctor": "doctor:doctor",
     "init": "data:init",
     "launch": "launch:launch",
-    "audit": "audit:audit",
+    "audit": "audit:app",
     "batch": "lab:batch",
     "lab": "lab:app",
     "completion": "main:completion",
@@ -118,7 +119,14 @@ EXAMPLES = {
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
         "launch trainjob digits_96 --nodes 2 --image host/lb:1 > job.yaml",
     ),
-    "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
+    "audit": (
+        "audit --workers 2 train.py --lr 0.1",
+        "audit mine:parts --workers 2",
+        "audit digits_96 --workers 2",
+    ),
+    "audit resume": (
+        'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
+    ),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),
@@ -144,7 +152,10 @@ _RECORDED = {"train", "resume", "polish", "export"}
 
 _INTERRUPTS = StopRequests()  # Ctrl-C while no command handles it
 
-_SAME_ON_ALL_WORKERS = (RecipeError, PlanError, MismatchError, AuditError, UsageError)
+_SAME_ON_ALL_WORKERS = (
+    *(RecipeError, PlanError, MismatchError, AuditError, UsageError),
+    WrongCardError,
+)
 """Errors that every worker raises and only worker 0 prints."""
 
 _LONGEST_MESSAGE = 1900  # in characters: what it quotes may be of any length
@@ -275,7 +286,8 @@ def _with_values(words: Sequence[str]) -> list[str]:
             elif word == "--resume" and value != "auto":
                 word = "--resume=yes"
         completed.append(word)
-        if completed[0] == "audit" and word.endswith(".py"):
+        is_script = completed[0] == "audit" and completed[1:2] != ["resume"]
+        if is_script and word.endswith(".py"):
             return [*completed, "--", *rest]
     return completed
 

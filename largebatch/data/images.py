@@ -31,6 +31,12 @@ from largebatch.storage import ReadProgress, silent
 if TYPE_CHECKING:
     from largebatch.data.datasets.own import Items
 
+MATTERS = 0.1
+"""Part of the pairs of neighbouring images that are of one class, above that of a random order:
+from this on chunks are not random parts of the images."""
+
+IMPOSSIBLE = 1e-9  # probability at which shuffled images are taken for sorted ones
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
@@ -66,10 +72,11 @@ class Images:
         lines = [describe(index.ignored, where=name) for name, index in named.items()]
         return [line for line in lines if line]
 
-    def describe_order(self, order: Order | None) -> str | None:
+    def check_order(self, order: Order | None) -> str | None:
         """Return a warning if chunks of this order have images of few classes; None if they do not.
 
         Chunks are to be random parts of the images: otherwise an update has few classes, too.
+        Raises DataError if the images cannot be in a random order, as those sorted by class.
         """
         rows = self.train.trained
         labels = self.train.labels if rows is None else self.train.labels[rows]
@@ -77,16 +84,23 @@ class Images:
         if order is None or order.chunk == 1 or order.window_samples >= number:
             return None
         equal = float((labels[1:] == labels[:-1]).mean())
-        at_random = float(((np.bincount(labels) / number) ** 2).sum())
+        counts = np.bincount(labels).astype(np.float64)
+        at_random = float((counts * (counts - 1)).sum() / (number * (number - 1)))
+        excess = equal - at_random
         # Six standard deviations of random images, and a difference that matters.
-        if equal - at_random < max(0.1, 3 / math.sqrt(number)):
+        if excess < max(MATTERS, 3 / math.sqrt(number)):
             return None
-        return (
+        found = (
             f"data.order: {100 * equal:.3g} % of neighbouring training images are of one class, at "
-            f"random {100 * at_random:.3g} % would be: updates have few classes, which costs "
-            "accuracy. Shuffle them with `largebatch data import webdataset`, or leave data.order "
-            "out"
+            f"random {100 * at_random:.3g} % would be"
         )
+        remedy = "shuffle them with `largebatch data import webdataset`, or leave data.order out"
+        # McDiarmid's inequality for a random order (On the method of bounded differences, 1989):
+        # two images that change places change at most four of the pairs of neighbours, so an
+        # excess of e of all pairs has at most the probability exp(-(e * pairs)^2 / (8 * images)).
+        if excess > math.sqrt(8 * number * math.log(1 / IMPOSSIBLE)) / (number - 1):
+            raise DataError(f"{found}: they are sorted by class; {remedy}")
+        return f"{found}: updates have few classes, which costs accuracy; {remedy}"
 
 
 def read_images(

@@ -21,6 +21,7 @@ spans.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -363,6 +364,22 @@ class Spans:
         self._sums[len(self._moments) :].copy_(spans)
         self._forget()
         self._work = self.backend.all_reduce(self._sums)
+
+    @property
+    def moments(self) -> Tensor:
+        """Moments of every layer, flat, summed over this worker's spans of the step so far."""
+        return self._moments
+
+    def save(self) -> Callable[[], None]:
+        """Return a function that restores the moments and counts as they are now."""
+        before = self._kept.clone()
+        counts = self.counts
+
+        def restore() -> None:
+            self._kept.copy_(before)
+            self.counts = counts
+
+        return restore
 
     def wait(self) -> None:
         """Block until the moments are summed; `update` does that too."""

@@ -61,6 +61,18 @@ def local_model(model: nn.Module) -> nn.Module:
     return model
 
 
+_WRAPPERS = {"module", "_orig_mod"}  # parts of names, of DataParallel and torch.compile
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a layer or a tensor without those of DataParallel and torch.compile.
+
+    >>> without_wrappers("module._orig_mod.layer1.weight")
+    'layer1.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def describe_layer(name: str) -> str:
     """Return the words for a layer in a message; the model itself has no name."""
     return f"layer {name}" if name else "the model"

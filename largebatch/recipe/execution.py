@@ -10,6 +10,9 @@ from largebatch.recipe.section import Batch, Positive, Section, Updates
 Cache: TypeAlias = Literal["memory", "device", "none"]
 """Where decoded pixels are kept."""
 
+OnWrongCard: TypeAlias = Literal["stop", "continue", "leave_out"]
+"""What a run does when a worker computes wrong numbers."""
+
 DEFAULT_DECODER = "torchvision"
 
 
@@ -88,6 +91,19 @@ class Execution(Section):
     compare_every: Updates | None = 100
     """Updates between comparisons of the workers' weights, which must be the same bits; null: never
     compare them."""
+
+    replay_every: Updates | None = None
+    """Updates between two replays: in every N-th update each worker also computes the first
+    micro-batch of another worker, a different one each time, and the bits of the gradients are
+    compared; between devices of different models, the difference must be within rounding. If they
+    differ, a third worker decides which of the two is wrong. Costs 1 / (N x accumulation) of the
+    passes; on a GPU the convolutions are deterministic ones. null: never."""
+
+    on_wrong_card: OnWrongCard = "stop"
+    """What a run does when `replay_every` has found a wrong worker. `stop`: it ends before that
+    update, and names the worker's host and device. `continue`: a record in the log names them.
+    `leave_out`: it ends, and --restarts starts it again without that device, if --min-workers
+    allows one worker less."""
 
     kernels: Kernels = "auto"
     """Kernels of BatchNorm, of LARS and SGD, and of crops of cached images. `auto`: on a GPU those

@@ -86,6 +86,7 @@ def _protocol(recipe: Keys, protocol: Protocol) -> Iterator[str]:
         f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
         f"monitor: {min(monitored, default='')}": bool(monitored),
         f"execution.decoder: {execution.decoder}": execution.decoder not in {None, DEFAULT_DECODER},
+        f"execution.replay_every: {execution.replay_every}": execution.replay_every is not None,
         "execution.graph: true": execution.graph is True,  # learners send each gradient by itself
         "polish.ema": polish is not None and polish.ema is not None,
         "polish.swa": polish is not None and polish.swa is not None,

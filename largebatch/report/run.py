@@ -42,6 +42,7 @@ from largebatch.tracking.events import (
     StepEvent,
     Summary,
     System,
+    WrongCard,
 )
 
 FloatArray = npt.NDArray[np.float64]
@@ -378,7 +379,7 @@ def _key(event: Event, number: int) -> tuple[object, ...]:
 def _is_superseded(event: Event, resume_step: int) -> bool:
     """Return True if a run that is resumed after this many updates makes an event again."""
     match event:
-        case Start() | Finish():
+        case Start() | Finish() | WrongCard():
             return False
         case Note() if event.kind not in _REMADE:
             return False

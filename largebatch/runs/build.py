@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +31,7 @@ from largebatch.runs.options import Options
 from largebatch.runs.proving import settle, switch_off, wait_for_proof
 from largebatch.runs.state import build_session, build_state
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import TRACE
+from largebatch.tracking.events import TRACE, StopCause
 from largebatch.training.checkpoint import require_storable
 from largebatch.training.graph import require_graphs
 from largebatch.training.session import Session, synchronous_updates
@@ -67,11 +67,9 @@ def join(
 
 @contextmanager
 def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Session]:
-    """Build every object of a run, on all workers; trackers can be added later.
+    """Connect to the other workers and build every object of a run; trackers can be added later.
 
-    Nothing that is built changes afterwards: the images are read, then where their pixels come from
-    is chosen, then the plan is resolved, and only then batches are opened. `facts` and errors are
-    those of join.
+    `facts` and errors are those of join.
     """
     splits = True
     with suppress(PlanError, RecipeError):  # raised again when the workers know each other's recipe
@@ -79,67 +77,96 @@ def open_session(recipe: Recipe, options: Options, facts: Facts) -> Iterator[Ses
         most = 1 if accelerator.kind() or options.resume else None
         splits = make_plan(recipe, workers=world_size(), fits=most).sync_workers > 1
     facts = {**facts, **recipe.model_dump(mode="json")}
-    with join(options, facts, starting=True, splits=splits) as backend:
-        # Reading a folder for the first time is a part of the time limit.
-        began = time.time()
-        start_monotonic = time.monotonic()
-        device = backend.device
-        # A recipe that cannot be divided, or a wrong model, is refused before images are read.
-        draft = make_plan(recipe, workers=backend.world_size, backend=backend.name)
-        wait_for_proof(device)
-        model = build_model(recipe, device)
-        _require_model(recipe, draft, model)
-        require_graphs(recipe.execution.graph, device)
+    with (
+        join(options, facts, starting=True, splits=splits) as backend,
+        session_on(backend, recipe, options) as session,
+    ):
+        yield session
 
-        images = read_images(
-            recipe,
-            backend,
-            folder=options.data,
-            dataset=options.dataset,
-            cache=host_cache(options, backend),
-        )
-        # Cached images take memory of a GPU, so the device batch is measured after them.
-        passes = draft.epoch(draft.updates)
-        decoding = choose_decoding(recipe, images, backend, passes=passes)
-        resumes = options.out if options.resume else None
-        plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
-        if decoding.remark is not None:
-            remarks.insert(0, decoding.remark)
-        if warning := images.describe_order(recipe.data.order):
-            remarks.append(warning)
 
+@contextmanager
+def session_on(
+    backend: Backend,
+    recipe: Recipe,
+    options: Options,
+    *,
+    handles_stops: bool = True,
+    in_float64: bool = False,
+) -> Iterator[Session]:
+    """Build every object of a run, on all workers of a backend, which may have several in turn.
+
+    Nothing that is built changes afterwards: the images are read, then where their pixels come from
+    is chosen, then the plan is resolved, and only then batches are opened.
+
+    Without `handles_stops` nothing answers a signal or a time limit. With `in_float64` weights,
+    statistics and gradients are in that type, and batches must be converted to it.
+    """
+    # Reading a folder for the first time is a part of the time limit.
+    began = time.time()
+    start_monotonic = time.monotonic()
+    device = backend.device
+    # A recipe that cannot be divided, or a wrong model, is refused before images are read.
+    draft = make_plan(recipe, workers=backend.world_size, backend=backend.name)
+    wait_for_proof(device)
+    model = build_model(recipe, device)
+    if in_float64:
+        model.double()
+    _require_model(recipe, draft, model)
+    require_graphs(recipe.execution.graph, device)
+
+    images = read_images(
+        recipe,
+        backend,
+        folder=options.data,
+        dataset=options.dataset,
+        cache=host_cache(options, backend),
+    )
+    warning = images.check_order(recipe.data.order)
+    # Cached images take memory of a GPU, so the device batch is measured after them.
+    passes = draft.epoch(draft.updates)
+    decoding = choose_decoding(recipe, images, backend, passes=passes)
+    resumes = options.out if options.resume else None
+    plan, remarks = resolve(recipe, draft, model, backend, resumes=resumes)
+    if decoding.remark is not None:
+        remarks.insert(0, decoding.remark)
+    if warning is not None:
+        remarks.append(warning)
+
+    requests: AbstractContextManager[Callable[[], StopCause | None]] = nullcontext(lambda: None)
+    if handles_stops:
         # A server without a learner sees the time only when learners rest, and would mistake the
         # time between for the time that a stop needs.
         limit = None if recipe.is_server(backend.rank) else options.time_limit
         handles_signals = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher does
-        with (
-            closing(open_pipeline(recipe, plan, images, decoding, backend)) as pipeline,
-            stop_requests(
-                handles_signals=handles_signals, limit=limit, begun=start_monotonic
-            ) as wants_stop,
-        ):
-            proven = settle(recipe, plan, images.train, model, backend, options)
-            if recipe.execution.compile:
-                from largebatch.models.compiled import compile_model
+        requests = stop_requests(
+            handles_signals=handles_signals, limit=limit, begun=start_monotonic
+        )
+    with (
+        closing(open_pipeline(recipe, plan, images, decoding, backend)) as pipeline,
+        requests as wants_stop,
+    ):
+        proven = settle(recipe, plan, images.train, model, backend, options)
+        if recipe.execution.compile:
+            from largebatch.models.compiled import compile_model
 
-                shares_spans = plan.sync_workers > 1
-                compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
-            if backend.rank == 0:  # worker 0 sends its weights to the others
-                _init_from_images(model, pipeline)
-            share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
-            with closing(build_state(recipe, plan, model, backend)) as state:
-                yield build_session(
-                    recipe,
-                    pipeline,
-                    backend,
-                    state,
-                    folder=options.out,
-                    wants_stop=wants_stop,
-                    began=began,
-                    proven=proven,
-                    remarks=remarks,
-                    ignored=images.ignored,
-                )
+            shares_spans = plan.sync_workers > 1
+            compile_model(model, recipe.execution.compile, device, shares_spans=shares_spans)
+        if backend.rank == 0:  # worker 0 sends its weights to the others
+            _init_from_images(model, pipeline)
+        share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
+        with closing(build_state(recipe, plan, model, backend)) as state:
+            yield build_session(
+                recipe,
+                pipeline,
+                backend,
+                state,
+                folder=options.out,
+                wants_stop=wants_stop,
+                began=began,
+                proven=proven,
+                remarks=remarks,
+                ignored=images.ignored,
+            )
 
 
 def _require_model(recipe: Recipe, plan: Plan, model: nn.Module) -> None:

@@ -43,6 +43,7 @@ from largebatch.errors import (
     RequestedStopError,
     SmallerBatchError,
     WorkerFailedError,
+    WrongCardError,
     shorten,
 )
 from largebatch.optional import require_horovod
@@ -52,14 +53,15 @@ HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """Seconds that the others have to exit after a process failed."""
 
-CRASHED, USER, DIVERGED, MEMORY, STOPPED = 1, 2, 5, 6, 130
+CRASHED, USER, DIVERGED, MEMORY, WRONG_CARD, STOPPED = 1, 2, 5, 6, 7, 130
 """Exit codes of a process that reported an error, an error that the user can fix, a divergence,
-that the run can resume with a smaller device batch, or Ctrl-C before it could save; besides
-LOST."""
+that the run can resume with a smaller device batch, or without a device that computes wrong
+numbers, or Ctrl-C before it could save; besides LOST."""
 
 _CODES: dict[type[Exception], int] = {
     DivergedError: DIVERGED,
     SmallerBatchError: MEMORY,
+    WrongCardError: WRONG_CARD,
     LargebatchError: USER,  # after its subclasses above: the first that fits counts
     PeerLostError: LOST,
     WorkerFailedError: CRASHED,  # of processes that this one started: it has the traceback
@@ -190,9 +192,9 @@ class Processes(SubprocessContext):
         """Return the first failure that no other one caused; else the most informative one.
 
         That is a LargebatchError with the message of a process whose error the user can fix,
-        DivergedError if its training diverged, SmallerBatchError after one in a process,
-        RequestedStopError if they were `stopping` and one did not save, else a WorkerFailedError
-        with its traceback. None if all succeeded.
+        DivergedError if its training diverged, SmallerBatchError or WrongCardError after one in a
+        process, RequestedStopError if they were `stopping` and one did not save, else a
+        WorkerFailedError with its traceback. None if all succeeded.
         """
         failures = self._failures
         if not failures:
@@ -216,7 +218,7 @@ class Processes(SubprocessContext):
             names = shorten([str(rank) for rank in sorted(silent)])
             message = f"{self._describe(failure)}; did not respond and was killed: worker {names}"
             return WorkerFailedError(f"{message}; look at its host, or give a longer --timeout")
-        kinds = {USER: LargebatchError, DIVERGED: DivergedError, MEMORY: SmallerBatchError}
+        kinds = {code: kind for kind, code in _CODES.items() if issubclass(kind, LargebatchError)}
         # A process that did not report has not chosen its exit code: Python ends with 2, too.
         if not Path(failure.error_file).exists():
             kinds = {}

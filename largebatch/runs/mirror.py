@@ -42,6 +42,7 @@ from largebatch.tracking.events import (
     Event,
 )
 from largebatch.tracking.log import require_unlocked
+from largebatch.tracking.tensorboard import FOLDER as TENSORBOARD
 
 OWNER = "owner.json"
 """Object that the run which writes to an address renews."""
@@ -70,6 +71,7 @@ _LOOK_SECONDS = 0.2  # between two looks at requests to stop
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})\.safetensors")
 _FILE = re.compile(r"\w[\w.-]*\.(yaml|json|jsonl|html|png|txt|csv)", re.ASCII)
+_SCALARS = re.compile(rf"{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+", re.ASCII)
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NOT_COPIED = {OWNER, TRACE}
 
@@ -346,7 +348,9 @@ def bring_up_to_date(folder: Path, address: Address, *, resume: bool) -> None:
                 f"{folder}: holds a run that was not copied to {address}, which holds one too; "
                 "choose another --out, or remove one of them"
             )
-        if _newest(objects) > _newest(local):
+        # A copy that was interrupted has no recipe yet.
+        is_part = RECIPE in objects and RECIPE not in local and _newest(objects) >= 0
+        if is_part or _newest(objects) > _newest(local):
             require_unlocked(folder / LOG)
             _LOG.warning("%s: copying the run from %s", folder, address)
             _fetch(bucket, objects, folder)
@@ -531,7 +535,7 @@ def _run_objects(bucket: Bucket) -> dict[str, Object]:
 def _is_of_run(name: str) -> bool:
     # The names come from storage: none may lead out of the run folder.
     is_file = _FILE.fullmatch(name) and name not in _NOT_COPIED
-    return bool(is_file or _CHECKPOINT.fullmatch(name))
+    return bool(is_file or _CHECKPOINT.fullmatch(name) or _SCALARS.fullmatch(name))
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -542,6 +546,9 @@ def _files(folder: Path) -> dict[str, Path]:
     """
     order = {SUMMARY: 1, LOG: 2}
     names = [path.name for path in folder.iterdir() if path.is_file() and _is_of_run(path.name)]
+    # What these lack of the log is added to them when the run continues.
+    scalars = (f"{TENSORBOARD}/{path.name}" for path in (folder / TENSORBOARD).glob("events.*"))
+    names += filter(_SCALARS.fullmatch, scalars)
     names.sort(key=lambda name: (order.get(name, 0), name))
     checkpoints = (f"{CHECKPOINTS}/{path.name}" for path in (folder / CHECKPOINTS).glob("step-*"))
     names += sorted(filter(_CHECKPOINT.fullmatch, checkpoints), key=_step)
@@ -561,7 +568,11 @@ def _fetch(bucket: Bucket, objects: Mapping[str, Object], folder: Path) -> None:
 
     A folder with a recipe holds a run, and one with the newest checkpoint is not copied again.
     """
-    for name in sorted(objects, key=lambda name: (name == RECIPE, "/" in name, name)):
+
+    def place(name: str) -> tuple[bool, bool, str]:
+        return name == RECIPE, _CHECKPOINT.fullmatch(name) is not None, name
+
+    for name in sorted(objects, key=place):
         # Not one block: a lost connection is no full disk.
         with _errors(bucket.address):
             content = bucket.read(name)

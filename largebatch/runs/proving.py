@@ -49,13 +49,16 @@ from largebatch.training.loop import step_seeds, train
 _UPDATES = 7  # of a trial of the graph: two before it is recorded, and five that are measured
 _RECORDED = 2
 
+NOT_TRIED = "not tried yet"
+"""Why a part is not used that no trial has decided, such as one that a model does not have."""
+
 _SHRUNK = 0.01  # of the peak learning rate: a few updates on noise must not diverge
 
 
 def wait_for_proof(device: torch.device) -> None:
     """Use PyTorch's operations until `settle`, such as while memory is measured."""
     proof.switched_off()  # raises an error for a value that the variable does not take
-    proof.decide(device, dict.fromkeys(PARTS, "not tried yet"))
+    proof.decide(device, dict.fromkeys(PARTS, NOT_TRIED))
 
 
 def switch_off(recipe: Recipe, device: torch.device) -> None:

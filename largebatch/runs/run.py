@@ -30,6 +30,7 @@ from largebatch.errors import (
     PlanError,
     SmallerBatchError,
     WorkerFailedError,
+    WrongCardError,
     printable,
 )
 from largebatch.formatting import plural
@@ -51,7 +52,8 @@ from largebatch.runs.interrupts import describe_saved, noting_requests
 from largebatch.runs.mirror import bring_up_to_date, copy_of
 from largebatch.runs.options import NEW_FOLDER, Options, Resume, address_of, chosen_folder
 from largebatch.tracking.console import write_to
-from largebatch.tracking.events import REPORT, SUMMARY, Summary
+from largebatch.tracking.events import LOG, REPORT, SUMMARY, Summary, Suspect, WrongCard
+from largebatch.tracking.scalars import logged
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.session import Session
 from largebatch.training.stages import require_resumable, run_stages
@@ -223,8 +225,9 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
 
     At most `restarts` times, and not after an error that the user can fix. If nothing was saved
     before a worker died, fewer workers are started, as the plan allows, but at least `min_workers`.
-    If one ran out of memory, all are started again with a smaller device batch. After a request to
-    stop none is started again: the error is raised.
+    If one ran out of memory, all are started again with a smaller device batch. A worker whose
+    device a replay found wrong is left out, with execution.on_wrong_card: leave_out. After a
+    request to stop none is started again: the error is raised.
     """
     from largebatch.runs.launch import start_workers
 
@@ -244,6 +247,21 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
             if is_asked_to_stop():
                 raise
             reason = str(error)
+        except WrongCardError as error:
+            suspect = _device_to_leave_out(recipe, options.out)
+            fewer = _fewer_workers(recipe, options, workers, least=least)
+            if suspect is None or is_asked_to_stop():
+                raise
+            if not restarts or fewer == workers:
+                raise WrongCardError(
+                    f"{error}; on_wrong_card: leave_out needs --restarts, and --min-workers with "
+                    "a smaller number that divides the recipe"
+                ) from None
+            reason = str(error)
+            restarts -= 1
+            workers = fewer
+            if accelerator.count():
+                accelerator.hide(suspect.worker)
         except WorkerFailedError as error:
             # A worker may fail while it stops: whoever pressed Ctrl-C does not want another start.
             if not restarts or is_asked_to_stop():
@@ -259,6 +277,16 @@ def run_workers(recipe: Recipe, options: Options) -> Summary:
             f"largebatch: {reason}\nlargebatch: {describe_saved(options.out)}; "
             f"starting {plural(workers, 'worker')} again, {plural(restarts, 'restart')} left\n",
         )
+
+
+def _device_to_leave_out(recipe: Recipe, folder: Path) -> Suspect | None:
+    """Return the device that the last replay of a run found wrong, if the recipe leaves it out."""
+    if recipe.execution.on_wrong_card != "leave_out":
+        return None
+    events = [event for event in logged(folder / LOG) if isinstance(event, WrongCard)]
+    if not events or not events[-1].is_certain:
+        return None
+    return events[-1].suspects[0]  # if there is a second one, it is found after the restart
 
 
 def _fewer_workers(recipe: Recipe, options: Options, workers: int, *, least: int) -> int:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import Pipeline
+from largebatch.data.pipeline import DTYPES, Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, cubic
 from largebatch.distributed.serial import Serial
@@ -42,6 +42,7 @@ from largebatch.training.losses import (
     cross_entropy,
     scaled_weights,
 )
+from largebatch.training.replay import Replay
 from largebatch.training.session import Session, Updates, synchronous_updates
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import DivergenceCheck, Monitors, Requests, RunLog, StepLog
@@ -179,6 +180,7 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         skip_nonfinite=recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
         clip_norm=recipe.optimizer.clip_norm,
         graph=recipe.execution.graph,
+        replay=_build_replay(recipe, pipeline, backend, log),
         updates=build_updates(recipe, state, backend),
         judge=judge,
         polish=polish,
@@ -186,6 +188,23 @@ def build_session(  # noqa: PLR0913 -- the parts of a run
         proven=proven,
         remarks=tuple(remarks),
         ignored=tuple(ignored),
+    )
+
+
+def _build_replay(
+    recipe: Recipe, pipeline: Pipeline, backend: Backend, log: RunLog
+) -> Replay | None:
+    execution = recipe.execution
+    if execution.replay_every is None:
+        return None
+    return Replay(
+        every=execution.replay_every,
+        action=execution.on_wrong_card,
+        pipeline=pipeline,
+        backend=backend,
+        seed=recipe.seed,
+        precision=DTYPES[recipe.precision],
+        log=log,
     )
 
 

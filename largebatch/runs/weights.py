@@ -21,6 +21,7 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable, reason_of, shorten
 from largebatch.models import classifier
 from largebatch.models.inputs import sizes
+from largebatch.models.wrappers import without_wrappers
 from largebatch.training.checkpoint import CONTENT, constants_of, load_checkpoint, require_finite
 from largebatch.training.state import TrainState
 
@@ -30,8 +31,6 @@ WEIGHTS, CLASSES = "model.safetensors", "classes"
 _PLACES = ("state_dict", "model", "model_state_dict", "net")
 _AVERAGED = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
 """Keys of weights, and of their moving average, in files of timm, torchvision and other tools."""
-
-_WRAPPERS = {"module", "_orig_mod"}  # parts of names, of DataParallel and torch.compile
 
 
 def begin_with(path: Path, state: TrainState, backend: Backend, *, drawn: bool) -> None:
@@ -231,7 +230,6 @@ def _name(key: str, expected: Collection[str]) -> str:
     """Return the expected name of a key, without wrappers and the module around the network."""
     # A network that was an attribute of a module has one more name in front, such as `model.`; it
     # is dropped only where the rest is a name of this model.
-    modules = [module for module in key.split(".") if module not in _WRAPPERS]
-    unwrapped = ".".join(modules)
-    inner = ".".join(modules[1:])
+    unwrapped = without_wrappers(key)
+    inner = unwrapped.partition(".")[2]
     return inner if inner in expected and unwrapped not in expected else unwrapped

@@ -23,6 +23,7 @@ from largebatch.tracking.events import (
     Note,
     Start,
     StepEvent,
+    WrongCard,
 )
 
 LINE_SECONDS = 5.0  # seconds between lines on training
@@ -65,7 +66,7 @@ class Console:
                     f"loss {four_decimals(event.loss)}  generalization gap "
                     f"{four_decimals(event.gap, sign=True)}"
                 )
-            case Note():
+            case Note() | WrongCard():
                 self._show(f"{event.stage:>10}  {event.text}")
             case Decision():
                 self._show(

@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 import platform
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from largebatch import accelerator, registry
+from largebatch.formatting import plural
 from largebatch.optional import require_psutil
 
 _PACKAGES = (
@@ -50,6 +52,26 @@ def source_commit() -> str | None:
         return git("rev-parse", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def host_name() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def device_kind(device: torch.device) -> str:
+    """Return the model of a device; two of one kind compute the same bits.
+
+    Of a CPU the number of threads belongs to it, because sums are divided by them.
+    """
+    if accelerator.is_remote(device):
+        return str(accelerator.identity(device)["device"])
+    model = platform.machine()
+    with suppress(OSError, StopIteration):  # macOS has no /proc
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        model = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"cpu {model} {kind}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -382,6 +382,38 @@ class Finish:
     summary: Summary
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A worker whose numbers differ from those of others."""
+
+    worker: int
+    host: Printable
+    device: str
+    """Model of its device, such as NVIDIA H200; cpu, with its model, without a GPU."""
+
+    unit: str | None = None
+    """Unique identifier (UUID) of the GPU; null if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongCard(_StageEvent):
+    """Gradients that two workers computed differently, with execution.replay_every."""
+
+    event: Literal["wrong_card"] = "wrong_card"
+    suspects: tuple[Suspect, ...]
+    is_certain: bool
+    """True if a third worker, or a repetition, shows that these are wrong; false if some of these
+    are wrong."""
+
+    place: str
+    """First operation whose result differs."""
+
+    last_equal: int | None
+    """Update of the last replay in which all workers were equal; null before the first one."""
+
+    text: Printable
+
+
 Event = (
     Start
     | StepEvent
@@ -392,6 +424,7 @@ Event = (
     | Decision
     | Note
     | DriftEvent
+    | WrongCard
     | Finish
 )
 EVENTS: TypeAdapter[Event] = TypeAdapter(

@@ -56,9 +56,10 @@ class Part(Enum):
     average of an EMA."""
 
 
-# Libraries choose kernels and optimizers create their state in the first update of a shape. Whether
-# the host waits for the device is found in the second, in which nothing is done for the first time.
-_WARM_UP = 2
+WARM_UP = 2
+"""Updates of a shape without a graph. Libraries choose kernels and optimizers create their state in
+the first. Whether the host waits for the device is found in the second, in which nothing is done
+for the first time."""
 
 # Shapes whose graphs are kept. A run has few at a time: one or two image sizes, each with a whole
 # and a smaller last micro-batch. All of a graph's intermediate results stay allocated.
@@ -192,7 +193,7 @@ class GraphedStep(EagerStep):
         for name in self._in_graphs:
             setattr(self.result, name, getattr(self.result, name).clone())
         self._in_graphs = set()
-        self._has_watched = self._shape.updates == _WARM_UP
+        self._has_watched = self._shape.updates == WARM_UP
         return self.result
 
     def _begin_shape(self, batch: Batch) -> None:
@@ -224,12 +225,12 @@ class GraphedStep(EagerStep):
         if len(self._shapes) > _SHAPES:
             self._shapes.pop(next(iter(self._shapes)))
         self._shape.updates += 1
-        if self._shape.updates > _WARM_UP:
+        if self._shape.updates > WARM_UP:
             self._require_unchanged()
         else:
             # Again in the second update: the first has created the state of the optimizer.
             self._shape.reads = self._reads()
-        if self._shape.updates == _WARM_UP + 1 and Part.PASSES not in self._excluded:
+        if self._shape.updates == WARM_UP + 1 and Part.PASSES not in self._excluded:
             self._shape.batch = Batch(*map(torch.empty_like, batch))
 
     def _graph_of_passes(self, batch: Batch, *, first: bool, last: bool) -> _RecordedUpdate | None:
@@ -254,7 +255,7 @@ class GraphedStep(EagerStep):
     def _graph_of_optimizer(self) -> _RecordedUpdate | None:
         """Return the optimizer's own graph, where the sums have none; None to do without."""
         is_separate = Part.SUMS in self._excluded and Part.OPTIMIZER not in self._excluded
-        if not is_separate or self._shape.updates <= _WARM_UP:
+        if not is_separate or self._shape.updates <= WARM_UP:
             return None
         if Part.PASSES not in self._replayed:
             self._require_unchanged()  # the passes may have moved weights
@@ -285,7 +286,7 @@ class GraphedStep(EagerStep):
 
     def _watch(self, part: Part, work: Callable[[], object]) -> None:
         """Do a part without a graph; in the second update of a shape, note what prevents one."""
-        if self._shape.updates != _WARM_UP:
+        if self._shape.updates != WARM_UP:
             work()
             return
         watch: AbstractContextManager[list[str]] = accelerator.waits(self._device)

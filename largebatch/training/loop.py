@@ -10,7 +10,7 @@ work on a GPU and replays it (training/graph.py).
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -185,6 +185,13 @@ class EagerStep:
     def __post_init__(self) -> None:
         self._one = torch.ones((), device=self.reducer.device)
         self.result = self._new_result(self.scaler.scale(self._one))
+
+    def without_graph(self) -> "EagerStep":
+        """Return a step over the same objects that computes one update without a graph."""
+        names = [it.name for it in fields(EagerStep) if it.init]
+        step = EagerStep(**{name: getattr(self, name) for name in names})
+        step.frozen = self.frozen
+        return step
 
     def begin(self) -> None:
         """Begin the result of an update: nothing is computed yet."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from largebatch.data.pipeline import Pipeline
+from largebatch.data.types import Batches
 from largebatch.distributed.backend import Backend
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.arithmetic.plan import Plan
@@ -21,6 +22,7 @@ from largebatch.training.checkpoint import Saver
 from largebatch.training.graph import UseGraph, step_for
 from largebatch.training.judging import Evaluator, Judge
 from largebatch.training.loop import Criterion, Update, step_seeds, train
+from largebatch.training.replay import Replay
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
 
@@ -42,6 +44,8 @@ class Training:
     skip_nonfinite: bool
     clip_norm: float | None
     graph: UseGraph
+    replay: Replay | None = None
+    """Compares passes of the workers in some updates; None without execution.replay_every."""
 
 
 class StageSteps(NamedTuple):
@@ -69,15 +73,28 @@ def synchronous_updates(
     training: Training, part: StageSteps, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
     """Make synchronous updates by the training loop; call `after` and yield after each."""
-    state = training.state
     step_log = training.step_log
+    batches = training.pipeline.training(part.steps, clean=part.clean)
+    step_log.resume_clock()
+    with closing(make_updates(training, part, batches)) as updates:
+        for update in updates:
+            log_update(part.stage, update, training.state, step_log)
+            after()
+            yield
+            if not step_log.is_training:  # it was flushed, for something other than updates
+                step_log.resume_clock()
+
+
+def make_updates(
+    training: Training, part: StageSteps, batches: Batches
+) -> Generator[Update, None, None]:
+    """Make the updates of a stage on its batches, which are closed at the end, and yield each."""
+    state = training.state
     make_step = step_for(
         training.graph,
         training.backend.device,
         note=partial(training.log.note_once, part.stage),
     )
-    batches = training.pipeline.training(part.steps, clean=part.clean)
-    step_log.resume_clock()
     with closing(batches):
         # A schedule of the batch has pieces, each with its own global batch and accumulation.
         for steps, global_batch, accumulation in training.plan.within(part.steps):
@@ -91,10 +108,14 @@ def synchronous_updates(
                 global_batch=global_batch,
                 skip_nonfinite=training.skip_nonfinite,
                 clip_norm=training.clip_norm,
-                measure_norm=step_log.monitors.measure_norm,
+                measure_norm=training.step_log.monitors.measure_norm,
                 follow=state.move_average,
             )
-            updates = train(
+            if training.replay is not None:
+                step = training.replay.checked(
+                    step, stage=part.stage, steps=steps, clean=part.clean
+                )
+            yield from train(
                 step,
                 batches,
                 state.updater.schedule,
@@ -102,12 +123,6 @@ def synchronous_updates(
                 accumulation=accumulation,
                 seed=step_seeds(training.seed, training.backend.rank),
             )
-            for update in updates:
-                log_update(part.stage, update, state, step_log)
-                after()
-                yield
-                if not step_log.is_training:  # it was flushed, for something other than updates
-                    step_log.resume_clock()
 
 
 def log_update(stage: StageName, update: Update, state: TrainState, step_log: StepLog) -> None:

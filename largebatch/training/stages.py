@@ -170,7 +170,7 @@ def run_stages(session: Session, *, until: int) -> bool:
     state = session.state
     begin = 0
     ended = {result.name for result in state.stages}
-    with collected_by_hand(), fastest_convolutions(session.plan):
+    with collected_by_hand(), convolutions(session.plan, repeat=session.replay is not None):
         for stage in stages_of(session.polish):
             # Where a stage ends is in the plan, so a resumed run enters the one that was left.
             end = stage.end(session.plan)
@@ -225,17 +225,21 @@ def collected_by_hand() -> Iterator[None]:
 
 
 @contextmanager
-def fastest_convolutions(plan: Plan) -> Iterator[None]:
+def convolutions(plan: Plan, *, repeat: bool) -> Iterator[None]:
     """Use the convolutions of cuDNN or MIOpen that are fastest in a trial, for images of one size.
 
-    The choice may differ between starts, and the last bits with it. Nothing is changed if PyTorch
+    The choice may differ between starts and workers, and the last bits with it. With `repeat`
+    deterministic ones are used, which are the same on equal devices. Nothing is changed if PyTorch
     is set to be deterministic.
     """
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    before = cudnn.benchmark
-    if not deterministic and not plan.sizes:
+    before = cudnn.benchmark, cudnn.deterministic
+    if repeat and not deterministic:
+        cudnn.benchmark = False
+        cudnn.deterministic = True
+    elif not deterministic and not plan.sizes:
         cudnn.benchmark = True
     try:
         yield
     finally:
-        cudnn.benchmark = before
+        cudnn.benchmark, cudnn.deterministic = before

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from decoding import assert_is_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from largebatch.cli.main import DONE, main
-from largebatch.data.images import read_images
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.images import Images, read_images
 from largebatch.data.order import sample_ids, samples_at, unrepeated
 from largebatch.data.pipeline import Pipeline, open_images
+from largebatch.data.types import IntArray
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
+from largebatch.errors import DataError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.data import Order
 from largebatch.recipe.loading import load_recipe
@@ -221,24 +223,58 @@ def test_what_an_order_cannot_be_is_refused(order: str) -> None:
         load_recipe("digits_96", [f"data.order={order}"])
 
 
-@pytest.mark.parametrize(
-    ("labels", "is_warned"), [("sorted", True), ("shuffled", False), ("one window", False)]
-)
-def test_a_run_on_images_sorted_by_class_begins_with_a_warning(
-    labels: str, is_warned: bool
+SORTED = np.arange(1437) // 144  # ten classes
+IN_WINDOWS = Order(chunk=32, window=4)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Images:
+    return read_images(load_recipe("digits_96"), Serial(), folder=None)
+
+
+def with_labels(images: Images, labels: IntArray) -> Images:
+    return replace(images, train=replace(images.train, labels=labels))
+
+
+def test_images_sorted_by_class_are_refused_unless_the_order_mixes_them(digits: Images) -> None:
+    images = with_labels(digits, SORTED)
+    with pytest.raises(DataError, match=r"data\.order: 99\.4 %.*largebatch data import"):
+        images.check_order(IN_WINDOWS)  # nine of 1,436 pairs of neighbours differ
+    for order in (None, Order(chunk=1, window=4), Order(chunk=32, window=1000)):
+        assert images.check_order(order) is None
+
+
+def test_images_that_are_partly_sorted_begin_a_run_with_a_warning(digits: Images) -> None:
+    labels = np.random.default_rng(0).permutation(SORTED)
+    labels[:430].sort()
+    warning = with_labels(digits, labels).check_order(IN_WINDOWS)
+    assert warning is not None
+    assert "data.order" in warning
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+@pytest.mark.parametrize("number", [200, 1437])
+def test_shuffled_images_are_neither_refused_nor_warned_of(
+    classes: int, number: int, digits: Images
 ) -> None:
-    recipe = load_recipe("digits_96")
-    images = read_images(recipe, Serial(), folder=None)
-    if labels == "shuffled":
-        shuffled = np.random.default_rng(0).permutation(images.train.labels)
-        images = replace(images, train=replace(images.train, labels=shuffled))
-    order = Order(chunk=32, window=1000 if labels == "one window" else 4)
-    warning = images.describe_order(order)
-    assert (warning is not None) == is_warned
-    if warning is not None:
-        # Rows are sorted by class, so there are nine changes between ten of them.
-        assert f"{100 * (1 - 9 / 1436):.3g} %" in warning
-    assert images.describe_order(None) is None
+    random = np.random.default_rng(classes)
+    # Classes of very different sizes, too.
+    for labels in (np.arange(number) % classes, random.geometric(0.5, number)):
+        for _ in range(20):
+            images = with_labels(digits, random.permutation(labels))
+            assert images.check_order(IN_WINDOWS) is None
+
+
+def test_a_run_on_sorted_images_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    changes = ["--set", "data.order={chunk: 32, window: 4}"]
+    assert main(["train", "digits_96", *changes, "--out", str(out)]) == USER
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "data.order" in printed
+    assert not out.exists()
 
 
 def test_the_plan_names_the_images_of_a_window_and_the_chunks_of_an_update(

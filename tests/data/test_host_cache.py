@@ -25,7 +25,7 @@ from largebatch.address import place_of
 from largebatch.bucket import ChangedError, open_bucket
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import host_cache
-from largebatch.data.decoders.host_cache import Blocks, next_position
+from largebatch.data.decoders.host_cache import Blocks, block_bytes, next_positions
 from largebatch.data.decoders.reader import open_reader, read, read_ahead
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.order import sample_ids, samples_at
@@ -34,6 +34,7 @@ from largebatch.data.types import HostCache, TrainingOrder
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Order
 from largebatch.recipe.loading import load_recipe
 
 PLACE = place_of("s3://photos/small")
@@ -59,7 +60,8 @@ def server(
     folder: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None
 ) -> Iterator[tuple[Storage, Proxy]]:
     """The bucket with the shards and their index, behind a proxy that has seen nothing yet."""
-    monkeypatch.setattr(host_cache, "BLOCK_BYTES", 8192)
+    for length in ("BLOCK_BYTES", "LARGE_BLOCK_BYTES"):
+        monkeypatch.setattr(host_cache, length, 8192)
     with connected(monkeypatch) as (objects, proxy):
         upload(folder, objects, to="small")
         for split in ("train", "val"):
@@ -166,6 +168,69 @@ def test_less_room_than_images_needs_few_more_reads_than_the_best_possible(
     assert 0 < sum(path.stat().st_size for path in files if path.is_file()) <= share
 
 
+@pytest.mark.parametrize("is_near", [True, False])
+def test_blocks_are_large_where_they_are_fetched_ahead_anyway(
+    is_near: bool,
+    folder: Path,
+    server: tuple[Storage, Proxy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, proxy = server
+    monkeypatch.setattr(host_cache, "LARGE_BLOCK_BYTES", 2**16)
+    if not is_near:
+        monkeypatch.setattr(host_cache, "LOOKAHEAD_BYTES", 10_000)
+    index = cached(tmp_path)
+    assert contents(index, batches=range(24)) == expected(folder, batches=range(24))
+    assert index.offsets is not None
+    length = 2**16 if is_near else 8192
+    cells = {(index.paths[row], int(index.offsets[row]) // length) for row in range(NUMBER)}
+    assert len(proxy.ranges) == len(set(proxy.ranges)) == len(cells)
+
+
+PHOTOS = {"num_samples": 1_281_167, "num_bytes": 140 * 10**9}
+THUMBNAILS = {"num_samples": 50_000, "num_bytes": 125 * 10**6}
+
+
+@pytest.mark.parametrize(
+    ("images", "order", "share", "workers", "is_large"),
+    [
+        pytest.param(PHOTOS, None, None, 2, False, id="the whole set is out of reach"),
+        pytest.param(THUMBNAILS, None, None, 2, True, id="the whole set is in reach"),
+        pytest.param(PHOTOS, Order(chunk=16, window=64), None, 2, True, id="a window is in reach"),
+        pytest.param(PHOTOS, Order(chunk=256, window=64), None, 2, False, id="a window is not"),
+        pytest.param(PHOTOS, Order(chunk=1, window=64), None, 2, False, id="no chunks"),
+        pytest.param(THUMBNAILS, Order(chunk=256, window=999), None, 2, True, id="one window"),
+        pytest.param(THUMBNAILS, None, 62 * 10**6, 2, False, id="no room"),
+        pytest.param(THUMBNAILS, None, 63 * 10**6, 2, True, id="room"),
+        pytest.param(THUMBNAILS, None, None, 4, False, id="another host has the other workers"),
+    ],
+)
+def test_the_length_of_blocks(
+    images: dict[str, int],
+    order: Order | None,
+    share: int | None,
+    workers: int,
+    is_large: bool,
+    tmp_path: Path,
+) -> None:
+    of_training = TrainingOrder(
+        seed=0,
+        num_samples=images["num_samples"],
+        trained=None,
+        repeats=1,
+        order=order,
+        device_batch=64,
+        ranks=range(2),
+        workers=workers,
+    )
+    cache = HostCache(tmp_path, share, worker=1, workers=2, order=of_training)
+    length = 2**20 if is_large else 2**18
+    assert block_bytes(cache, **images) == length
+    # Validation reads images in their order.
+    assert block_bytes(replace(cache, order=None), **images) == 2**20
+
+
 def misses(
     sequence: list[int],
     sizes: list[int],
@@ -227,7 +292,7 @@ def test_a_worker_that_is_killed_during_a_fetch_does_not_stop_the_others(
     blocks = Blocks(index, index.cache)  # type: ignore[arg-type]  # it has one
     blocks.close()
     path = blocks._path(0)
-    path.parent.mkdir(parents=True)
+    Path(path).parent.mkdir(parents=True)
     command = [sys.executable, "-c", KILLED, f"{path}.partial"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as process,
@@ -320,15 +385,15 @@ def test_a_block_is_expected_until_its_images_have_been_read(
 def test_uses_of_files_need_no_memory(tmp_path: Path) -> None:
     keeper = host_cache.Keeper(tmp_path, share=None, worker=0, workers=1)
     for use in range(1000):
-        keeper.note(tmp_path / str(use % 10), 5, next_use=use)
+        keeper.note(str(tmp_path / str(use % 10)), 5, next_use=use)
     assert len(keeper._queue) <= 2 * 10
     assert keeper._total == 50
 
 
 def test_a_file_that_is_expected_goes_after_its_use(tmp_path: Path) -> None:
     keeper = host_cache.Keeper(tmp_path, share=20, worker=0, workers=1)
-    last, first, second = (tmp_path / name for name in ("last", "first", "second"))
-    keeper.pin(last, 1)
+    last, first, second = (str(tmp_path / name) for name in ("last", "first", "second"))
+    keeper.pin(last)
     for path, next_use in ((last, 90), (first, 10), (second, 20)):
         keeper.note(path, 10, next_use=next_use)
     # The farthest use is that of the expected file, so the next one went.
@@ -436,9 +501,12 @@ def test_the_next_use_is_that_of_this_hosts_workers(repeats: int, is_part: bool)
         range(6 * number), seed=3, num_samples=NUMBER, trained=trained, repeats=repeats
     )
     own = [sample if place % 12 >= 6 else -1 for place, sample in enumerate(samples.tolist())]
-    for row in range(0, NUMBER, 5):
-        for after in (0, 5, 100, number - 1, number, 3 * number + 7):
-            end = (after // number + 2) * number  # two epochs are looked at
-            uses = [place for place in range(after + 1, end) if own[place] == row]
-            first = uses[0] if uses else host_cache.NEVER
-            assert next_position(order, np.array([row]), after=after) == first
+    firsts = np.arange(0, NUMBER - 3, 5)
+    ends = firsts + np.arange(len(firsts)) % 3 + 1  # ranges of one, two and three rows
+    for after in (0, 5, 100, number - 1, number, 3 * number + 7):
+        end = (after // number + 2) * number  # two epochs are looked at
+        found = next_positions(order, firsts, ends, after=after).tolist()
+        for first, stop, next_use in zip(firsts.tolist(), ends.tolist(), found, strict=True):
+            rows = range(first, stop)
+            uses = [place for place in range(after + 1, end) if own[place] in rows]
+            assert next_use == (uses[0] if uses else host_cache.NEVER)

@@ -258,6 +258,47 @@ def test_a_log_is_not_left_older_than_its_checkpoint(
     assert (out / "checkpoints" / "step-00000002.safetensors").read_bytes() == b"y"
 
 
+def test_a_copy_that_was_interrupted_is_completed(
+    folder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is there, and the recipe, which is the last, is not."""
+    whole = a_folder(folder.folder / "mine")
+    (whole / "recipe.yaml").write_text("x", encoding="utf-8")
+    out = tmp_path / "mine"
+
+    def lost(self: Bucket, name: str) -> bytes:
+        if name == "recipe.yaml":
+            raise OSError("connection lost")
+        return whole_read(self, name)
+
+    whole_read = Bucket.read
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "read", lost)
+        with pytest.raises(CheckpointError, match="connection lost"):
+            bring_up_to_date(out, folder / "mine", resume=True)
+    assert (out / "checkpoints" / "step-00000001.safetensors").is_file()
+    bring_up_to_date(out, folder / "mine", resume=True)
+    assert (out / "recipe.yaml").read_text(encoding="utf-8") == "x"
+
+
+def test_the_files_of_tensorboard_are_copied_and_come_back(folder: Address, tmp_path: Path) -> None:
+    out = a_folder(tmp_path / "a" / "mine")
+    (out / "recipe.yaml").write_text("x", encoding="utf-8")
+    (out / "tensorboard").mkdir()
+    events = "tensorboard/events.out.tfevents.1790000000.host-1.example.42.0"
+    (out / events).write_bytes(b"scalars")
+    (out / "tensorboard" / "events.py").write_text("not of a run", encoding="utf-8")
+    copies = Mirror(out, folder / "mine", note=lambda _: None)
+    copies.start()
+    copies.close(seconds=60)
+    assert {name for name in names(folder / "mine") if "/" in name} == {
+        "checkpoints/step-00000001.safetensors",
+        events,
+    }
+    bring_up_to_date(tmp_path / "b" / "mine", folder / "mine", resume=True)
+    assert (tmp_path / "b" / "mine" / events).read_bytes() == b"scalars"
+
+
 def test_a_machine_that_stood_still_does_not_write_over_its_successor(
     folder: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,20 +14,21 @@ import torch
 from mlperf_logs import finish
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log, weights
 
-from largebatch import run
+from largebatch import accelerator, run
 from largebatch.errors import (
     BackendError,
     DataError,
     LargebatchError,
     SmallerBatchError,
     WorkerFailedError,
+    WrongCardError,
 )
 from largebatch.runs import launch
 from largebatch.runs import run as runs
 from largebatch.runs.interrupts import StopRequests
 from largebatch.runs.options import Options
 from largebatch.runs.run import JOB, run_workers, start
-from largebatch.tracking.events import SUMMARY, write_json
+from largebatch.tracking.events import EVENTS, LOG, SUMMARY, Suspect, WrongCard, write_json
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(
@@ -65,6 +66,19 @@ class Machine:
             (self.folder / f"step-{len(self.started):08d}.safetensors").touch()
         if end == "well":
             write_json(self.folder.parent / SUMMARY, finish().summary)
+        if end == "wrong card":
+            suspect = Suspect(worker=1, host="node17", device="NVIDIA H200")
+            event = WrongCard(
+                stage="train",
+                step=9,
+                suspects=(suspect,),
+                is_certain=True,
+                place="convolution of conv1 (forward)",
+                last_equal=4,
+                text="worker 1 computes wrong numbers",
+            )
+            (self.folder.parent / LOG).write_bytes(EVENTS.dump_json(event) + b"\n")
+            raise WrongCardError(event.text)
         if end == "user":
             raise DataError("image.png: not an image")
         if end.startswith("stopped"):
@@ -128,6 +142,35 @@ def test_after_want_of_memory_workers_are_started_again_uncounted(
     monkeypatch.setattr(launch, "start_workers", machine.start)
     run_workers(a_recipe(CLEAN), Options(out=tmp_path, workers=2))
     assert machine.started == [(2, False), (2, "auto"), (2, "auto")]
+
+
+def test_a_device_that_computes_wrong_numbers_is_left_out_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, ["wrong card", "well"])
+    monkeypatch.setattr(launch, "start_workers", machine.start)
+    monkeypatch.setattr(accelerator, "count", lambda: 4)
+    monkeypatch.setenv(accelerator.visible_devices_variable(), "4,5,6,7")
+    options = Options(out=tmp_path, workers=4, restarts=1, min_workers=3)
+    recipe = a_recipe(CLEAN, changes=("execution.on_wrong_card=leave_out",))
+    run_workers(recipe, options)
+    assert machine.started == [(4, False), (3, "auto")]
+    assert os.environ[accelerator.visible_devices_variable()] == "4,6,7"
+
+
+@pytest.mark.parametrize(
+    ("action", "least"),
+    [pytest.param("stop", 3, id="stop"), pytest.param("leave_out", 4, id="no worker less")],
+)
+def test_a_wrong_device_ends_a_run_that_may_not_leave_it_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, least: int
+) -> None:
+    machine = Machine(tmp_path, ["wrong card"])
+    monkeypatch.setattr(launch, "start_workers", machine.start)
+    options = Options(out=tmp_path, workers=4, restarts=1, min_workers=least)
+    recipe = a_recipe(CLEAN, changes=(f"execution.on_wrong_card={action}",))
+    with pytest.raises(WrongCardError, match="worker 1"):
+        run_workers(recipe, options)
 
 
 def test_the_time_limit_is_that_of_all_starts_together(

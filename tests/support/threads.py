@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from largebatch.distributed.backend import own_part
 
 T = TypeVar("T")
 
@@ -18,14 +20,26 @@ class Done:
         """Return at once."""
 
 
+class _Exchange:
+    """What the workers of a group share: a table, and the groups of its parts by first worker."""
+
+    def __init__(self, workers: int) -> None:
+        self.table = [torch.empty(0)] * workers
+        self.barrier = threading.Barrier(workers, timeout=600)
+        self.lock = threading.Lock()
+        self.parts: dict[int, _Exchange] = {}
+
+
 class Thread:
     """One worker of a Group (distributed/backend.py), with a place in a table that all see."""
 
-    def __init__(self, rank: int, table: list[Tensor], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, exchange: "_Exchange") -> None:
         self.rank = rank
-        self.world_size = len(table)
-        self._table = table
-        self._barrier = barrier
+        self.world_size = len(exchange.table)
+        self._table = exchange.table
+        self._barrier = exchange.barrier
+        self._lock = exchange.lock
+        self._parts = exchange.parts
         self.calls = 0
         self.device = torch.device("cpu")
 
@@ -43,15 +57,23 @@ class Thread:
         tensor.copy_(self.all_gather(tensor.clone()).sum(0))
         return Done()
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Self:
-        """Return the group of all workers, the only one there is."""
-        assert [list(part) for part in parts] == [list(range(self.world_size))]
-        return self
+    def barrier(self) -> None:
+        """Wait for the other workers."""
+        self._barrier.wait()
+
+    def split(self, parts: Sequence[Sequence[int]]) -> "Thread":
+        """Return the group of this worker's part."""
+        own = own_part(parts, rank=self.rank, world_size=self.world_size)
+        if len(own) == self.world_size:
+            return self
+        with self._lock:
+            if own[0] not in self._parts:
+                self._parts[own[0]] = _Exchange(len(own))
+        return Thread(own.index(self.rank), self._parts[own[0]])
 
 
 def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
     """Run the work on `workers` threads and return the results."""
-    table = [torch.empty(0)] * workers
-    barrier = threading.Barrier(workers, timeout=600)
+    exchange = _Exchange(workers)
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, [Thread(rank, table, barrier) for rank in range(workers)]))
+        return list(pool.map(work, [Thread(rank, exchange) for rank in range(workers)]))

@@ -1,1 +1,1 @@
-"""The audit of a resumption: is the rest of a run the same training as without the stop?"""
+"""The audit of a resumption: the rest of a run beside that of a run without a stop."""

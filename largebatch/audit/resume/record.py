@@ -1,4 +1,4 @@
-"""What a process did in each of its updates, as an observed run writes it and a comparison reads it.
+"""What a process did in each of its updates: written by observed runs, read by the comparison.
 
 A run of W workers leaves a file of JSON lines for each worker. Tensors are recorded as digests of
 their bits and, in the updates that are compared, as linear sketches, from which the distance of two
@@ -27,8 +27,8 @@ class Trace:
     """Euclidean norm."""
 
     sketch: tuple[float, ...] = ()
-    """Products with fixed random signs, divided by the square root of their number; empty in
-    updates of which only digests are kept."""
+    """Sums of the elements at fixed random places with fixed random signs; empty if there is
+    none."""
 
     def distance(self, other: "Trace") -> float:
         """Estimate the relative distance of two tensors: 0 for equal bits, NaN without sketches."""
@@ -45,7 +45,8 @@ class Batch:
     """A batch that the training loop read."""
 
     loader: int
-    """Number of the loader, in the order in which the process first read from each."""
+    """Number of the loader, in the order in which the process first read from each; -1 for inputs
+    of the model that no DataLoader gave."""
 
     epoch: int
     """Number of earlier iterations over this loader in this process."""
@@ -54,7 +55,8 @@ class Batch:
     """Number of batches that this iteration gave before."""
 
     indices: tuple[int, ...] | None = None
-    """Sample numbers in the data set; None if the loader's sampler does not draw them."""
+    """Sample numbers in the data set, also of a Subset in the whole one; None if the loader's
+    sampler does not draw them."""
 
     samples: tuple[str, ...] = ()
     """Digest of each sample's inputs, as the loop got them: after augmentation."""
@@ -118,13 +120,14 @@ class Update:
     """Last loss on which `backward` was called, if it is a number; None if it was not seen."""
 
     weights: Mapping[str, Trace] = field(default_factory=dict)
-    """Parameters of the model by name, without prefixes of wrappers (module., _orig_mod.)."""
+    """Parameters of the model by name, without prefixes of wrappers (module., _orig_mod.);
+    `group 0.3` for a tensor of the optimizer that is in no module that was called."""
 
     gradients: Mapping[str, Trace] = field(default_factory=dict)
     """Gradients that the optimizer uses, by parameter."""
 
     buffers: Mapping[str, Trace] = field(default_factory=dict)
-    """Buffers of the model by name: running statistics."""
+    """Buffers of the model by name, before the update's first forward pass: running statistics."""
 
     state: Mapping[str, Trace | float] = field(default_factory=dict)
     """State of the optimizer: `parameter:key`, for example `conv1.weight:momentum_buffer`."""
@@ -137,10 +140,11 @@ class Update:
 
     generators: Mapping[str, str] = field(default_factory=dict)
     """Digests of the states of random generators before the update's first forward pass: python,
-    numpy, torch, cuda:0."""
+    numpy, torch, cuda:0; without those that were never seeded nor drawn from."""
 
     masks: tuple[str, ...] = ()
-    """Digests of what dropout layers kept, in the order of their calls since the update before."""
+    """Digests of what decides the masks of dropout layers (state of the generator, shape and
+    probability), in the order of their calls since the update before."""
 
     saved: tuple[Saved, ...] = ()
     """Files written by torch.save since the update before."""

@@ -1,9 +1,10 @@
 """Blocks of a bucket's shards on the disk of a host, fetched ahead of their use.
 
-A block is the consecutive images of a shard that begin within the same BLOCK_BYTES; it is read in
-one request and kept as one file, which ends with a checksum. The name of a file contains the ETag
-of its shard, so a changed shard has other files. Requests are known ahead, and so are the blocks
-that a reader will need: `Blocks.expect` starts to fetch them, in order.
+A block is the consecutive images of a shard that begin within the same BLOCK_BYTES, or within
+LARGE_BLOCK_BYTES (`block_bytes` chooses); it is read in one request and kept as one file, which
+ends with a checksum. The name of a file contains the ETag of its shard, so a changed shard has
+other files. Requests are known ahead, and so are the blocks that a reader will need:
+`Blocks.expect` starts to fetch them, in order.
 
 Workers of a host share the folder. A file is written under a lock, under another name, and renamed
 when it is whole: another worker that needs the block waits for the lock and finds the file. The
@@ -25,13 +26,11 @@ import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
 
 import numpy as np
 
@@ -47,11 +46,15 @@ BLOCK_BYTES = 2**18
 """Two photographs of ImageNet, or a hundred of CIFAR-10. A request of this length from a server
 with 20 ms of latency takes little longer than one of a byte."""
 
+LARGE_BLOCK_BYTES = 2**20
+"""A byte costs the least processor time from this length on: a request, a lock and a file have a
+cost of their own, which this many bytes make small."""
+
 FETCHES = 64  # blocks that a worker fetches at the same time
 LOOKAHEAD_BYTES = 2**28  # bytes of blocks that a reader expects at a time, at most
 NEVER = 2**62  # next use of a block that is not needed again
 
-_Entry = tuple[int, int, Path]
+_Entry = tuple[int, int, str]
 """-next use, number of the entry, and file: the file that is needed last is the first of a heap."""
 
 _LOCK = "lock"
@@ -67,13 +70,14 @@ class Keeper:
         """Bytes that this worker may keep; None: no limit."""
 
         self._lock = threading.Lock()
-        self._sizes: dict[Path, int] = {}
+        # By path; a string, because a Path takes longer to hash than a small image to read.
+        self._sizes: dict[str, int] = {}
         self._total = 0
-        self._pins: Counter[Path] = Counter()
+        self._pins: Counter[str] = Counter()
         self._numbers = itertools.count()
-        self._newest: dict[Path, _Entry] = {}
+        self._newest: dict[str, _Entry] = {}
         self._queue: list[_Entry] = []
-        self._set_aside: dict[Path, _Entry] = {}  # of pinned files
+        self._set_aside: dict[str, _Entry] = {}  # of pinned files
         self._adopt(worker, workers)
 
     def _adopt(self, worker: int, workers: int) -> None:
@@ -98,9 +102,9 @@ class Keeper:
                 _remove_abandoned(path)
                 continue
             with suppress(OSError):
-                self.note(path, path.stat().st_size, next_use=NEVER)
+                self.note(str(path), path.stat().st_size, next_use=NEVER)
 
-    def note(self, path: Path, size: int, *, next_use: int | None) -> None:
+    def note(self, path: str, size: int, *, next_use: int | None) -> None:
         """Account for a file, or change its next use, a position; None: it is kept longest."""
         with self._lock:
             if path not in self._sizes:
@@ -118,19 +122,19 @@ class Keeper:
                 self._set_aside.clear()
             self._remove_surplus()
 
-    def owns(self, path: Path) -> bool:
+    def owns(self, path: str) -> bool:
         """Return True if this worker accounts for a file."""
         return path in self._sizes
 
-    def pin(self, path: Path, count: int) -> None:
+    def pin(self, path: str) -> None:
         """Keep a file until `unpin` has been called as many times."""
         with self._lock:
-            self._pins[path] += count
+            self._pins[path] += 1
 
-    def unpin(self, path: Path, count: int = 1) -> None:
+    def unpin(self, path: str) -> None:
         """Undo `pin`; remove what is above the share."""
         with self._lock:
-            self._pins[path] -= count
+            self._pins[path] -= 1
             if self._pins[path] > 0:
                 return
             del self._pins[path]
@@ -157,7 +161,7 @@ class Keeper:
                 # they would all be looked at again for the next file that is removed.
                 self._set_aside[path] = entry
                 continue
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
             self._total -= self._sizes.pop(path)
             del self._newest[path]
 
@@ -181,12 +185,14 @@ class Blocks:
         self._bucket = open_bucket(index.root)
         self._versions = index.versions
         self._order = cache.order
+        self._latest: int | None = None  # last position that was expected; None: not known
         folder = cache.folder / hashlib.sha256(index.root.url.encode()).hexdigest()[:16]
         self._keeper = _keeper(folder, cache.share, cache.worker, cache.workers)
         self._shards = index.paths.holders
         which = index.paths.which
         ends = index.offsets + index.num_bytes
-        cells = index.offsets // BLOCK_BYTES
+        length = block_bytes(cache, num_bytes=int(index.num_bytes.sum()), num_samples=len(index))
+        cells = index.offsets // length
         # Rows are in the order of the shards and of the images in them.
         is_first = np.ones(len(which), dtype=np.bool_)
         is_first[1:] = (which[1:] != which[:-1]) | (cells[1:] != cells[:-1])
@@ -198,7 +204,8 @@ class Blocks:
         firsts = np.searchsorted(self._shard_of, np.arange(len(self._shards) + 1)).tolist()
         self._blocks_of = dict(zip(self._shards, map(range, firsts, firsts[1:]), strict=False))
         self._folders = [
-            self._keeper.folder / _folder_of(name, self._versions[name]) for name in self._shards
+            f"{self._keeper.folder}/{_folder_of(name, self._versions[name])}"
+            for name in self._shards
         ]
         self._knows_kept = False
         self._warned = False
@@ -218,21 +225,27 @@ class Blocks:
 
     def expect(self, request: Request) -> None:
         """Start to fetch the blocks of a request."""
-        if not self._knows_kept:
+        if request.start is not None:
+            self._latest = request.start + len(request.samples) - 1
+        if not self._knows_kept and self._keeper.share is not None:
             self._knows_kept = True
-            self._note_kept(request)
+            self._note_kept()
         blocks, counts = np.unique(self._block_of[request.samples], return_counts=True)
-        for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+        # Without a limit no block is removed, and its next use does not matter.
+        is_known = request.start is not None and self._keeper.share is not None
+        next_uses = self._next_uses(blocks) if is_known else [None] * len(blocks)
+        for block, count, next_use in zip(blocks.tolist(), counts.tolist(), next_uses, strict=True):
             path = self._path(block)
-            self._keeper.pin(path, count)
             with self._lock:
-                if block not in self._expected:
-                    self._expected_bytes += int(self._lengths[block])
+                is_new = block not in self._expected
                 self._expected[block] += count
+                if is_new:
+                    self._expected_bytes += int(self._lengths[block])
+                    self._keeper.pin(path)
             if self._keeper.owns(path):
-                self._note(block, request)
+                self._note(block, path, next_use)
             if not self._ready[block]:
-                self._start(block, request)
+                self._start(block, next_use)
 
     def read(self, content: Bytes, location: Location) -> None:
         """Fill `content` with an image; raise OSError if its block cannot be fetched now."""
@@ -257,8 +270,8 @@ class Blocks:
         with self._lock:  # threads may still read
             expected = self._expected
             self._expected = Counter()
-        for block, count in expected.items():
-            self._keeper.unpin(self._path(block), count)
+        for block in expected:
+            self._keeper.unpin(self._path(block))
 
     def _read_block(self, content: Bytes, block: int, offset: int) -> bool:
         """Fill `content` from the block's file; return False if the disk has no room for it."""
@@ -284,37 +297,37 @@ class Blocks:
             if block not in self._expected:
                 return
             self._expected[block] -= 1
-            if self._expected[block] == 0:
-                del self._expected[block]
-                self._expected_bytes -= int(self._lengths[block])
+            if self._expected[block] > 0:
+                return
+            del self._expected[block]
+            self._expected_bytes -= int(self._lengths[block])
         self._keeper.unpin(self._path(block))
 
-    def _path(self, block: int) -> Path:
-        return self._folders[int(self._shard_of[block])] / str(self._starts[block])
+    def _path(self, block: int) -> str:
+        # With its length: blocks of another division of the shard are other files.
+        folder = self._folders[self._shard_of[block]]
+        return f"{folder}/{self._starts[block]}-{self._lengths[block]}"
 
-    def _start(self, block: int, request: Request | None = None) -> Future[bool]:
+    def _start(self, block: int, next_use: int | None = None) -> Future[bool]:
         """Return the job that makes a block ready."""
         with self._lock:
             job = self._jobs.get(block)
             if job is None:
-                job = self._jobs[block] = self._pool.submit(self._make_ready, block, request)
+                job = self._jobs[block] = self._pool.submit(self._make_ready, block, next_use)
             return job
 
-    def _make_ready(self, block: int, request: Request | None) -> bool:
+    def _make_ready(self, block: int, next_use: int | None) -> bool:
         """Fetch a block unless it is whole on the disk; return False if that has no room."""
         path = self._path(block)
         try:
             if not self._is_whole(path, block):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with _locked(path.with_name(path.name + PARTIAL)) as (partial, file):
-                    # Another worker may have fetched it in the meantime.
-                    if not self._is_whole(path, block):
-                        self._fetch(block, path, partial, file)
-                        self._note(block, request)
+                self._fetch_once(path, block, next_use)
             self._ready[block] = 1
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
+            if self._keeper.share is None:
+                self._note_kept()
             if not self._keeper.shrink() and not self._warned:
                 self._warned = True  # not once for every block
                 _LOG.warning("%s: the disk is full; images are read from the bucket", path)
@@ -324,7 +337,24 @@ class Blocks:
                 del self._jobs[block]
         return True
 
-    def _fetch(self, block: int, path: Path, partial: Path, file: BinaryIO) -> None:
+    def _fetch_once(self, path: str, block: int, next_use: int | None) -> None:
+        """Fetch a block under a lock, unless another worker of the host has."""
+        partial = Path(path + PARTIAL)
+        file = _locked(partial)
+        try:
+            if self._is_whole(path, block):
+                partial.unlink()
+            else:
+                self._fetch(block, file)
+                partial.replace(path)
+                self._note(block, path, next_use)
+        except BaseException:
+            partial.unlink(missing_ok=True)  # only who has the lock removes or renames it
+            raise
+        finally:
+            os.close(file)
+
+    def _fetch(self, block: int, file: int) -> None:
         name = self._shards[int(self._shard_of[block])]
         content = self._bucket.read_range(
             name,
@@ -332,65 +362,90 @@ class Blocks:
             int(self._lengths[block]),
             version=self._versions[name],
         )
-        try:
-            file.truncate(0)
-            file.write(content)
-            file.write(checksum([content]))
-            file.flush()
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        if os.fstat(file).st_size:  # of a killed worker
+            # Not of an empty file: ext4 would then write it to the disk when it is closed.
+            os.ftruncate(file, 0)
+        for part in (content, memoryview(checksum([content]))):
+            done = 0
+            while done < len(part):
+                done += os.write(file, part[done:])
 
-    def _is_whole(self, path: Path, block: int) -> bool:
+    def _is_whole(self, path: str, block: int) -> bool:
         # Not flushed to the disk when it was written: the checksum shows what a power failure lost.
-        return is_whole(path, int(self._lengths[block]))
+        return is_whole(Path(path), int(self._lengths[block]))
 
-    def _note_kept(self, request: Request) -> None:
-        """Compute the next uses of blocks that earlier runs have left."""
-        if self._keeper.share is None:  # none is removed
-            return
-        for block in range(len(self._starts)):
-            if self._keeper.owns(self._path(block)):
-                self._note(block, request)
+    def _note_kept(self) -> None:
+        """Compute the next uses of the blocks that this worker accounts for."""
+        paths = map(self._path, range(len(self._starts)))
+        kept = [(block, path) for block, path in enumerate(paths) if self._keeper.owns(path)]
+        next_uses = self._next_uses(np.array([block for block, _ in kept], dtype=np.int64))
+        for (block, path), next_use in zip(kept, next_uses, strict=True):
+            self._note(block, path, next_use)
 
-    def _note(self, block: int, request: Request | None) -> None:
-        next_use = None
-        if self._order is not None and request is not None and request.start is not None:
-            rows = np.arange(self._first_rows[block], self._first_rows[block + 1])
-            after = request.start + len(request.samples) - 1
-            next_use = next_position(self._order, rows, after=after)
+    def _next_uses(self, blocks: IntArray) -> list[int | None]:
+        """Return the next use of each block after the latest expected one; None: not known."""
+        if self._order is None or self._latest is None or not len(blocks):
+            return [None] * len(blocks)
+        firsts = self._first_rows[blocks]
+        ends = self._first_rows[blocks + 1]
+        return next_positions(self._order, firsts, ends, after=self._latest).tolist()
+
+    def _note(self, block: int, path: str, next_use: int | None) -> None:
         size = int(self._lengths[block]) + CHECKSUM_BYTES
-        self._keeper.note(self._path(block), size, next_use=next_use)
+        self._keeper.note(path, size, next_use=next_use)
+
+
+def block_bytes(cache: HostCache, *, num_bytes: int, num_samples: int) -> int:
+    """Return the length of the blocks of images with `num_bytes` in all.
+
+    Large blocks are for images that are read in their order, as validation's, and for orders
+    whose neighbours are fetched ahead in any case: this host trains on all of them, from less
+    data than a reader looks ahead, which the folder has room for. In an order over more data a
+    large block would be fetched for one image long before its other images are used.
+    """
+    order = cache.order
+    if order is None:
+        return LARGE_BLOCK_BYTES
+    if len(order.ranks) < order.workers:
+        return BLOCK_BYTES
+    if order.order is not None and order.order.chunk > 1:
+        in_window = order.order.chunk * order.order.window
+        num_bytes = num_bytes * min(in_window, num_samples) // num_samples
+    has_room = cache.share is None or cache.share * cache.workers >= num_bytes
+    return LARGE_BLOCK_BYTES if num_bytes <= LOOKAHEAD_BYTES and has_room else BLOCK_BYTES
 
 
 def _folder_of(shard: str, version: str) -> str:
     return hashlib.sha256(f"{shard}\0{version}".encode()).hexdigest()[:16]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield a file to write that only one worker of the host has open under a lock.
+def _locked(path: Path) -> int:
+    """Return an open file that only one worker of the host has under a lock.
 
-    It is renamed by the block, or removed after it.
+    The worker renames or removes it before it closes it. The lock of a killed worker ends with it.
     """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     while True:
-        with path.open("ab", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits; a killed worker's lock ends with it
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits
             if _is_at(path, file):
-                try:
-                    yield path, file
-                finally:
-                    if _is_at(path, file):
-                        path.unlink(missing_ok=True)
-                return
+                return file
+        except BaseException:
+            os.close(file)
+            raise
         # The worker before has renamed it or removed it.
+        os.close(file)
 
 
-def _is_at(path: Path, file: BinaryIO) -> bool:
+def _is_at(path: Path, file: int) -> bool:
     """Return True if an open file still has this path."""
     with suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        return path.stat().st_ino == os.fstat(file).st_ino
     return False
 
 
@@ -401,19 +456,25 @@ def _remove_abandoned(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def next_position(order: TrainingOrder, rows: IntArray, *, after: int) -> int:
-    """Return the first position above `after` where this host trains on one of the rows.
+def next_positions(
+    order: TrainingOrder, firsts: IntArray, ends: IntArray, *, after: int
+) -> IntArray:
+    """Return the first position above `after` where this host trains on a row of each range.
 
-    Two epochs are looked at; NEVER if there is none in them.
+    Range i is the rows from firsts[i] to before ends[i], at least one. Two epochs are looked at;
+    NEVER where there is none in them.
     """
-    first = after // (order.num_trained * order.repeats)
-    for epoch in (first, first + 1):
+    numbers = ends - firsts
+    starts = np.cumsum(numbers) - numbers  # of the ranges in their concatenation
+    rows = np.arange(int(numbers.sum())) + np.repeat(firsts - starts, numbers)
+    uses = np.full(len(firsts), NEVER, dtype=np.int64)
+    epoch = after // (order.num_trained * order.repeats)
+    for looked_at in (epoch, epoch + 1):
         with _DRAWING:
-            positions = _positions(order, epoch)[rows]
-        later = positions[positions > after]
-        if later.size:
-            return int(later.min())
-    return NEVER
+            positions = _positions(order, looked_at)[rows]
+        later = np.where(positions > after, positions, NEVER).min(axis=1)
+        uses = np.minimum(uses, np.minimum.reduceat(later, starts))
+    return uses
 
 
 _DRAWING = Lock()
