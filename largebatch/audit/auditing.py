@@ -6,6 +6,7 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
@@ -39,7 +41,7 @@ from largebatch.audit.restoring import held_by, restored, without_iterator
 from largebatch.audit.resume.in_process import check_resumption
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Forward, Step, Subject
+from largebatch.audit.subject import Forward, NoLossError, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -132,13 +134,16 @@ def audit_from(
     read: int | None,
     progress: Callable[[], object] | None = None,
     compiled: Sequence[object] = (),
+    no_loss: NoLossError | None = None,
+    ahead: Sequence[object] = (),
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
     `progress` is called after each exchange between the workers; `compiled` are the functions that
-    the script has compiled. The other arguments are those of `audit`; None is the same as leaving
-    them out.
+    the script has compiled. With `no_loss`, the reason, gradients are only compared between the
+    workers. `ahead` are the batches that the loop has read and not used. The other arguments are
+    those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
     words = (
@@ -156,7 +161,10 @@ def audit_from(
     findings: list[Finding] = []
     try:
         findings += _check_world(ranks)
-        subject = replace(_subject(ranks, words), read=read, compiled=compiled)
+        subject = _subject(ranks, words)
+        subject = replace(
+            subject, read=read, compiled=compiled, no_loss=no_loss, ahead=tuple(ahead)
+        )
         _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
@@ -318,6 +326,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         if causes and may_follow and check in after and after[check].level == "fault":
             cause = f"correct the {causes[0].check} first, from which this may follow"
             after[check] = replace(after[check], remedy=cause)
+    findings += decide(_measure_frozen(subject, optimizer), rules.FROZEN)
     findings += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     findings += check_moves(recorder.moves, ranks)
@@ -333,6 +342,19 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         except StoppedError as stopped:
             findings.append(stopped.finding)
     return findings
+
+
+def _measure_frozen(subject: Subject, optimizer: Optimizer) -> rules.Frozen:
+    """Find the tensors that the optimizer has and the model does not train."""
+    tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
+    named = dict(subject.inner.named_parameters())
+    frozen = (name for name, it in named.items() if id(it) in tensors and not it.requires_grad)
+    wrappers = (isinstance(it, DistributedDataParallel) for it in subject.model.modules())
+    return rules.Frozen(
+        names=tuple(frozen),
+        number=len(named),
+        is_reduced_by_wrapper=any(wrappers),
+    )
 
 
 _CHECKS = (
@@ -356,6 +378,7 @@ def _make_updates(
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
     stream = _endless(subject.loader)
+    unused = deque(subject.ahead)
     steps = subject.steps
     stopped: list[Finding] = []
     epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
@@ -367,6 +390,8 @@ def _make_updates(
             if len(batches) < steps:
                 batches.append(batch)
             states = states_of(subject.inner)
+            unused.append(batch)
+            recorder.give(unused.popleft())
             of_call = _call(batch, subject, ranks, recorder)
             findings = findings or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
@@ -407,7 +432,6 @@ def _call(
     """Call the step once; return micro-batches and findings of the updates it made."""
     earlier = len(recorder.updates)
     micros = len(recorder.micros) + 1  # with that of this call
-    recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)

@@ -18,7 +18,7 @@ from benchmarks.speed.measuring import write
 from benchmarks.studies.audit.strangers.threads import THREADS, Thread
 
 FOLDER = Path(__file__).parent
-LIMIT = 300
+LIMIT = 900
 """Seconds after which an audit is stopped."""
 
 ROW = re.compile(r"^(fault|note|unknown|fine) +(.*)$")
