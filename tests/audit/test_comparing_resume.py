@@ -214,9 +214,7 @@ def train(processes: list[Process], updates: int) -> Run:
     )
 
 
-def advance(
-    process: Process, gradients: dict[str, float], rate: float, files: list[str]
-) -> None:
+def advance(process: Process, gradients: dict[str, float], rate: float, files: list[str]) -> None:
     for name, gradient in gradients.items():
         process.momentum[name] = 0.9 * process.momentum.get(name, 0.0) + gradient
         process.weights[name] -= rate * process.momentum[name]
