@@ -179,6 +179,10 @@ class Worker:
     """State after the last update, without batches; None if the process ended before it."""
 
 
+Run = tuple[Worker, ...]
+"""The records of a run's workers, by rank."""
+
+
 def write_line(update: Update) -> str:
     """Return an update as a line of JSON."""
     return json.dumps(asdict(update), separators=(",", ":"))

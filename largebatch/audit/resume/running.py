@@ -14,15 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from largebatch.audit.resume.record import Trace, Update, Worker, read_update, read_updates
+from largebatch.audit.resume.record import (
+    Run,
+    Trace,
+    Update,
+    Worker,
+    read_update,
+    read_updates,
+)
 from largebatch.errors import DataError, LargebatchError, RequestedStopError, WorkerFailedError
 from largebatch.runs.launch import Command, Processes, start_workers
 
 _SHOWN_LINES = 10
 """Last lines of a failed script's output, for a message."""
-
-Run = tuple[Worker, ...]
-"""The records of a run's workers, by rank."""
 
 
 @dataclass(frozen=True, slots=True)

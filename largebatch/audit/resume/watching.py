@@ -16,7 +16,7 @@ from functools import wraps
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from largebatch.audit.resume.record import Saved, Trace, Update, Worker
 from largebatch.audit.resume.traces import digest_of, digest_of_bytes, trace_of
 from largebatch.replacing import replaced
 
+T = TypeVar("T")
+
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout"),
@@ -55,8 +57,12 @@ class Since:
     schedule_moves: int = 0
     loss: float | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
-    buffers: dict[int, Trace] = field(default_factory=dict)
-    """Buffers before the first forward pass, which moves statistics, by identity."""
+    buffers: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    """Buffers before the first forward pass, which moves statistics, by layer and name.
+
+    They are read when the layer is called: DistributedDataParallel sends worker 0's before, and
+    functional_call replaces them.
+    """
 
     masks: list[str] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
@@ -91,7 +97,7 @@ class Watch:
         """Outermost modules that the loop has called with gradients since the update before."""
 
         self._models: dict[int, list[nn.Module]] = {}
-        """Those of the update before, by the identity of its optimizer."""
+        """Models of the update before, by the identity of its optimizer."""
 
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
@@ -201,6 +207,7 @@ class Watch:
         if not self._depth:
             self.progress()
             self._before_forward(module, (args, words))
+        self._see_buffers(module)
         self._depth += 1
         try:
             return own(module, *args, **words)
@@ -217,10 +224,23 @@ class Watch:
             self._since.generators = self._used_generators()
         if all(it is not module for it in self._called):
             self._called.append(module)
-            for buffer in module.buffers():
-                if id(buffer) not in self._since.buffers:
-                    self._since.buffers[id(buffer)] = trace_of(buffer)
         self.batches.enter_forward(arguments, training=module.training)
+
+    def _see_buffers(self, layer: nn.Module) -> None:
+        """Record a layer's own buffers before its first forward pass since an update."""
+        if not torch.is_grad_enabled() or _is_in_backward():
+            return
+        for name, buffer in layer.named_buffers(recurse=False):
+            key = id(layer), name
+            if key not in self._since.buffers:
+                self._since.buffers[key] = trace_of(buffer)
+
+    def _buffers_of(self, model: nn.Module) -> Iterator[tuple[str, Trace]]:
+        for path, layer in model.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, buffer in layer.named_buffers(recurse=False):
+                seen = self._since.buffers.get((id(layer), name))
+                yield prefix + name, seen or trace_of(buffer)
 
     def _backward(self, own: Callable[..., Any], loss: Tensor, *args: Any, **words: Any) -> Any:  # noqa: ANN401
         scaled, unscaled = self._scaled
@@ -444,10 +464,7 @@ class Watch:
             scale_growth=growth,
             weights={name: trace_of(it) for name, it in named.items()},
             gradients={name: trace_of(it) for name, it in gradients.items()},
-            buffers={
-                name: self._since.buffers.get(id(it)) or trace_of(it)
-                for name, it in _named_buffers(models).items()
-            },
+            buffers=_of_models(models, self._buffers_of),
             state={key: _number_or_trace(it) for key, it in state.items()},
             averages=averages,
             averaged_updates=averaged_updates,
@@ -496,14 +513,10 @@ def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict
     return named
 
 
-def _named_buffers(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    return _of_models(models, nn.Module.named_buffers)
-
-
 def _of_models(
-    models: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
-) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
+    models: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[str, T]:
+    named: dict[str, T] = {}
     for number, model in enumerate(models):
         prefix = f"{number}." if len(models) > 1 else ""
         for name, tensor in read(model):
