@@ -504,7 +504,7 @@ def plain_name(name: str) -> str:
 
 def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters of models by plain name, and others of the optimizer by place."""
-    named = _of_models(models, nn.Module.named_parameters)
+    named: dict[str, Tensor] = {**_of_models(models, nn.Module.named_parameters)}
     known = {id(it) for it in named.values()}
     for group, settings in enumerate(optimizer.param_groups):
         for place, tensor in enumerate(settings["params"]):
