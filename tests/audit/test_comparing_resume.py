@@ -429,7 +429,7 @@ CASES = {
     "set_epoch_missing": Case("epoch order", "not call set_epoch", no_set_epoch, 24.0),
     "set_epoch_from_0": Case("epoch order", "set_epoch(0)", set_epoch_from_zero, 24.0),
     "generator_of_the_order": Case(
-        "epoch order", "generator of torch", new_generator_and_order, 24.0, loop=BY_GENERATOR
+        "epoch order", "torch's generator", new_generator_and_order, 24.0, loop=BY_GENERATOR
     ),
     "own_generator_of_the_order": Case(
         "epoch order", "batch 1 of epoch 1", of_new("order_seed"), 24.0, loop=BY_GENERATOR

@@ -9,7 +9,7 @@ that the loop has.
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -99,9 +99,9 @@ class BatchWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Observe torch's loaders within this block."""
-        own_iter = DataLoader.__iter__
-        own_next = _Iterator.__next__
-        own_next_index = _Iterator._next_index
+        own_iter: Callable[..., Any] = DataLoader.__iter__
+        own_next: Callable[..., Any] = _Iterator.__next__
+        own_next_index: Callable[..., Any] = _Iterator._next_index
 
         @wraps(own_iter)
         def iterate(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 -- as torch's

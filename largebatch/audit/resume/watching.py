@@ -40,8 +40,10 @@ from largebatch.replacing import replaced
 
 T = TypeVar("T")
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_DROPOUTS = (*_DROPOUTS, "feature_alpha_dropout")
+_DROPOUTS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+)
 """Functions of torch.nn.functional, which its layers call."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -95,7 +97,7 @@ class Watch:
         """Outermost modules that the loop has called with gradients since the update before."""
 
         self._models: dict[int, list[nn.Module]] = {}
-        """Those of the update before, by the identity of its optimizer."""
+        """Models of the update before, by the identity of its optimizer."""
 
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
@@ -502,7 +504,7 @@ def plain_name(name: str) -> str:
 
 def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters of models by plain name, and others of the optimizer by place."""
-    named = _of_models(models, nn.Module.named_parameters)
+    named: dict[str, Tensor] = {**_of_models(models, nn.Module.named_parameters)}
     known = {id(it) for it in named.values()}
     for group, settings in enumerate(optimizer.param_groups):
         for place, tensor in enumerate(settings["params"]):
@@ -584,7 +586,7 @@ def _file_name(file: Any) -> str:  # noqa: ANN401 -- as torch.save takes it
     return Path(name).name if isinstance(name, str | PathLike) else ""
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for below in kind.__subclasses__():
         yield from _with_subclasses(below)

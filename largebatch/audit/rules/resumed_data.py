@@ -55,6 +55,10 @@ class Reading:
     accumulation: int = 1
     """Micro-batches of an update."""
 
+    batches: int = 1
+    """Micro-batches of the rest in this update, if they are the last ones of the whole's; else as
+    many as these."""
+
     workers: int = 1
     other_workers: int | None = None
     """Number of workers of the rest; None if it has as many."""
@@ -118,10 +122,20 @@ def _reading_text(e: Reading) -> str:
     return text
 
 
+def generators_of(names: tuple[str, ...]) -> str:
+    """Name generators.
+
+    >>> generators_of(("numpy", "torch"))
+    "numpy's and torch's generators"
+    """
+    noun = "generator" if len(names) == 1 else "generators"
+    return " and ".join(f"{name}'s" for name in names) + f" {noun}"
+
+
 def _generators_text(generators: tuple[str, ...], follows: tuple[str, ...]) -> str:
     if not generators:
         return ""
-    text = f"; the state of the generator of {', '.join(generators)} is not restored"
+    text = f"; the state of {generators_of(generators)} is not restored"
     if follows:
         text += f", from which {' and '.join(follows)} are drawn too"
     return text
@@ -169,6 +183,18 @@ SAMPLES: tuple[Rule[Reading], ...] = (
             "order or on other workers"
         ),
         remedy="nothing if augmentation and BatchNorm may depend on it; else divide them as before",
+    ),
+    Rule(
+        check="samples",
+        level="fault",
+        when=lambda e: e.batches < e.accumulation,
+        text=lambda e: (
+            f"update {e.update:,} has the last {e.batches} of its "
+            f"{plural(e.accumulation, 'batch', 'batches')}: the gradients of those before the stop "
+            f"are lost ({plural(e.never, 'sample')})"
+        ),
+        remedy="save after an update, not between its batches, or save the gradients too",
+        figure=lambda e: float(e.never),
     ),
     Rule(
         check="samples",
@@ -253,7 +279,10 @@ SAMPLES: tuple[Rule[Reading], ...] = (
         level="fault",
         when=lambda e: bool(e.generators) and e.is_drawn,
         text=lambda e: f"{_reading_text(e)}{_generators_text(e.generators, e.follows)}",
-        remedy=lambda e: f"{restore_generators(e.generators)}, before iter(loader)",
+        remedy=lambda e: (
+            f"{restore_generators(e.generators)}, before iter(loader); so too loader.generator, if "
+            "there is one"
+        ),
         figure=lambda e: float(e.samples),
     ),
     Rule(
@@ -434,8 +463,8 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="fault",
         when=lambda e: e.workers_of_one > 0 and (bool(e.follows) or e.is_unexplained),
         text=lambda e: (
-            f"{e.workers_of_one} of {e.workers} workers have worker 0's state of the generator of "
-            f"{', '.join(e.names)}: they draw equal numbers"
+            f"{e.workers_of_one} of {e.workers} workers have worker 0's state of "
+            f"{generators_of(e.names)}: they draw equal numbers"
             + (f" ({' and '.join(e.follows)})" if e.follows else "")
         ),
         remedy="save the states of all workers (torch.distributed.gather_object) and load each "
@@ -447,7 +476,7 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="fault",
         when=lambda e: e.is_unexplained and not e.follows,
         text=lambda e: (
-            f"the state of the generator of {', '.join(e.names)} is not restored, and the loss of "
+            f"the state of {generators_of(e.names)} is not restored, and the loss of "
             "equal samples with equal weights differs: the loop draws from it"
         ),
         remedy=lambda e: restore_generators(e.names),
@@ -458,8 +487,7 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="note",
         when=lambda e: not e.follows,
         text=lambda e: (
-            f"the state of the generator of {', '.join(e.names)} is not restored; no update "
-            "depends on it"
+            f"the state of {generators_of(e.names)} is not restored; no update depends on it"
         ),
         remedy=lambda e: f"for a later augmentation or dropout: {restore_generators(e.names)}",
     ),
