@@ -33,7 +33,7 @@ from largebatch.data.types import Batch, Batches
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.serial import Serial
-from largebatch.errors import AuditError, DeviceMemoryError, PlanError, RecipeError
+from largebatch.errors import AuditError, DeviceMemoryError, DivergedError, PlanError, RecipeError
 from largebatch.formatting import plural, table
 from largebatch.models.compiled import require_compiler
 from largebatch.models.of_recipe import build_model
@@ -507,8 +507,8 @@ class _Comparing:
                 session.log.trackers.append(notes)
                 steps = range(len(reference.snapshots))
                 row = _compared(variant, reference, _updates_of(session, steps))
-        except RecipeError as error:  # on all workers, of a graph that is required
-            if variant.parts != (proof.GRAPH,):
+        except RecipeError as error:  # on all workers, of a graph or kernels that are required
+            if proof.GRAPH not in variant.parts:
                 raise
             return Row(setting=variant.setting, absent=f"not used: {error}")
         finally:
@@ -521,40 +521,50 @@ class _Comparing:
 
 def _compared(variant: _Variant, reference: _Reference, made_of_all: Iterator[_Made]) -> Row:
     """Compare the updates of a variant on this worker with those of the reference."""
-    first: int | None = None
-    differences = []
-    roundings = []
-    most = ""
-    wrong_after: int | None = None
-    wrong = ""
-    for step, (made, snapshot) in enumerate(
-        zip(made_of_all, reference.snapshots, strict=True), start=1
-    ):
-        relative = {
-            key: _relative(_length(tensor, snapshot[key]), reference.sizes[step - 1][key])
-            for key, tensor in made.snapshot.items()
-            if not torch.equal(tensor, snapshot[key])
-        }
-        units = {key: it / reference.roundings[step - 1][key] for key, it in relative.items()}
-        if units and first is None:
-            first = step
-        worst = max(units, key=lambda key: units[key], default=None)
-        differences.append(0.0 if worst is None else relative[worst])
-        roundings.append(0.0 if worst is None else units[worst])
-        most = most if worst is None else str(worst)
-        if wrong_after is None and roundings[-1] > LIMIT:
-            wrong_after = step
-            wrong = _first_wrong(units, [*made.snapshot])
-    return Row(
-        setting=variant.setting,
-        first=first,
-        differences=tuple(differences),
-        roundings=tuple(roundings),
-        most=most,
-        wrong_after=wrong_after,
-        wrong=wrong,
-        draws=variant.divides and reference.draws,
+    row = Row(setting=variant.setting, draws=variant.divides and reference.draws)
+    pairs = zip(made_of_all, reference.snapshots, strict=True)
+    try:
+        for step, (made, snapshot) in enumerate(pairs):
+            row = _with_update(row, made.snapshot, snapshot, reference, step)
+    except DivergedError as error:  # the reference's updates were finite
+        step = len(row.differences) + 1
+        infinite = (math.inf,)
+        row = replace(
+            row,
+            first=row.first or step,
+            differences=row.differences + infinite,
+            roundings=row.roundings + infinite,
+            wrong_after=row.wrong_after or step,
+            wrong=row.wrong or str(error),
+        )
+    return row
+
+
+def _with_update(
+    row: Row, found: Snapshot, snapshot: Snapshot, reference: _Reference, step: int
+) -> Row:
+    """Return the row with one more update, of which `snapshot` is the reference's."""
+    sizes = reference.sizes[step]
+    relative = {
+        key: _relative(_length(tensor, snapshot[key]), sizes[key])
+        for key, tensor in found.items()
+        if not torch.equal(tensor, snapshot[key])
+    }
+    units = {key: it / reference.roundings[step][key] for key, it in relative.items()}
+    if not units:
+        return replace(row, differences=(*row.differences, 0.0), roundings=(*row.roundings, 0.0))
+    worst = max(units, key=lambda key: units[key])
+    row = replace(
+        row,
+        first=row.first or step + 1,
+        differences=(*row.differences, relative[worst]),
+        roundings=(*row.roundings, units[worst]),
+        most=str(worst),
     )
+    if row.wrong_after is None and not units[worst] <= LIMIT:  # NaN is no rounding either
+        wrong = _first_wrong(units, [*found])
+        row = replace(row, wrong_after=step + 1, wrong=wrong)
+    return row
 
 
 def _updates_of(
@@ -724,7 +734,7 @@ def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
         for key in in_order:
             if _layer_of(key) != layer:
                 right, layer = layer, _layer_of(key)
-            if units.get(key, 0.0) > LIMIT:
+            if not units.get(key, 0.0) <= LIMIT:
                 return f"{key}; {right} before it is right" if right else str(key)
     raise AssertionError("no tensor is beyond rounding")
 
