@@ -55,7 +55,7 @@ def wrapper_called() -> Arguments:
 def unfrozen_later() -> Arguments:
     """A layer is frozen at the wrapping, and the optimizer has it (detectron2 2486)."""
     network = perceptron()
-    network[0].requires_grad_(False)  # noqa: FBT003 -- as of torch
+    network[0].requires_grad_(False)
     model = DistributedDataParallel(network)
     optimizer = SGD(model.parameters(), lr=0.1)
     return {"model": model, "loss_fn": cross_entropy, "optimizer": optimizer, **shuffled()}
