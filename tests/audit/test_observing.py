@@ -191,7 +191,7 @@ def test_loader_processes_do_not_change_the_record(training: Observed) -> None:
     updates, watch = observed(lambda: Training(processes=2, accumulate=2).run(epochs=1))
     assert [it.batches for it in updates] == [it.batches for it in training[1][:3]]
     assert watch.batches.training is not None
-    assert watch.batches.training.num_workers == 2
+    assert watch.batches.training.processes == 2
 
 
 def test_a_sketch_estimates_the_distance_of_tensors() -> None:

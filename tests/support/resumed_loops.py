@@ -27,7 +27,7 @@ RUNS = {
     "by_updates.py": ("--updates", 2, 4, "last.pth"),
     "by_windows.py": ("--updates", 5, 8, "half.pt"),
 }
-"""Of each script: the option with its length, the first part's, the whole, and the checkpoint."""
+"""Option with the length of each script, length of its first part and of the whole, checkpoint."""
 
 Change = tuple[str, str]
 """A text that a script has once, and what replaces it."""
