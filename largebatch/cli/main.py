@@ -119,9 +119,7 @@ EXAMPLES = {
         "launch trainjob digits_96 --nodes 2 --image host/lb:1 > job.yaml",
     ),
     "audit": ("audit --workers 2 train.py --lr 0.1", "audit mine:parts --workers 2"),
-    "audit resume": (
-        'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
-    ),
+    "audit resume": ('audit resume --whole t.py --first "t.py -e 1" --rest "t.py --resume a"',),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),

@@ -27,7 +27,7 @@ RUNS = {
     "by_updates.py": ("--updates", 2, 4, "last.pth"),
     "by_windows.py": ("--updates", 5, 8, "half.pt"),
 }
-"""Of each script: the option with its length, the first part's, the whole, and the checkpoint."""
+"""Option with the length of each script, length of its first part and of the whole, checkpoint."""
 
 Change = tuple[str, str]
 """A text that a script has once, and what replaces it."""
@@ -120,7 +120,7 @@ DATA = {
         changes=[without(_LOAD_GENERATOR)],
         report="huggingface/accelerate#4195",
         check="epoch order",
-        figure=48,
+        figure=48.0,
     ),
     "order_of_the_global_generator": Resumed(
         changes=[
@@ -129,7 +129,7 @@ DATA = {
         ],
         report="open-mmlab/mmdetection#7508",
         check="epoch order",
-        figure=48,
+        figure=48.0,
     ),
     "order_begins_again": Resumed(
         script="by_updates.py",
@@ -139,14 +139,14 @@ DATA = {
         ],
         report="mosaicml/streaming#880",
         check="samples",
-        figure=32,
+        figure=32.0,
     ),
     "epochs_count_from_the_resume": Resumed(
         workers=2,
         changes=[("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - first_epoch)")],
         report="modelscope/ms-swift#10050",
         check="epoch order",
-        figure=48,
+        figure=48.0,
     ),
     "set_epoch_is_not_called_after_the_resume": Resumed(
         workers=2,
@@ -155,28 +155,28 @@ DATA = {
         ],
         report="Lightning-AI/pytorch-lightning#21941",
         check="epoch order",
-        figure=48,
+        figure=48.0,
     ),
     "set_epoch_is_never_called": Resumed(
         workers=2,
         changes=[("sampler.set_epoch(epoch)", "pass")],
         report="Spijkervet/SimCLR#26",
         check="epoch order",
-        figure=48,
+        figure=2.0,
     ),
     "offset_forgets_accumulation": Resumed(
         script="by_updates.py",
         changes=[(_SAVE_POSITION, '"samples": updates * DEVICE_BATCH * WORKERS,')],
         report="kohya-ss/sd-scripts#2425",
         check="samples",
-        figure=24,
+        figure=24.0,
     ),
     "last_batch_is_read_twice": Resumed(
         script="by_updates.py",
         changes=[(_LOAD_POSITION, f"{_LOAD_POSITION} - BATCH")],
         report="Red-Hat-AI-Innovation-Team/mini_trainer#79",
         check="samples",
-        figure=16,
+        figure=16.0,
     ),
     "samples_are_read_twice_on_fewer_workers": Resumed(
         script="by_updates.py",
@@ -188,7 +188,7 @@ DATA = {
         ],
         report="huggingface/transformers#40245",
         check="samples",
-        figure=16,
+        figure=16.0,
     ),
     "samples_are_lost_on_more_workers": Resumed(
         script="by_updates.py",
@@ -200,7 +200,7 @@ DATA = {
         ],
         report="huggingface/transformers#40245",
         check="samples",
-        figure=32,
+        figure=32.0,
     ),
     "order_is_drawn_from_the_restored_generator": Resumed(
         script="by_updates.py",
@@ -212,7 +212,7 @@ DATA = {
         ],
         report="wyim-pgl/transgenic#59",
         check="samples",
-        figure=0,
+        figure=10.0,
     ),
     "workers_of_the_loader_are_seeded_alike": Resumed(
         changes=[
@@ -228,13 +228,13 @@ DATA = {
         ],
         report="fangchangma/sparse-to-dense.pytorch#19",
         check="augmentation",
-        figure=48,
+        figure=1.0,
     ),
     "persistent_workers_draw_a_seed_once": Resumed(
         changes=[then("num_workers=1,", "persistent_workers=True,")],
         report="huggingface/datasets#7447",
         check="epoch order",
-        figure=48,
+        figure=48.0,
     ),
 }
 
@@ -245,13 +245,13 @@ RANDOM = {
         changes=[without('torch.set_rng_state(states["torch"])')],
         report="vllm-project/speculators#1026",
         check="dropout",
-        figure=1,
+        figure=1.0,
     ),
     "numpy_generator_lost": Resumed(
         changes=[without('np.random.set_state(states["numpy"])')],
         report="redai-studio/Relax#317",
         check="random numbers",
-        figure=1,
+        figure=1.0,
     ),
     "seed_is_set_after_the_load": Resumed(
         changes=[
@@ -263,14 +263,14 @@ RANDOM = {
         ],
         report="modelscope/ms-swift#9935",
         check="dropout",
-        figure=1,
+        figure=1.0,
     ),
     "random_state_of_one_worker_for_all": Resumed(
         workers=2,
         changes=[('torch.load(f"random-{RANK}.pth",', 'torch.load("random-0.pth",')],
         report="radixark/miles#3187",
         check="random numbers",
-        figure=1,
+        figure=1.0,
     ),
 }
 
@@ -285,7 +285,7 @@ OPTIMIZER = {
         ],
         report="EvolvingLMMs-Lab/OneVision-Encoder#65",
         check="optimizer state",
-        figure=1,
+        figure=1.0,
     ),
     "momentum_lost_by_new_groups": Resumed(
         changes=[
@@ -301,7 +301,7 @@ OPTIMIZER = {
         ],
         report="facebookresearch/suncet#36",
         check="optimizer state",
-        figure=1,
+        figure=1.0,
     ),
     "momentum_of_another_tensor": Resumed(
         changes=[
@@ -319,7 +319,7 @@ OPTIMIZER = {
         changes=[then(_LOAD_SCHEDULER, "scheduler.step()")],
         report="pytorch/vision#1628",
         check="learning rates",
-        figure=0.0728,
+        figure=0.072801,
     ),
     "scheduler_is_saved_before_its_step": Resumed(
         script="by_updates.py",
@@ -329,13 +329,13 @@ OPTIMIZER = {
         ],
         report="Lightning-AI/pytorch-lightning#1772",
         check="learning rates",
-        figure=0,
+        figure=0.053536,
     ),
     "warm_up_begins_again": Resumed(
         changes=[without(_LOAD_SCHEDULER)],
         report="aqlaboratory/openfold#181",
         check="learning rates",
-        figure=0.1056,
+        figure=0.105573,
     ),
     "scheduler_is_rebuilt_after_the_warm_up": Resumed(
         changes=[
@@ -343,7 +343,7 @@ OPTIMIZER = {
         ],
         report="victoresque/pytorch-template#68",
         check="learning rates",
-        figure=0.0251,
+        figure=0.025086,
     ),
     "schedule_follows_the_epochs_of_the_command": Resumed(
         changes=[
@@ -351,7 +351,7 @@ OPTIMIZER = {
         ],
         report="mlfoundations/open_clip#413",
         check="learning rates",
-        figure=1,
+        figure=1.0,
     ),
     "loss_scale_lost": Resumed(
         changes=[without('scaler.load_state_dict(checkpoint["scaler"])')],
@@ -368,13 +368,13 @@ MODEL = {
         changes=[without(_LOAD_AVERAGE)],
         report="ai2cm/ace#349",
         check="averaged weights",
-        figure=1,
+        figure=1.0,
     ),
     "average_begins_with_the_resumed_weights": Resumed(
         changes=[(_LOAD_AVERAGE, "average.module.load_state_dict(model.state_dict())")],
         report="ultralytics/yolov5#310",
         check="averaged weights",
-        figure=1,
+        figure=1.0,
     ),
     "updates_of_the_average_not_saved": Resumed(
         changes=[
@@ -383,7 +383,7 @@ MODEL = {
         ],
         report="m2lines/Samudra#282",
         check="averaged weights",
-        figure=-3,
+        figure=-3.0,
     ),
     "model_begins_with_the_average": Resumed(
         changes=[
@@ -392,7 +392,7 @@ MODEL = {
         ],
         report="Megvii-BaseDetection/YOLOX#1318",
         check="weights",
-        figure=1,
+        figure=1.0,
     ),
     "buffers_are_not_saved": Resumed(
         changes=[
@@ -401,7 +401,7 @@ MODEL = {
         ],
         report="torch/nn#1165",
         check="buffers",
-        figure=1,
+        figure=1.0,
     ),
     "buffers_are_dropped_by_a_prefix": Resumed(
         workers=2,
@@ -417,7 +417,7 @@ model.load_state_dict(state, strict=False)""",
         ],
         report="TengdaHan/DPC#10",
         check="buffers",
-        figure=1,
+        figure=1.0,
     ),
     "compiled_prefix_is_not_removed": Resumed(
         changes=[
@@ -430,7 +430,7 @@ model.load_state_dict(state, strict=False)""",
         ],
         report="huggingface/pytorch-image-models#2003",
         check="weights",
-        figure=1,
+        figure=1.0,
     ),
     "weights_are_saved_in_half_precision": Resumed(
         changes=[
@@ -438,13 +438,13 @@ model.load_state_dict(state, strict=False)""",
         ],
         report="NVIDIA/apex#42",
         check="weights",
-        figure=1,
+        figure=0.00024,
     ),
     "best_metric_lost": Resumed(
         changes=[without('best = checkpoint["best"]')],
         report="OpenRLHF/OpenRLHF#1333",
         check="best checkpoint",
-        figure=1,
+        figure=6.0,
     ),
 }
 
@@ -456,7 +456,7 @@ HELD = {
         changes=[without('self.updates = state["updates"]')],
         report="NguyenJus/custom-sam-peft#308",
         check="learning rates",
-        figure=1,
+        figure=3.0,
     ),
     "statistics_of_a_function_lost": Resumed(
         script="by_functions.py",
@@ -470,14 +470,14 @@ HELD = {
         changes=[without('self.buffer = list(state["buffer"])')],
         report="huggingface/datasets#7901",
         check="samples",
-        figure=7,
+        figure=5.0,
     ),
     "gradients_of_half_a_window_lost": Resumed(
         script="by_windows.py",
         changes=[("weight.grad = gradient", "pass")],
         report="huggingface/transformers#22143",
-        check="gradient scale",
-        figure=0,
+        check="weights",
+        figure=1.0,
     ),
     "bias_correction_begins_again": Resumed(
         script="by_lamb.py",
@@ -496,7 +496,18 @@ HELD = {
         changes=[
             (
                 "part.load_state_dict(state[name])",
-                'part.load_state_dict(state[name.replace("of_judge", "of_maker")])',
+                "part.load_state_dict(torch.load(args.resume)[name.replace('f_judge', 'f_maker')])",
+            )
+        ],
+        check="optimizer state",
+        figure=2 / 3,
+    ),
+    "two_optimizers_share_the_tensors_of_a_state": Resumed(
+        script="by_two_optimizers.py",
+        changes=[
+            (
+                "part.load_state_dict(state[name])",
+                "part.load_state_dict(state[name.replace('f_judge', 'f_maker')])",
             )
         ],
         check="optimizer state",
@@ -507,7 +518,7 @@ HELD = {
         changes=[without('scheduler.load_state_dict(state["scheduler"])')],
         report="facebookresearch/ParlAI#1812",
         check="learning rates",
-        figure=1,
+        figure=1.0,
     ),
     "optimizer_updates_the_model_before_the_load": Resumed(
         script="by_plateau.py",
@@ -516,7 +527,7 @@ HELD = {
             then('optimizer.load_state_dict(state["optimizer"])', 'model = state["model"]'),
         ],
         check="weights",
-        figure=1,
+        figure=1.0,
     ),
 }
 

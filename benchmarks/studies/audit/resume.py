@@ -4,8 +4,8 @@
 
 The scripts are those of tests/support/resumed_loops.py. For each the results have the findings that
 are not fine, whether the fault was named by the check that must name it, and what else was called a
-fault. benchmarks/results/audit_resume_cpu2_2026-11-30.json has what was named at first sight, before the
-rules were changed for a script.
+fault. benchmarks/results/audit_resume_cpu2_2026-11-30.json has what was named at first sight,
+before the rules were changed for a script.
 """
 
 import argparse

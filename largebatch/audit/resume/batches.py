@@ -110,7 +110,7 @@ class BatchWatch:
             before = loader._iterator
             if before is not None:
                 self._by_iterator[id(before)] = (before, iteration)
-            iterator = own_iter(loader)
+            iterator = own_iter(loader)  # type: ignore[no-untyped-call]  # torch's stubs
             self._by_iterator[id(iterator)] = (iterator, iteration)
             return iterator
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from largebatch.audit.resume.record import Update, write_line
 from largebatch.audit.resume.watching import Watch
@@ -67,11 +67,11 @@ def _progress(timeout: float, log: TextIO) -> None:
     faulthandler.dump_traceback_later(timeout, exit=True, file=log)
 
 
-def _opened(watch: Watch, folder: Path) -> Callable[[str, tuple[object, ...]], None]:
+def _opened(watch: Watch, folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that sees which files of the run before are read, and which written."""
     before = {str(path) for path in folder.rglob("*") if path.is_file()}
 
-    def see(event: str, args: tuple[object, ...]) -> None:
+    def see(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(args[0], str):
             return
         path, mode, _ = args

@@ -214,4 +214,5 @@ def _trace_or_number(value: Any) -> Trace | float:  # noqa: ANN401 -- of JSON
 
 
 def _tuples(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return kind(**values)

@@ -129,14 +129,10 @@ def _run(
     command = ["-m", "largebatch.audit.resume.observing", *limits, *words]
     option = "whole" if name == "repeat" else name
     try:
-        if workers > 1:
-            start_workers(command, workers=workers)
-        else:
-            one = [Command(name="worker 0", arguments=command)]
-            Processes(sys.executable, one, folder=folder).run()
-    except (DataError, WorkerFailedError, LargebatchError) as error:
-        if isinstance(error, RequestedStopError):
-            raise
+        _start(command, workers, folder)
+    except RequestedStopError:
+        raise
+    except (LargebatchError, WorkerFailedError) as error:
         raise DataError(_failure(option, str(error), folder)) from None
     run = read_run(folder)
     if len(run) < workers:
@@ -150,6 +146,15 @@ def _run(
             "started; workers are started by --workers, not by the script"
         )
     return run
+
+
+def _start(command: Sequence[str], workers: int, folder: Path) -> None:
+    """Run `python *command` as several workers, or alone, and wait for its end."""
+    if workers > 1:
+        start_workers(command, workers=workers)
+    else:
+        alone = [Command(name="worker 0", arguments=command)]
+        Processes(sys.executable, alone, folder=folder).run()
 
 
 def _failure(option: str, error: str, folder: Path) -> str:

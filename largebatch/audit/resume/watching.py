@@ -40,8 +40,10 @@ from largebatch.replacing import replaced
 
 T = TypeVar("T")
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_DROPOUTS = (*_DROPOUTS, "feature_alpha_dropout")
+_DROPOUTS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+)
 """Functions of torch.nn.functional, which its layers call."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -584,7 +586,7 @@ def _file_name(file: Any) -> str:  # noqa: ANN401 -- as torch.save takes it
     return Path(name).name if isinstance(name, str | PathLike) else ""
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for below in kind.__subclasses__():
         yield from _with_subclasses(below)

@@ -340,6 +340,19 @@ COURSE: tuple[Rule[Course], ...] = (
         figure=lambda e: float(e.window),
     ),
     Rule(
+        check="optimizer state",
+        level="fault",
+        when=lambda e: not {"loss", "gradients"} & {*e.fields},
+        text=lambda e: (
+            f"update {e.update:,} has the gradients, state and rates of the whole, and moves the "
+            f"weights otherwise: by {three_digits(100 * e.distance)} % after "
+            f"{plural(e.updates, 'update')}"
+        ),
+        remedy="keep what the optimizer counts in its state or param_groups, which state_dict() "
+        "saves, not in attributes; restore what else moves weights",
+        figure=lambda e: e.distance,
+    ),
+    Rule(
         check="weights",
         level="fault",
         text=lambda e: (
