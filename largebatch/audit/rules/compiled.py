@@ -14,8 +14,8 @@ from largebatch.formatting import percent, plural, three_digits
 from largebatch.rules import Rule
 
 _UNITS = 16
-"""Largest distance in units that is taken for rounding; another order of the same sums gives 1 to 2,
-approximations of functions in compiled code a few."""
+"""Largest distance in units that is taken for rounding; another order of the same sums gives 1 to
+2, approximations of functions in compiled code a few."""
 
 _UNITS_IF_LARGE = 4
 """The same where that is a tenth of the values or more, as in half types: such units are the mean
