@@ -1,6 +1,6 @@
 """What a process records of its training, and that it trains as without the record."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,11 @@ class Training:
         self.shadow = {name: it.detach().clone() for name, it in self.model.named_parameters()}
         norms = [*self.model[2].parameters()]
         others = [*self.model[1].parameters(), *self.model[4].parameters()]
-        groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": norms, "weight_decay": 0.0}]
         self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        self.sampler = DistributedSampler(self.data, 1, 0)
+        self.sampler: DistributedSampler[Any] = DistributedSampler(self.data, 1, 0)
         self.loader = DataLoader(self.data, 4, sampler=self.sampler, num_workers=processes)
         self.accumulate = accumulate
         self.known: list[dict[str, Any]] = []
@@ -84,7 +84,11 @@ class Training:
                 "rates": tuple(group["lr"] for group in self.optimizer.param_groups),
                 "scale": self.scaler.get_scale(),
                 "weights": {n: trace_of(it) for n, it in self.model.named_parameters()},
-                "gradients": {n: trace_of(it.grad) for n, it in self.model.named_parameters()},
+                "gradients": {
+                    n: trace_of(it.grad)
+                    for n, it in self.model.named_parameters()
+                    if it.grad is not None
+                },
                 "state": {
                     f"{name}:momentum_buffer": trace_of(momenta[it]["momentum_buffer"])
                     for name, it in self.model.named_parameters()
@@ -96,7 +100,7 @@ class Training:
         )
 
 
-def _ema(averages: list[Tensor], weights: list[Tensor], _: object) -> None:
+def _ema(averages: Sequence[Tensor], weights: Sequence[Tensor], _: object) -> None:
     for average, weight in zip(averages, weights, strict=True):
         average.lerp_(weight, 0.1)
 
@@ -187,7 +191,7 @@ def test_loader_processes_do_not_change_the_record(training: Observed) -> None:
     updates, watch = observed(lambda: Training(processes=2, accumulate=2).run(epochs=1))
     assert [it.batches for it in updates] == [it.batches for it in training[1][:3]]
     assert watch.batches.training is not None
-    assert watch.batches.training.num_workers == 2
+    assert watch.batches.training.processes == 2
 
 
 def test_a_sketch_estimates_the_distance_of_tensors() -> None:
@@ -229,7 +233,7 @@ def with_a_closure() -> None:
         def closure(images: Tensor = images, labels: Tensor = labels) -> Tensor:
             optimizer.zero_grad()
             loss = cross_entropy(model(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's stubs
+            loss.backward()
             return loss
 
         optimizer.step(closure)
@@ -241,7 +245,7 @@ def with_skipped_batches() -> None:
     for number, (images, labels) in enumerate(DataLoader(_data(), 3)):
         if number >= 2:
             optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+            cross_entropy(model(images), labels).backward()
             optimizer.step()
 
 
@@ -251,12 +255,12 @@ def with_changed_inputs_and_a_look_ahead() -> None:
     batches = list(DataLoader(_data(), 6))
     for images, labels in batches:
         optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(model(images), labels).backward()
         optimizer.step()
 
 
 def with_a_compiled_model() -> None:
-    model = torch.compile(_model(), backend="eager")
+    model: Any = torch.compile(_model(), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, labels in DataLoader(_data(), 6):
         optimizer.zero_grad()
@@ -294,7 +298,7 @@ def test_two_optimizers_have_numbers_and_tensors_of_their_own() -> None:
 
     updates, _ = observed(train)
     assert [it.optimizer for it in updates] == [0, 1, 0, 1]
-    weights = [trace_of(_model(seed)[0].weight) for seed in range(2)]
+    weights = [trace_of(_model(seed).get_parameter("0.weight")) for seed in range(2)]
     assert [it.weights["0.weight"] for it in updates[:2]] == weights
     assert positions(updates) == [[0], [], [1], []]
 

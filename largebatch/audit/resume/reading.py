@@ -178,7 +178,6 @@ def _at(resumed: Resumed, key: Key, number: int, samples: int) -> rules.Reading:
         twice=passed[0],
         never=passed[1],
         accumulation=max(1, len(of_whole[stop + number].batches)),
-        batches=_batches_left(of_rest[number], of_whole[stop + number], key),
         workers=len(resumed.whole),
         other_workers=None if resumed.has_as_many_workers else len(resumed.rest),
         epoch_set=of_whole[stop + number].epoch,
@@ -186,14 +185,6 @@ def _at(resumed: Resumed, key: Key, number: int, samples: int) -> rules.Reading:
         generators=generators if resumed.has_as_many_workers else (),
         follows=_drawn_too(resumed, generators),
     )
-
-
-def _batches_left(of_rest: Update, of_whole: Update, key: Key) -> int:
-    """Return the number of an update's batches if they are its last ones, else of all of them."""
-    left = [key(batch) for batch in of_rest.batches]
-    expected = [key(batch) for batch in of_whole.batches]
-    is_end = 0 < len(left) < len(expected) and expected[-len(left) :] == left
-    return len(left) if is_end else max(1, len(expected))
 
 
 def _drawn_too(resumed: Resumed, generators: tuple[str, ...]) -> tuple[str, ...]:

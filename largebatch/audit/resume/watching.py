@@ -97,7 +97,7 @@ class Watch:
         """Outermost modules that the loop has called with gradients since the update before."""
 
         self._models: dict[int, list[nn.Module]] = {}
-        """Those of the update before, by the identity of its optimizer."""
+        """Models of the update before, by the identity of its optimizer."""
 
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
@@ -161,15 +161,12 @@ class Watch:
 
         `with_end` adds the state after the last update.
         """
-        loader = self.batches.training
-        samples = None
-        if loader is not None and hasattr(loader.dataset, "__len__"):
-            samples = len(loader.dataset)
+        source = self.batches.training
         worker = Worker(
             rank=rank,
             size=size,
-            samples=samples,
-            workers_of_loader=0 if loader is None else loader.num_workers,
+            samples=None if source is None else source.samples,
+            workers_of_loader=0 if source is None else source.processes,
             resumed_from=tuple(self.resumed_from),
             missing_keys=tuple(self.missing_keys),
             unexpected_keys=tuple(self.unexpected_keys),
@@ -247,6 +244,7 @@ class Watch:
         value = unscaled if loss is scaled else loss
         if isinstance(value, Tensor) and value.numel() == 1:
             self._since.loss = float(value.detach())
+        self._scaled = None, None  # they hold the graph
         return own(loss, *args, **words)
 
     def _scale(self, own: Callable[..., Any], scaler: Any, outputs: Any) -> Any:  # noqa: ANN401
@@ -504,7 +502,7 @@ def plain_name(name: str) -> str:
 
 def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters of models by plain name, and others of the optimizer by place."""
-    named = _of_models(models, nn.Module.named_parameters)
+    named: dict[str, Tensor] = {**_of_models(models, nn.Module.named_parameters)}
     known = {id(it) for it in named.values()}
     for group, settings in enumerate(optimizer.param_groups):
         for place, tensor in enumerate(settings["params"]):

@@ -55,10 +55,6 @@ class Reading:
     accumulation: int = 1
     """Micro-batches of an update."""
 
-    batches: int = 1
-    """Micro-batches of the rest in this update, if they are the last ones of the whole's; else as
-    many as these."""
-
     workers: int = 1
     other_workers: int | None = None
     """Number of workers of the rest; None if it has as many."""
@@ -103,12 +99,14 @@ class Reading:
     @property
     def is_by_accumulation(self) -> bool:
         """True if the rest takes batches for updates, or updates for batches."""
-        return self.accumulation > 1 and self.factor in {self.accumulation, 1 / self.accumulation}
+        factors = {self.accumulation, 1 / self.accumulation}
+        return self.other_workers is None and self.accumulation > 1 and self.factor in factors
 
     @property
     def is_by_workers(self) -> bool:
         """True if the rest takes batches of all workers for its own, or its own for those."""
-        return self.workers > 1 and self.factor in {self.workers, 1 / self.workers}
+        factors = {self.workers, 1 / self.workers}
+        return self.other_workers is None and self.workers > 1 and self.factor in factors
 
 
 def _reading_text(e: Reading) -> str:
@@ -183,18 +181,6 @@ SAMPLES: tuple[Rule[Reading], ...] = (
             "order or on other workers"
         ),
         remedy="nothing if augmentation and BatchNorm may depend on it; else divide them as before",
-    ),
-    Rule(
-        check="samples",
-        level="fault",
-        when=lambda e: e.batches < e.accumulation,
-        text=lambda e: (
-            f"update {e.update:,} has the last {e.batches} of its "
-            f"{plural(e.accumulation, 'batch', 'batches')}: the gradients of those before the stop "
-            f"are lost ({plural(e.never, 'sample')})"
-        ),
-        remedy="save after an update, not between its batches, or save the gradients too",
-        figure=lambda e: float(e.never),
     ),
     Rule(
         check="samples",
