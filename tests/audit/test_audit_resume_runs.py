@@ -1,17 +1,26 @@
 """The four runs of `largebatch audit resume`: where scripts run, and commands that cannot be."""
 
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from on_forked_workers import on_forked_workers
 from programs import output_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+from largebatch.audit import audit
 from largebatch.audit.resume import observing, running
 from largebatch.audit.resume.running import Commands, Runs, observe, words_of
 from largebatch.cli.main import USER, main
 from largebatch.errors import DataError
+
+LONG = pytest.mark.long
 
 SCRIPT = """
 import os
@@ -105,9 +114,11 @@ def test_the_rest_runs_where_the_first_part_has_saved(script: str, tmp_path: Pat
     ("whole", "first", "rest", "named"),
     [
         pytest.param("2 raises", "1", "2 resume", "--whole.*ValueError", id="raises"),
-        pytest.param("2 exits", "1", "2 resume", "--whole.*3", id="exits"),
+        pytest.param("2 exits", "1", "2 resume", "--whole.*3", id="exits", marks=LONG),
         pytest.param("2 idle", "1", "2 resume", "--whole.*no update", id="no update"),
-        pytest.param("1", "1 forgetful", "2 resume", "--first.*saved nothing", id="saves nothing"),
+        pytest.param(
+            "1", "1 forgetful", "2 resume", "--first.*saved nothing", id="saves", marks=LONG
+        ),
         pytest.param("1", "1", "1 forgetful", "--rest.*loaded nothing", id="loads nothing"),
     ],
 )
@@ -127,6 +138,7 @@ def test_a_failed_script_is_shown_by_its_last_lines(script: str, tmp_path: Path)
     assert log.read_text(encoding="utf-8").startswith("printed by 1 raises\n")
 
 
+@pytest.mark.long
 def test_a_script_that_ends_its_process_has_a_record(script: str, tmp_path: Path) -> None:
     words = words_of("whole", f"{script} 2")
     assert running._run(tmp_path / "a", "whole", words, 1, 60)[0].end is not None
@@ -177,6 +189,54 @@ def test_records_of_an_earlier_audit_are_kept(script: str, tmp_path: Path) -> No
     (tmp_path / "out" / "whole").mkdir(parents=True)
     with pytest.raises(DataError, match="--out"):
         observed(script, tmp_path / "out", "1", "1", "1")
+
+
+@pytest.mark.parametrize(
+    ("lost", "faults"),
+    [
+        pytest.param("", set(), id="all is loaded"),
+        pytest.param("optimizer", {"optimizer state"}, id="not the optimizer"),
+        pytest.param("generator", {"epoch order"}, id="not the generator", marks=pytest.mark.long),
+    ],
+)
+def test_save_and_load_of_a_loop_are_audited_in_its_process(lost: str, faults: set[str]) -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 6), torch.arange(32) % 3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(data, 8, shuffle=True, generator=generator)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    def save() -> dict[str, Any]:
+        states: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return states | {"generator": generator.get_state()}
+
+    def load(checkpoint: dict[str, Any]) -> None:
+        model.load_state_dict(checkpoint["model"])
+        if lost != "optimizer":
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        if lost != "generator":
+            generator.set_state(checkpoint["generator"])
+
+    before = copy.deepcopy(model.state_dict())
+    findings = audit(model, loader, cross_entropy, optimizer, step, 2, save=save, load=load)
+    assert {it.check for it in findings.faults} == faults
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert not optimizer.state
+    assert generator.initial_seed() == 1
+    assert generator.get_state().equal(torch.Generator().manual_seed(1).get_state())
+
+
+def test_save_without_load_is_refused() -> None:
+    model = nn.Linear(6, 3)
+    findings = audit(model, [], cross_entropy, save=dict)
+    assert not findings.is_compared
+    assert any("load" in it.text for it in findings if it.level == "unknown")
 
 
 SLEEPING = """
