@@ -117,8 +117,8 @@ class Row:
     """The first update with a difference beyond rounding; None if there is none."""
 
     wrong: str = ""
-    """Of what differs beyond rounding in that update, the tensor that is computed first, and the
-    layer before it."""
+    """The tensor that is computed first of those beyond rounding in that update, and the layer
+    before it."""
 
     seeds: int = 1
     """Seeds with which it was compared: more than 1 after a difference beyond rounding."""
