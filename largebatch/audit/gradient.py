@@ -104,6 +104,11 @@ def check_gradient(
     try:
         reference = _reference_of(update, ranks)
     except StoppedError as stopped:
+        # A step may change which tensors are trained, so that these are not those of the update.
+        shapes = [len(update.gradients), *(list(it.shape) for it in parameters.values())]
+        of_workers = ranks.gather(shapes)
+        if len(update.gradients) != len(parameters) or any(it != shapes for it in of_workers):
+            raise
         # Whether workers use equal gradients is seen without a reference.
         unequal = decide(_measure_unequal(update, parameters, ranks), rules.UNEQUAL)
         if not any(it.level == "fault" for it in unequal):
