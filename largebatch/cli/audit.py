@@ -182,8 +182,10 @@ def _audit_recipe(recipe: Path, arguments: Sequence[str], *, steps: int, options
 
 def _refuse_options_of_recipes(steps: int | None, options: Audited) -> None:
     """Raise LargebatchError for an option that a script or a function would not see."""
-    given = {"--steps": steps, "--data": options.data, "--dataset": options.dataset}
-    given |= {
+    given: dict[str, object] = {
+        "--steps": steps,
+        "--data": options.data,
+        "--dataset": options.dataset,
         "--set": options.changes,
         "--import": options.imports,
         "--cache-dir": options.cache_dir,

@@ -49,7 +49,7 @@ def test_the_tree_of_commands() -> None:
     assert [name for name in EVERY if " " not in name] == list(COMMANDS)
     below = {name for name in EVERY if " " in name}
     assert below == {
-        "recipes copy", "report diagnose", "report mlperf",
+        "audit resume", "recipes copy", "report diagnose", "report mlperf",
         *(f"data {name}" for name in ("index", "import", "show")),
         *(f"lab {name}" for name in (
             "clusters", "study", "range", "noise", "suggest", "rehearse")),
