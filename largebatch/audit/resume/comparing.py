@@ -72,11 +72,11 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
         first: Workers of the first part, which saves.
         rest: Workers of the run that resumes; their number may be another.
     """
-    if found := decide(_count(whole, first, rest), rules.NUMBERS_OF_UPDATES):
-        return Resumption(tuple(found))
     repeated = decide(_first_difference(whole, repeat), rules.REPEATED_RUN)
     if repeated[0].level != "fine":
         return Resumption(tuple(repeated))
+    if numbers := decide(_count(whole, first, rest), rules.NUMBERS_OF_UPDATES):
+        return Resumption(tuple(numbers))
     window = _open_window(whole, first, rest)
     if window:
         rest = _with_window(first, rest)
