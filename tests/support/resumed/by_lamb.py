@@ -19,7 +19,7 @@ class Lamb(Optimizer):
         super().__init__(weights, {"lr": lr, "updates": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ANN401 -- as of torch
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         for group in self.param_groups:
             group["updates"] += 1
             for weight in group["params"]:
