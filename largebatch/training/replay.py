@@ -15,7 +15,8 @@ gradients. The sums over the workers do not overlap with its backward pass.
 Found are errors of computing, of reading and decoding, and of random numbers. Weights that differ
 are found by `compare_every` too, running statistics by that alone: training does not read them. If
 all workers share one BatchNorm span, and with a single worker, each repeats its own pass, which
-finds errors that come and go.
+finds errors that come and go; whether by the device or by the operation cannot be said then. If
+replays name another worker each time, the operation that they name does not repeat.
 """
 
 import math
@@ -215,6 +216,7 @@ class Replay:
             return None
         own = passes[0].record
         places = [f"gradient of {it}" for it in own.gradients] if self._by_distance else own.places
+        has_partners = backend.world_size > size
         suspects: tuple[Suspect, ...] = ()
         place = "many places"
         if result is not None:
@@ -226,11 +228,13 @@ class Replay:
             stage=stage,
             step=number,
             suspects=suspects,
-            is_certain=result is not None and result.is_certain,
+            # An operation that does not repeat, such as one that reads memory before it is
+            # written, looks the same without a partner.
+            is_certain=result is not None and result.is_certain and has_partners,
             place=place,
             last_equal=self.last_equal,
-            text=f"{_accusation(suspects, result)}: in update {number} gradients of the same "
-            f"samples differ, first at {place}; {_remedy(self.last_equal)}",
+            text=f"{_accusation(suspects, result, has_partners=has_partners)}: in update {number} "
+            f"gradients of the same samples differ, first at {place}; {_remedy(self.last_equal)}",
         )
 
     def _first_far(self, one: Tensor, other: Tensor) -> int | None:
@@ -358,13 +362,18 @@ def _save(step: EagerStep) -> Callable[[], None]:
     return restore
 
 
-def _accusation(suspects: Sequence[Suspect], result: Verdict | None) -> str:
+def _accusation(suspects: Sequence[Suspect], result: Verdict | None, *, has_partners: bool) -> str:
     names = [_describe(it) for it in suspects]
     if result is None:
         return "more workers than a few wrong devices explain compute different numbers"
+    if not has_partners:
+        return (
+            f"{' and '.join(names)} repeats a pass with different numbers, by its device or by an "
+            "operation that does not repeat"
+        )
     if result.is_certain:
-        return f"{' and '.join(names)} computes wrong numbers"
-    return f"one of {' and '.join(names)} computes wrong numbers"
+        return f"wrong numbers are computed by {' and '.join(names)}"
+    return f"wrong numbers are computed by one of {' and '.join(names)}"
 
 
 def _describe(suspect: Suspect) -> str:

@@ -199,7 +199,7 @@ def test_workers_without_partners_repeat_their_own_passes(sync: int) -> None:
         worker.cards.append(card)
 
     results = trained(workers=sync, sync=sync, updates=1, damage=of_worker(0, damage))
-    assert accused(results) == [((0,), True, "convolution of 3 (forward)")]
+    assert accused(results) == [((0,), False, "convolution of 3 (forward)")]
 
 
 def test_arithmetic_that_does_not_repeat_is_compared_by_distance_and_accuses_nobody() -> None:
