@@ -8,7 +8,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -38,6 +38,7 @@ from largebatch.audit.replicas import (
     compare_settings,
 )
 from largebatch.audit.restoring import held_by, restored, without_iterator
+from largebatch.audit.resume.in_process import check_resumption
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
 from largebatch.audit.subject import Forward, NoLossError, Step, Subject
@@ -73,6 +74,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     evaluate: Callable[[], float] | None = None,
     averaged: nn.Module | None = None,
     forward: Forward | None = None,
+    save: Callable[[], Any] | None = None,
+    load: Callable[[Any], object] | None = None,
 ) -> Findings:
     """Check that a script's updates on several workers are those of one process.
 
@@ -87,6 +90,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     the run; `evaluate` returns the script's own metric over `val_loader`; `averaged` is a copy of
     the model with averaged weights. `forward(model, batch)` runs models of several inputs or
     outputs and takes any batch: it returns what `loss_fn` takes, scores or scores and labels.
+    `save()` returns a checkpoint and `load(checkpoint)` restores it: then `steps` updates after
+    `load(save())` are compared with the same ones without it.
 
     Restored afterwards, also on errors: weights, buffers, gradients, modes, the optimizer, all
     generators of random numbers, samplers, attributes of loaders and data sets, and what functions
@@ -120,6 +125,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         evaluate=evaluate,
         averaged=averaged,
         forward=forward,
+        save=save,
+        load=load,
     )
 
 
@@ -139,7 +146,11 @@ def audit_from(
     those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
-    words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
+    words = (
+        dict.fromkeys([*names, "evaluate", "averaged", "forward", "save", "load"])
+        | {"steps": 3}
+        | given
+    )
     model = words["model"]
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -203,6 +214,8 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         steps = words["steps"]
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
+        if (words["save"] is None) != (words["load"] is None):
+            raise ValueError("save and load belong together; pass both, or none of them")
         if words["averaged"] is not None:
             local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
@@ -233,11 +246,8 @@ def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the
 
 def _run_checks(subject: Subject, ranks: Ranks, findings: list[Finding]) -> None:
     """Run all checks, restore everything after each, and add their findings to `found`."""
-    objects = [subject.model, subject.averaged, subject.optimizer]
-    loaders = [subject.loader, subject.val_loader]
-    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
     for check in _CHECKS:
-        copied = restored(objects, loaders, [*functions, subject.forward])
+        copied = _restored(subject)
         with ExitStack() as stack, uncompiled():
             enter = partial(stack.enter_context, copied)
             try:
@@ -246,6 +256,20 @@ def _run_checks(subject: Subject, ranks: Ranks, findings: list[Finding]) -> None
             except StoppedError as stopped:
                 if all(it.text != str(stopped) for it in findings):  # several checks use the loader
                     findings.append(stopped.finding)
+
+
+def _restored(subject: Subject) -> AbstractContextManager[None]:
+    """Restore what a subject has and refers to, on exit."""
+    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
+    return restored(
+        [subject.model, subject.averaged, subject.optimizer],
+        [subject.loader, subject.val_loader],
+        [*functions, subject.forward, subject.save, subject.load],
+    )
+
+
+def _check_resumption(subject: Subject, ranks: Ranks) -> list[Finding]:
+    return check_resumption(subject, ranks, partial(_restored, subject))
 
 
 def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
@@ -341,6 +365,7 @@ _CHECKS = (
     check_augmentation,
     check_overlap,
     check_evaluation,
+    _check_resumption,
     _check_given,
 )
 

@@ -48,6 +48,8 @@ class Subject:
     evaluate: Callable[[], float] | None
     averaged: nn.Module | None
     forward: Forward | None
+    save: Callable[[], Any] | None
+    load: Callable[[Any], object] | None
     read: int | None = None
     """Number of batches of the epoch that the script's own loop has read before the audit, which
     gives it more than the epoch has; None for a step that the script passes."""

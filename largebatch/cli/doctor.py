@@ -10,38 +10,84 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
-from largebatch.distributed.environment import available_cores
-from largebatch.errors import LargebatchError
+from largebatch.distributed.environment import available_cores, own_rank
+from largebatch.errors import LargebatchError, WrongCardError
 from largebatch.formatting import plural, table
-from largebatch.runs.options import AsJson, Given, Workers
+from largebatch.runs.options import AsJson, Given, MachineOptions, Number, RecipeFile
 
 if TYPE_CHECKING:
     import torch
 
+_MINUTES = 5.0
+_NETWORK = "digits_96"
+"""Recipe of --replay without another one: its images are installed, and its network is small."""
+
 
 def doctor(
+    recipe: RecipeFile | None = None,
+    /,
     *,
     network: bool = False,
+    replay: bool = False,
+    minutes: Number | None = None,
     json: AsJson = False,
-    options: Annotated[Workers, Given] = Workers(),
+    options: Annotated[MachineOptions, Given] = MachineOptions(),
 ) -> None:
-    """Check the installation, or measure the network between hosts.
+    """Check the installation, measure the network between hosts, or compare devices.
 
     Args:
+        recipe: Recipe whose passes --replay compares; digits_96 if it is left out.
         network: Measure the network between the workers.
+        replay: Compute passes of each worker again on the others, and name a wrong device.
+        minutes: Minutes of --replay (5).
     """
-    if json and network:
-        raise LargebatchError("--json is of the installation: leave out --network")
+    if json and (network or replay):
+        raise LargebatchError("--json is of the installation: leave out --network and --replay")
+    if network and replay:
+        raise LargebatchError("--network and --replay are two checks: give one of them")
+    only_workers = MachineOptions(
+        workers=options.workers, backend=options.backend, timeout=options.timeout
+    )
+    if not replay and (recipe is not None or minutes is not None or options != only_workers):
+        raise LargebatchError("a recipe, its options and --minutes are those of --replay: add that")
     if json:
         print_json({name: _as_json(finding) for name, finding in examine()})
     elif network:
         _show_network(options)
+    elif replay:
+        _show_devices(
+            recipe or Path(_NETWORK), options, minutes=_MINUTES if minutes is None else minutes
+        )
     else:
         for name, finding in examine():
             print_rows({name: finding}, width=12)
 
 
-def _show_network(options: Workers) -> None:
+def _show_devices(recipe: Path, options: MachineOptions, *, minutes: float) -> None:
+    """Print how often each worker's passes differed; raise WrongCardError if any did."""
+    from largebatch.recipe.loading import load_recipe
+    from largebatch.runs.device_check import checked_devices
+
+    loaded = load_recipe(recipe, options.changes)
+    with checked_devices(loaded, options, seconds=60 * minutes) as check:
+        rows = [("worker", "host", "device", "unit", "passes", "wrong", "one of several wrong")]
+        for suspect in check.devices:
+            wrong, maybe = check.count_wrong(suspect.worker)
+            counts = f"{check.replays:,}", f"{wrong:,}", f"{maybe:,}"
+            rows.append(
+                (str(suspect.worker), suspect.host, suspect.device, suspect.unit or "", *counts)
+            )
+        if own_rank() == 0:
+            print(table(rows, right=(0, 4, 5, 6)))
+            partners = f"{plural(check.distances, 'partner')} of {check.most_distances}"
+            if not check.most_distances:
+                partners = "no partner: its own passes are repeated"
+            print(f"each worker had {partners}; give more --minutes for more passes", flush=True)
+    if check.wrong:
+        raise WrongCardError(check.wrong[0].text)
+
+
+def _show_network(options: MachineOptions) -> None:
     from largebatch.distributed.connection import connect
     from largebatch.lab.measure.calibrate import bandwidth, measure_network
 

@@ -113,7 +113,11 @@ EXAMPLES = {
     "data index": ("data index images", "data index images --drop-bad"),
     "data import": ("data import imagefolder a.zip --val-fraction 0.2 --out images",),
     "data show": ("data show mine.yaml --data images",),
-    "doctor": ("doctor", "doctor --json", "doctor --network --workers 2"),
+    "doctor": (
+        "doctor",
+        "doctor --network --workers 2",
+        "doctor --replay --workers 8 --minutes 5",
+    ),
     "init": ("init images", "init images --weights timm:resnet50.a1_in1k --minutes 30"),
     "launch": (
         "launch slurm resnet50_8192_mlperf --nodes 4 --data /images > job.sh",
@@ -124,9 +128,7 @@ EXAMPLES = {
         "audit mine:parts --workers 2",
         "audit digits_96 --workers 2",
     ),
-    "audit resume": (
-        'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
-    ),
+    "audit resume": ('audit resume --whole t.py --first "t.py -e 1" --rest "t.py --resume a"',),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),

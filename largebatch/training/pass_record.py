@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -180,8 +181,9 @@ class _Operations(TorchDispatchMode):
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for a tensor with memory: not of a tracer, and not without values."""
-    return type(value) in {Tensor, nn.Parameter} and value.layout is torch.strided  # type: ignore[attr-defined]  # they have one
+    """Return True for a tensor with memory: not one of a compiler that traces, nor a sparse one."""
+    is_traced = isinstance(value, FakeTensor)
+    return isinstance(value, Tensor) and not is_traced and value.layout is torch.strided
 
 
 def _is_view(func: Any) -> bool:  # noqa: ANN401 -- torch's

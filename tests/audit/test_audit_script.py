@@ -44,6 +44,10 @@ if several:
     dist.init_process_group("gloo")
     sampler = DistributedSampler(data)
     model = DistributedDataParallel(model)
+if fault == "compiled":
+    model = torch.compile(model, backend="eager")
+if fault == "function":
+    cross_entropy = torch.compile(cross_entropy, backend="eager")
 loader = DataLoader(data, 8, sampler=sampler)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(100):
@@ -185,6 +189,20 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
     findings = audit_script(script, [fault])
     assert [it.check for it in findings.faults] == faults
     assert findings.is_compared
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize(
+    ("compiled", "level"),
+    [pytest.param("compiled", "fine", id="a model"), pytest.param("function", "unknown", id="not")],
+)
+def test_what_a_script_compiles_is_compared_or_named(
+    compiled: str, level: str, script: Path
+) -> None:
+    findings = audit_script(script, [compiled])
+    assert not findings.faults
+    assert findings.is_compared
+    assert [it.level for it in findings.named("compiled code")] == [level]
 
 
 def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:

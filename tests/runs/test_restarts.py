@@ -202,6 +202,32 @@ def test_after_one_worker_ran_out_of_memory_all_continue_with_half_of_the_device
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("ends")
+def test_a_run_with_a_wrong_worker_continues_without_it(tmp_path: Path) -> None:
+    changes = (
+        *("execution.replay_every=4", "execution.on_wrong_card=leave_out"),
+        *("execution.checkpoints.every_steps=2", "batch.bn_span=16"),
+    )
+    options = Options(
+        out=tmp_path / "run",
+        workers=3,
+        restarts=1,
+        min_workers=2,
+        imports=("faulty_worker",),
+        report=False,
+    )
+    assert start(a_recipe(CLEAN, changes=changes), options).status == "finished"
+    starts = log(tmp_path / "run", "start")
+    assert [it["plan"]["workers"] for it in starts] == [3, 2]
+    assert [it["resume_step"] for it in starts] == [0, 2]
+    (found,) = log(tmp_path / "run", "wrong_card")
+    assert [it["worker"] for it in found["suspects"]] == [1]
+    assert found["is_certain"]
+    assert found["step"] == 3
+    assert found["place"].startswith("gradient of")
+
+
 @pytest.mark.parametrize(("workers", "restarts"), [(2, 0), (2, 1), (1, 0)])
 def test_a_least_number_of_workers_that_cannot_apply_is_refused(
     tmp_path: Path, workers: int, restarts: int

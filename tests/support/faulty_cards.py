@@ -183,7 +183,7 @@ def trained(
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             nn.CrossEntropyLoss(reduction="sum"),
             reducer,
-            Spans(model, backend, sync_workers=sync),
+            Spans(model, backend, sync_workers=sync),  # type: ignore[arg-type]  # in place of one
             global_batch=workers * accumulation * SAMPLES,
         )
         if every is not None:

@@ -31,7 +31,7 @@ class Lamb(Optimizer):
                 state["second"].lerp_(weight.grad.square(), 0.01)
                 first = state["first"] / (1 - 0.9 ** group["updates"])
                 second = state["second"] / (1 - 0.99 ** group["updates"])
-                direction = first / (second.sqrt() + 1e-6)
+                direction = first / (second.sqrt() + 1e-6) + 0.1 * weight
                 ratio = weight.norm() / direction.norm()
                 weight.sub_(direction, alpha=float(group["lr"] * ratio))
 

@@ -111,7 +111,7 @@ def test_a_wrong_running_statistic_is_seen_among_the_weights() -> None:
 def test_an_error_that_comes_once_accuses_its_worker_and_not_the_partner(
     number: int, workers: int
 ) -> None:
-    """Of a worker's passes of a dispute, in their order; the first two are in every replay."""
+    """`number` is that of a pass of worker 1 in a dispute; the first two are in every replay."""
     cards: list[FaultyCard] = []
 
     def damage(worker: Worker) -> None:
@@ -192,7 +192,7 @@ def test_a_worker_of_a_group_that_shares_spans_is_named(workers: int) -> None:
 
 @pytest.mark.parametrize("sync", [1, 3])
 def test_workers_without_partners_repeat_their_own_passes(sync: int) -> None:
-    """Of a single worker, and of workers that share one span: errors that come once are found."""
+    """A single worker, or workers that share one span: errors that come once are found."""
 
     def damage(worker: Worker) -> None:
         card = FaultyCard("convolution", weight_of(worker), is_wrong=lambda place: place == 1)
