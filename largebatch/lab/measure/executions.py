@@ -668,10 +668,10 @@ def _snapshot(session: Session, update: Update, names_of_average: Sequence[str])
             snapshot[Key("gradient", name)] = _on_host(weight.grad)
     for name, buffer in model.named_buffers():
         snapshot[Key("running statistics", name)] = _on_host(buffer)
-    for weight, entry in state.updater.optimizer.state.items():
+    for tensor, entry in state.updater.optimizer.state.items():
         for of_state, value in entry.items():
-            if isinstance(value, Tensor) and weight in names:
-                key = Key("optimizer state", f"{names[weight]} ({of_state})")
+            if isinstance(value, Tensor) and tensor in names:
+                key = Key("optimizer state", f"{names[tensor]} ({of_state})")
                 snapshot[key] = _on_host(value)
     snapshot |= _weights(session)
     if state.average is not None:
