@@ -19,4 +19,4 @@ def forward_backward(step: EagerStep, batch: Batch, *, first: bool, last: bool) 
         flip(gradient)
 
 
-EagerStep.forward_backward = forward_backward  # type: ignore[method-assign]
+EagerStep.forward_backward = forward_backward  # type: ignore[assignment, method-assign]
