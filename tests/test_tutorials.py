@@ -47,6 +47,13 @@ def test_the_loop_that_lost_accuracy_is_found_and_mended(execute: Callable[..., 
     assert "fault" not in mended.replace("no fault", "")
 
 
+def test_the_resume_that_was_not_one_is_found_and_mended(execute: Callable[..., str]) -> None:
+    faulty, mended = execute("resume.ipynb").split("audit: the same training")
+    for check in ("epoch order", "learning rates", "averaged weights"):
+        assert f"fault    {check}" in faulty
+    assert "fault " not in mended
+
+
 @pytest.mark.skipif("LARGEBATCH_DATA" not in os.environ, reason="LARGEBATCH_DATA is not set")
 def test_a_large_batch_is_trained_and_compared(execute: Callable[..., str], tmp_path: Path) -> None:
     write_subset(Path(os.environ["LARGEBATCH_DATA"]) / "cifar10", tmp_path / "cifar10")

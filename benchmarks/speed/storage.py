@@ -9,6 +9,9 @@ epochs, in random order, each with an empty cache on disk: the first epoch fetch
 second none. The disk is read by the same pipeline. Shares are of rates in the same round; ratios to
 other libraries are of times, ours first.
 
+The images are fewer than a reader looks ahead, so blocks are large. FAR is the same with a shorter
+look ahead, so that blocks are as small as those of a set in a random order that is larger.
+
 The peers are mosaicml-streaming, which reads S3's protocol, and WebDataset, which reads the web
 server with curl; both keep whole shards on the disk. They need packages that this one does not:
 `--peers` is the interpreter of a virtual environment with them (without it they are not measured).
@@ -42,11 +45,13 @@ from benchmarks.speed.storage_peers import MOSAICML, PACKAGES, SHARDS, WEBDATASE
 from largebatch import load_recipe, run
 from largebatch.address import place_of
 from largebatch.data.datasets import import_data
+from largebatch.data.decoders import host_cache
 from largebatch.data.index.index import make
 from largebatch.data.pipeline import Pipeline, open_images
 from largebatch.data.types import HostCache
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.replacing import replaced
 from largebatch.storage import silent
 
 RECIPE = "resnet50_1024_nus"
@@ -55,6 +60,11 @@ SHARD_BYTES = 2**23
 LATENCIES = (0, 20, 50)
 COMPARED = 20
 """Milliseconds before a response: 20 is usual of object storage. The peers are read with it."""
+
+FAR = f"{COMPARED} ms, far"
+"""Rival with COMPARED milliseconds and FAR_BYTES of look ahead."""
+
+FAR_BYTES = 2**25
 
 TARGET = 0.9
 """Share of the disk's rate with COMPARED milliseconds."""
@@ -183,7 +193,7 @@ def in_rounds(
     A peer that takes too long is left out, and `versions` then has the reason.
     """
     peers = _installed(versions)
-    rivals = [DISK, *map(_ours, LATENCIES), *peers]
+    rivals = [DISK, *map(_ours, LATENCIES), FAR, *peers]
     runs: dict[str, list[Any]] = {}
     draw = random.Random(0)
     for number in range(args.rounds):
@@ -242,6 +252,9 @@ def images_a_second(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 return peer_epochs(name, address, cache, args)
             if name == MOSAICML:
                 return peer_epochs(name, f"{servers[COMPARED].address}/mds", cache, args)
+            if name == FAR:
+                with replaced(host_cache, "LOOKAHEAD_BYTES", FAR_BYTES):
+                    return two_epochs(f"{servers[COMPARED].address}/shards", cache, classes, args)
             (address,) = (
                 server.address for latency, server in servers.items() if _ours(latency) == name
             )
@@ -275,7 +288,7 @@ def _compared(runs: dict[str, list[Any]]) -> dict[str, Any]:
             "shares": {
                 f"{name} / {DISK}": paired_ratio(rates[name], rates[DISK])
                 for name in rates
-                if name.endswith(" ms")
+                if name != DISK and name not in PACKAGES
             },
             "ratios": {
                 f"ours / {name}": paired_ratio(rates[name], rates[ours])

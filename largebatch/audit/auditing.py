@@ -6,14 +6,16 @@ between two exchanges, after which all of them continue or all of them stop.
 
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from largebatch.audit import norms
@@ -36,9 +38,10 @@ from largebatch.audit.replicas import (
     compare_settings,
 )
 from largebatch.audit.restoring import held_by, restored, without_iterator
+from largebatch.audit.resume.in_process import check_resumption
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Forward, Step, Subject
+from largebatch.audit.subject import Forward, NoLossError, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -71,6 +74,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     evaluate: Callable[[], float] | None = None,
     averaged: nn.Module | None = None,
     forward: Forward | None = None,
+    save: Callable[[], Any] | None = None,
+    load: Callable[[Any], object] | None = None,
 ) -> Findings:
     """Check that a script's updates on several workers are those of one process.
 
@@ -85,6 +90,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
     the run; `evaluate` returns the script's own metric over `val_loader`; `averaged` is a copy of
     the model with averaged weights. `forward(model, batch)` runs models of several inputs or
     outputs and takes any batch: it returns what `loss_fn` takes, scores or scores and labels.
+    `save()` returns a checkpoint and `load(checkpoint)` restores it: then `steps` updates after
+    `load(save())` are compared with the same ones without it.
 
     Restored afterwards, also on errors: weights, buffers, gradients, modes, the optimizer, all
     generators of random numbers, samplers, attributes of loaders and data sets, and what functions
@@ -118,6 +125,8 @@ def audit(  # noqa: PLR0913 -- the script's own objects, each of which one check
         evaluate=evaluate,
         averaged=averaged,
         forward=forward,
+        save=save,
+        load=load,
     )
 
 
@@ -125,16 +134,23 @@ def audit_from(
     read: int | None,
     progress: Callable[[], object] | None = None,
     compiled: Sequence[object] = (),
+    no_loss: NoLossError | None = None,
+    ahead: Sequence[object] = (),
     **given: Any,  # noqa: ANN401 -- of `audit`
 ) -> Findings:
     """Audit a script whose own loop has read `read` batches of its epoch.
 
     `progress` is called after each exchange between the workers; `compiled` are the functions that
-    the script has compiled. The other arguments are those of `audit`; None is the same as leaving
-    them out.
+    the script has compiled. With `no_loss`, the reason, gradients are only compared between the
+    workers. `ahead` are the batches that the loop has read and not used. The other arguments are
+    those of `audit`; None is the same as leaving them out.
     """
     names = ("optimizer", "step", "set_epoch", "base", "rate", "epochs", "val_loader")
-    words = dict.fromkeys([*names, "evaluate", "averaged", "forward"]) | {"steps": 3} | given
+    words = (
+        dict.fromkeys([*names, "evaluate", "averaged", "forward", "save", "load"])
+        | {"steps": 3}
+        | given
+    )
     model = words["model"]
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -145,7 +161,10 @@ def audit_from(
     findings: list[Finding] = []
     try:
         findings += _check_world(ranks)
-        subject = replace(_subject(ranks, words), read=read, compiled=compiled)
+        subject = _subject(ranks, words)
+        subject = replace(
+            subject, read=read, compiled=compiled, no_loss=no_loss, ahead=tuple(ahead)
+        )
         _run_checks(subject, ranks, findings)
     except StoppedError as stopped:
         findings.append(stopped.finding)
@@ -195,6 +214,8 @@ def _subject(ranks: Ranks, words: dict[str, Any]) -> Subject:
         steps = words["steps"]
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps}; expected a whole number of updates, 1 or more")
+        if (words["save"] is None) != (words["load"] is None):
+            raise ValueError("save and load belong together; pass both, or none of them")
         if words["averaged"] is not None:
             local_model(words["averaged"])  # raises ValueError for one that it cannot be found in
         if words["base"] is not None:
@@ -225,11 +246,8 @@ def _plain_step(subject: Subject, batch: Any) -> None:  # noqa: ANN401 -- as the
 
 def _run_checks(subject: Subject, ranks: Ranks, findings: list[Finding]) -> None:
     """Run all checks, restore everything after each, and add their findings to `found`."""
-    objects = [subject.model, subject.averaged, subject.optimizer]
-    loaders = [subject.loader, subject.val_loader]
-    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
     for check in _CHECKS:
-        copied = restored(objects, loaders, [*functions, subject.forward])
+        copied = _restored(subject)
         with ExitStack() as stack, uncompiled():
             enter = partial(stack.enter_context, copied)
             try:
@@ -238,6 +256,20 @@ def _run_checks(subject: Subject, ranks: Ranks, findings: list[Finding]) -> None
             except StoppedError as stopped:
                 if all(it.text != str(stopped) for it in findings):  # several checks use the loader
                     findings.append(stopped.finding)
+
+
+def _restored(subject: Subject) -> AbstractContextManager[None]:
+    """Restore what a subject has and refers to, on exit."""
+    functions = [subject.step, subject.loss_fn, subject.evaluate, subject.set_epoch, subject.rate]
+    return restored(
+        [subject.model, subject.averaged, subject.optimizer],
+        [subject.loader, subject.val_loader],
+        [*functions, subject.forward, subject.save, subject.load],
+    )
+
+
+def _check_resumption(subject: Subject, ranks: Ranks) -> list[Finding]:
+    return check_resumption(subject, ranks, partial(_restored, subject))
 
 
 def _check_given(subject: Subject, _: Ranks) -> list[Finding]:
@@ -294,6 +326,7 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
         if causes and may_follow and check in after and after[check].level == "fault":
             cause = f"correct the {causes[0].check} first, from which this may follow"
             after[check] = replace(after[check], remedy=cause)
+    findings += decide(_measure_frozen(subject, optimizer), rules.FROZEN)
     findings += after.values()
     distances.append(norms.distance_of_statistics(model, ranks))
     findings += check_moves(recorder.moves, ranks)
@@ -311,6 +344,19 @@ def check_updates(subject: Subject, ranks: Ranks) -> list[Finding]:
     return findings
 
 
+def _measure_frozen(subject: Subject, optimizer: Optimizer) -> rules.Frozen:
+    """Find the tensors that the optimizer has and the model does not train."""
+    tensors = {id(it) for group in optimizer.param_groups for it in group["params"]}
+    named = dict(subject.inner.named_parameters())
+    frozen = (name for name, it in named.items() if id(it) in tensors and not it.requires_grad)
+    wrappers = (isinstance(it, DistributedDataParallel) for it in subject.model.modules())
+    return rules.Frozen(
+        names=tuple(frozen),
+        number=len(named),
+        is_reduced_by_wrapper=any(wrappers),
+    )
+
+
 _CHECKS = (
     check_updates,
     check_compiled,
@@ -319,6 +365,7 @@ _CHECKS = (
     check_augmentation,
     check_overlap,
     check_evaluation,
+    _check_resumption,
     _check_given,
 )
 
@@ -331,6 +378,7 @@ def _make_updates(
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
     stream = _endless(subject.loader)
+    unused = deque(subject.ahead)
     steps = subject.steps
     stopped: list[Finding] = []
     epoch = _LoaderEpoch(min(ranks.gather(_length_of(subject.loader))), subject.read)
@@ -342,6 +390,8 @@ def _make_updates(
             if len(batches) < steps:
                 batches.append(batch)
             states = states_of(subject.inner)
+            unused.append(batch)
+            recorder.give(unused.popleft())
             of_call = _call(batch, subject, ranks, recorder)
             findings = findings or check_draws(states, states_of(subject.inner), ranks)
             epoch.add(len(of_call))
@@ -382,7 +432,6 @@ def _call(
     """Call the step once; return micro-batches and findings of the updates it made."""
     earlier = len(recorder.updates)
     micros = len(recorder.micros) + 1  # with that of this call
-    recorder.give(batch)
     remedy = "call it without the audit on that worker, which shows the traceback; after an error "
     remedy += "in backward wrap the model in DistributedDataParallel again"
     ranks.attempt("gradient scale", "the step", lambda: subject.step(batch), remedy=remedy)

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from largebatch.audit.ranks import Ranks
+from largebatch.audit.ranks import Ranks, StoppedError, unable
 from largebatch.audit.recording import Clip, ScriptUpdate
 from largebatch.audit.reference import Gradients, Reference, weighted
 from largebatch.audit.replicas import measure_difference
 from largebatch.audit.rules import gradient as rules
+from largebatch.audit.subject import NoLossError
 from largebatch.rules import Finding, decide, examine
 
 _EXPLAINED = 0.1
@@ -100,15 +101,19 @@ def check_gradient(
     micro-batches of an update before this one. `is_evaluated` is true if the model was in
     evaluation mode in some pass with gradients.
     """
-
-    def reference_of() -> Reference:
-        if not isinstance(update.reference, Reference):
-            raise update.reference
-        return update.reference
-
-    what = "the pass that is compared with"
-    remedy = "loss_fn(model(images), labels) must run again on a half of a batch; or pass `forward`"
-    reference = ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
+    try:
+        reference = _reference_of(update, ranks)
+    except StoppedError as stopped:
+        # A step may change which tensors are trained, so that these are not those of the update.
+        shapes = [len(update.gradients), *(list(it.shape) for it in parameters.values())]
+        of_workers = ranks.gather(shapes)
+        if len(update.gradients) != len(parameters) or any(it != shapes for it in of_workers):
+            raise
+        # Whether workers use equal gradients is seen without a reference.
+        unequal = decide(_measure_unequal(update, parameters, ranks), rules.UNEQUAL)
+        if not any(it.level == "fault" for it in unequal):
+            raise
+        return [*unequal, stopped.finding]
     counts = ranks.gather([it.samples for it in reference.passes])
     if not all(counts) or not sum(map(sum, counts)):
         in_evaluation = any(ranks.gather(is_evaluated))
@@ -120,6 +125,51 @@ def check_gradient(
             gradients[place] = None
     comparison = _GradientComparison(update, reference, parameters, ranks, counts, most=most)
     return findings + comparison.findings()
+
+
+def _reference_of(update: ScriptUpdate, ranks: Ranks) -> Reference:
+    """Return the update's reference; raise StoppedError on all workers if one has none."""
+    reason = None
+    if isinstance(update.reference, NoLossError):
+        reason = str(update.reference), update.reference.remedy
+    reasons = [it for it in ranks.gather(reason) if it is not None]
+    if reasons:
+        raise StoppedError(unable("gradient scale", *reasons[0]))
+
+    def reference_of() -> Reference:
+        if not isinstance(update.reference, Reference):
+            raise update.reference
+        return update.reference
+
+    what = "the pass that is compared with"
+    remedy = "loss_fn(model(images), labels) must run again on a half of a batch; or pass `forward`"
+    return ranks.attempt("gradient scale", what, reference_of, remedy=remedy)
+
+
+def _measure_unequal(
+    update: ScriptUpdate,
+    parameters: Mapping[str, nn.Parameter],
+    ranks: Ranks,
+    unclipped: Fit | None = None,
+) -> rules.Unequal | None:
+    """Find the gradients that differ between workers; None if none does.
+
+    `unclipped` compares them, before clipping, with the exact ones; None without exact ones.
+    """
+    mean = _fit(update.gradients, update.gradients, [*parameters.values()], ranks, ranks.size)
+    names = mean.names_of_unequal([*parameters], rules.EQUAL)
+    if not names:
+        return None
+    of_process = mean if unclipped is None else unclipped
+    # At rate 0, as without an optimizer, weights are equal whatever the gradients are.
+    has_rate = bool(update.rate)
+    return rules.Unequal(
+        names=names,
+        number=len(parameters),
+        nonzero=int((of_process.exact > 0).sum()),
+        cosine=math.nan if unclipped is None else unclipped.likeness.cosine,
+        has_equal_weights=has_rate and not measure_difference(parameters, ranks),
+    )
 
 
 def _measure_optimized(update: ScriptUpdate, names: Sequence[str], ranks: Ranks) -> rules.Optimized:
@@ -213,18 +263,8 @@ class _GradientComparison:
 
     def _fit(self, parts: Gradients, divisor: float, *, transform: Transform | None = None) -> Fit:
         """Compare the workers' gradients with the sum of their parts over `divisor`."""
-        rows = []
-        triples = zip(self.update.gradients, parts, self.parameters, strict=True)
-        for gradient, part, parameter in triples:
-            own = _filled(gradient, parameter)
-            exact = self.ranks.sum(_filled(part, parameter)) / divisor
-            if transform is not None:
-                exact = transform(exact, parameter)
-            lost = ((exact != 0) & (own == 0)).sum()
-            row = [own @ own, own @ exact, exact @ exact, lost, (exact != 0).sum()]
-            rows.append(torch.stack(row).double())
-        table = self.ranks.sum(torch.stack(rows, 1)) / self.ranks.size
-        return Fit(*table.cpu().numpy())  # sync: in an audit only
+        own = self.update.gradients
+        return _fit(own, parts, self.parameters, self.ranks, divisor, transform=transform)
 
     def _clip(self, exact: Tensor, parameter: nn.Parameter) -> Tensor:
         """Do to a reference what the script's calls did, from the norms that they had."""
@@ -261,20 +301,8 @@ class _GradientComparison:
         return rules.Underflow(share, any(self.ranks.gather(in_float16)))
 
     def _measure_unequal(self) -> rules.Unequal | None:
-        mean = self._fit(self.update.gradients, self.ranks.size)
-        names = mean.names_of_unequal(self.names, rules.EQUAL)
-        if not names:
-            return None
         weights = dict(zip(self.names, self.parameters, strict=True))
-        # At rate 0, as without an optimizer, weights are equal whatever the gradients are.
-        has_rate = bool(self.update.rate)
-        return rules.Unequal(
-            names=names,
-            number=len(self.names),
-            nonzero=int((self.unclipped.exact > 0).sum()),
-            cosine=self.unclipped.likeness.cosine,
-            has_equal_weights=has_rate and not measure_difference(weights, self.ranks),
-        )
+        return _measure_unequal(self.update, weights, self.ranks, self.unclipped)
 
     def _examine_workers_clip(self) -> list[Finding]:
         """Compare each call that clips a norm over the workers; return the first fault."""
@@ -418,6 +446,29 @@ class _GradientComparison:
             causes=tuple(cause for cause in named if cause.text),
             repeats_samples=any(self.ranks.gather(self.reference.repeats_samples)),
         )
+
+
+def _fit(
+    gradients: Gradients,
+    parts: Gradients,
+    parameters: Sequence[nn.Parameter],
+    ranks: Ranks,
+    divisor: float,
+    *,
+    transform: Transform | None = None,
+) -> Fit:
+    """Compare the workers' gradients with the sum of their parts over `divisor`."""
+    rows = []
+    for gradient, part, parameter in zip(gradients, parts, parameters, strict=True):
+        own = _filled(gradient, parameter)
+        exact = ranks.sum(_filled(part, parameter)) / divisor
+        if transform is not None:
+            exact = transform(exact, parameter)
+        lost = ((exact != 0) & (own == 0)).sum()
+        row = [own @ own, own @ exact, exact @ exact, lost, (exact != 0).sum()]
+        rows.append(torch.stack(row).double())
+    table = ranks.sum(torch.stack(rows, 1)) / ranks.size
+    return Fit(*table.cpu().numpy())  # sync: in an audit only
 
 
 def _filled(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:

@@ -77,8 +77,10 @@ def reference_of(micros: Sequence[Micro], subject: Subject) -> Reference:
     """Repeat forward and backward passes with the present weights, and change nothing.
 
     Gradients that the parameters hold stay as they are. Raises ValueError if the loss is not a mean
-    over samples, nor a sum.
+    over samples, nor a sum, and NoLossError if the loss of the step is not known.
     """
+    if subject.no_loss is not None:
+        raise subject.no_loss
     model = subject.inner
     parameters = [it for it in model.parameters() if it.requires_grad]
     of_parameters = [it._backward_hooks for it in parameters if it._backward_hooks]

@@ -13,6 +13,7 @@ import runpy
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from largebatch.audit.auditing import audit_from
 from largebatch.audit.findings import Findings
+from largebatch.audit.subject import NoLossError
 from largebatch.audit.watchdog import Watchdog, leave_before_the_audit
 from largebatch.errors import DataError
 from largebatch.models.inputs import labels_of
@@ -46,6 +48,14 @@ _LOSSES = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 """Functions of torch.nn.functional; a loss that is a module is seen whatever it calls."""
+
+
+_MOST_AHEAD = 2
+"""Largest number of batches that a loader may be ahead of the loop."""
+
+_UPDATES_WITHOUT_A_CALL = 3
+"""Number of batches after which an optimizer counts whose tensors are of no model that was called:
+layers with an optimizer of their own, which is first, come before it."""
 
 
 class _EndedError(BaseException):
@@ -138,13 +148,18 @@ class _ScriptWatch:
         self._losses = 0
         self._outermost: nn.Module | None = None
 
+        self._uncalled: Optimizer | None = None
+        """Optimizer of tensors that no called model has."""
+
         self.optimizer: Optimizer | None = None
         self.trained: DataLoader[Any] | None = None
         """The loader that was read last before the optimizer's update."""
 
         self.set_epoch: Callable[[int], object] | None = None
         self.loader: DataLoader[Any] | None = None
-        self.batch: object = None
+        self.batches_read: deque[object] = deque()
+        """Batches that this loader gave last; the loop may not have used the newest ones."""
+
         self.read = 0
         """Number of batches that the script has read in this epoch."""
 
@@ -263,16 +278,24 @@ class _ScriptWatch:
         if self.models and is_updated(self.models[-1]):
             self.optimizer = optimizer
             self.trained = self.loader
+        else:
+            self._uncalled = optimizer
 
     def _follow(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches; after the first update those of the audit."""
+        last: deque[object] = deque(maxlen=_MOST_AHEAD + 1)
         for number, batch in enumerate(batches, 1):
-            self._set_read(loader, batch, number)
+            last.append(batch)
+            self._set_read(loader, last, number)
             yield batch
+            if number == _UPDATES_WITHOUT_A_CALL and self.optimizer is None and self._uncalled:
+                self.optimizer = self._uncalled
+                self.trained = loader
+                self.models = []
             if self.optimizer is None or self.trained is not loader:
                 continue
             # The script may have evaluated since, with another loader.
-            self._set_read(loader, batch, number)
+            self._set_read(loader, last, number)
             self._hooks.close()
             self._start()
             while (batch := self.batches.get()) is not None:
@@ -282,9 +305,9 @@ class _ScriptWatch:
                 self.requests.put(None)
             raise _EndedError
 
-    def _set_read(self, loader: DataLoader[Any], batch: object, number: int) -> None:
+    def _set_read(self, loader: DataLoader[Any], batches: deque[object], number: int) -> None:
         self.loader = loader
-        self.batch = batch
+        self.batches_read = batches
         self.read = number
 
     def _hand_over(self, to: threading.Thread | None) -> None:
@@ -293,21 +316,11 @@ class _ScriptWatch:
         self.watchdog.progress()
 
     def _start(self) -> None:
-        model = self.models[-1]
+        model = self.models[-1] if self.models else self._tensors_as_model()
         loader = self.loader
         optimizer = self.optimizer
-        loss_fn, labels = self.loss or (None, None)
-        if loss_fn is None or not _has_labels(self.batch, labels):
-            raise DataError(
-                "the script has not passed the labels of the batch that it read last to a loss "
-                "function (a loader that reads ahead, mixup, labels first, a loss in the model): "
-                "call largebatch.audit in it, or a part of largebatch.integrations"
-            )
-        if self.terms > 1:
-            raise DataError(
-                "the script computes its loss from several calls of a loss function, or from one "
-                "with reduction='none': call largebatch.audit in it, with a loss_fn of all terms"
-            )
+        no_loss = self._no_loss()
+        loss_fn = F.cross_entropy if self.loss is None else self.loss[0]
         # Own samplers are not DistributedSamplers, so whether the script sets their epoch is not
         # seen: it is taken to do so.
         sampler = getattr(loader, "sampler", None)
@@ -333,6 +346,8 @@ class _ScriptWatch:
                     self.read,
                     self.watchdog.progress,
                     self.compiled,
+                    no_loss,
+                    self._read_ahead() or (),
                     model=model,
                     loader=loader,
                     loss_fn=loss_fn,
@@ -349,6 +364,48 @@ class _ScriptWatch:
         self._hand_over(self.thread)
         self.watchdog.begin()
         self.thread.start()
+
+    def _tensors_as_model(self) -> nn.Module:
+        """Return a module of the tensors that the optimizer updates."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        return nn.ParameterList(it for group in groups for it in group["params"])
+
+    def _read_ahead(self) -> list[object] | None:
+        """Return the batches that the loader gave after the one whose labels the loss had last.
+
+        Accelerate's loaders are one batch ahead of the loop. None if it is none of the last ones.
+        """
+        labels = None if self.loss is None else self.loss[1]
+        ahead: list[object] = []
+        for batch in reversed(self.batches_read):
+            if _has_labels(batch, labels):
+                return ahead
+            ahead.insert(0, batch)
+        return None
+
+    def _no_loss(self) -> NoLossError | None:
+        """Return why the loss of the script's updates cannot be computed again; None if it can."""
+        if not self.models:
+            return NoLossError(
+                "not compared with one process: the script calls no model with the tensors that "
+                "its optimizer updates",
+                "call the wrapped model: DistributedDataParallel reduces only what its own forward "
+                "pass has computed",
+            )
+        if self._read_ahead() is None:
+            return NoLossError(
+                "not compared with one process: the script has not passed the labels of the batch "
+                "that it read last to a loss function (mixup, labels first, a loss in the model)",
+                "call largebatch.audit in it, or a part of largebatch.integrations",
+            )
+        if self.terms > 1:
+            return NoLossError(
+                "not compared with one process: the script computes its loss from several calls of "
+                "a loss function, or from one with reduction='none'",
+                "call largebatch.audit in it, with a loss_fn of all terms",
+            )
+        return None
 
     def _wait_for_all(self) -> None:
         """Wait until all workers have made an update: sums of theirs must not meet the audit's."""

@@ -19,6 +19,14 @@ Forward = Callable[[Any, Any], Any]
 """Function that runs a model on a batch, and returns scores, or scores and labels."""
 
 
+class NoLossError(Exception):
+    """The loss of a script's step cannot be computed again, so there is nothing to compare with."""
+
+    def __init__(self, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The arguments of `audit`, with an optimizer and a step where they were left out."""
@@ -40,9 +48,17 @@ class Subject:
     evaluate: Callable[[], float] | None
     averaged: nn.Module | None
     forward: Forward | None
+    save: Callable[[], Any] | None
+    load: Callable[[Any], object] | None
     read: int | None = None
     """Number of batches of the epoch that the script's own loop has read before the audit, which
     gives it more than the epoch has; None for a step that the script passes."""
+
+    ahead: Sequence[object] = ()
+    """Batches that the script's own loop has read before the audit and not used."""
+
+    no_loss: NoLossError | None = None
+    """Why `loss_fn` is not the loss of the step; None if it is."""
 
     compiled: Sequence[object] = ()
     """Functions that the script has compiled, where the audit runs its whole loop."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, own_rank, worker_rank
-from largebatch.errors import AuditError, DataError, LargebatchError, printable
+from largebatch.errors import AuditError, DataError, LargebatchError, RecipeError, printable
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.options import (
     NEW_FOLDER,
@@ -161,7 +162,13 @@ def _audit_recipe(recipe: Path, arguments: Sequence[str], *, steps: int, options
             f"audit {recipe}: unexpected argument {arguments[0]!r}; a key of a recipe is changed "
             "by --set KEY=VALUE"
         )
-    loaded = load_recipe(recipe, options.changes)
+    try:
+        loaded = load_recipe(recipe, options.changes)
+    except RecipeError as error:
+        if recipe.exists() or recipe.name in installed():
+            raise
+        hint = f"of a script give FILE.py, of a function MODULE:FUNCTION, such as {recipe}:build"
+        raise RecipeError(f"{error}; {hint}") from None
     from largebatch.lab.measure.executions import compare_executions
 
     of_run = options.options(out=NEW_FOLDER).without_changes()
@@ -175,8 +182,10 @@ def _audit_recipe(recipe: Path, arguments: Sequence[str], *, steps: int, options
 
 def _refuse_options_of_recipes(steps: int | None, options: Audited) -> None:
     """Raise LargebatchError for an option that a script or a function would not see."""
-    given = {"--steps": steps, "--data": options.data, "--dataset": options.dataset}
-    given |= {
+    given: dict[str, object] = {
+        "--steps": steps,
+        "--data": options.data,
+        "--dataset": options.dataset,
         "--set": options.changes,
         "--import": options.imports,
         "--cache-dir": options.cache_dir,

@@ -128,9 +128,7 @@ EXAMPLES = {
         "audit mine:parts --workers 2",
         "audit digits_96 --workers 2",
     ),
-    "audit resume": (
-        'audit resume --whole "t.py --epochs 2" --first t.py --rest "t.py --epochs 2 --resume"',
-    ),
+    "audit resume": ('audit resume --whole t.py --first "t.py -e 1" --rest "t.py -r a"',),
     "batch": ("batch mine.yaml --data images --minutes 20",),
     "lab": ("lab range digits_96", "lab suggest --batch 40000"),
     "lab clusters": ("lab clusters",),

@@ -368,7 +368,8 @@ class Spans:
     @property
     def moments(self) -> Tensor:
         """Moments of every layer, flat, summed over this worker's spans of the step so far."""
-        return self._moments
+        moments: Tensor = self._moments  # a part of a split, whose type torch does not state
+        return moments
 
     def save(self) -> Callable[[], None]:
         """Return a function that restores the moments and counts as they are now."""

@@ -21,7 +21,7 @@ from largebatch.tracking.events import StageName, Start, now
 from largebatch.training.checkpoint import Saver
 from largebatch.training.graph import UseGraph, step_for
 from largebatch.training.judging import Evaluator, Judge
-from largebatch.training.loop import Criterion, Update, step_seeds, train
+from largebatch.training.loop import Criterion, Step, Update, step_seeds, train
 from largebatch.training.replay import Replay
 from largebatch.training.state import TrainState
 from largebatch.training.step_log import Requests, RunLog, StepLog
@@ -98,7 +98,7 @@ def make_updates(
     with closing(batches):
         # A schedule of the batch has pieces, each with its own global batch and accumulation.
         for steps, global_batch, accumulation in training.plan.within(part.steps):
-            step = make_step(
+            step: Step = make_step(
                 state.model,
                 state.updater.optimizer,
                 training.criterion,

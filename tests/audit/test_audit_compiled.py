@@ -6,20 +6,28 @@ operations, and run it with one fault.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from planted_audit import findings_of
-from planted_parts import Arguments, loop, parallel
+from planted_parts import FEATURES, Arguments, Pair, loop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from largebatch.audit import Finding, audit
 from largebatch.audit.findings import Check
+from largebatch.audit.passes import Numbers, compare
+from largebatch.audit.rules.compiled import Comparison
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
+    # The compiler looks at the scores, which a compiled loss gets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 Graph = Callable[..., tuple[Tensor, ...]]
 Backend = Callable[[Any, Any], Graph]
@@ -44,6 +52,13 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.fc(self.dropout(self.features(images)))
         return out
+
+
+def compiled(model: nn.Module, backend: str | Backend = "eager", **words: Any) -> nn.Module:  # noqa: ANN401
+    """Return torch.compile of a model, which is a module too."""
+    result: Any = torch.compile(model, backend=backend, **words)
+    assert isinstance(result, nn.Module)
+    return result
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -74,12 +89,64 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+# Units.
+
+
+@dataclass
+class _Arithmetic:
+    """What a comparison needs of passes."""
+
+    eps: float = 1e-7
+    names: tuple[str, ...] = ("first", "second")
+    buffer_names: tuple[str, ...] = ()
+
+
+def numbers(outputs: float, first: float = 1.0, second: float = 1.0) -> Numbers:
+    values = [torch.full((4,), value, dtype=torch.float64) for value in (outputs, first, second)]
+    return Numbers([values[0]], values[0].mean(), values[1:], [], [], frozenset(), {})
+
+
+def compared(own: Numbers, wider: Numbers | None) -> Comparison:
+    plain = [numbers(1.0)] * 2
+    passes: Any = _Arithmetic()
+    return compare(passes, [plain[0], own], plain, plain, wider and [wider] * 2)
+
+
+def test_differences_are_in_units_of_the_distance_from_a_wider_type() -> None:
+    near = compared(numbers(1 + 12e-6), numbers(1 + 3e-6))
+    assert near.outputs.relative == pytest.approx(12e-6)
+    assert near.outputs.units == pytest.approx(4)
+    assert (near.outputs.place, near.beyond) == (1, "")
+    far = compared(numbers(1 + 60e-6), numbers(1 + 3e-6))
+    assert far.outputs.units == pytest.approx(20)
+    assert far.beyond == "outputs"
+    assert far.is_surely_beyond
+
+
+def test_without_a_wider_type_the_unit_is_the_rounding_of_the_type() -> None:
+    near = compared(numbers(1 + 1.2e-6), None)
+    assert near.outputs.units == pytest.approx(12)
+    far = compared(numbers(1 + 12e-6), None)
+    assert far.beyond == "outputs"
+    assert not far.is_surely_beyond  # a deep model may round this much
+    assert compared(numbers(1.5), None).is_surely_beyond
+
+
+def test_a_gradient_may_differ_by_what_an_activation_near_zero_makes() -> None:
+    assert not compared(numbers(1.0, second=1.005), numbers(1.0)).beyond
+    wrong = compared(numbers(1.0, second=1.02), numbers(1.0))
+    assert (wrong.beyond, wrong.gradients.name) == ("gradients", "second")
+
+
+def test_values_that_are_not_finite_in_one_computation_only_are_infinitely_far() -> None:
+    assert compared(numbers(float("nan")), numbers(1.0)).beyond == "outputs"
+
+
 # Correct code.
 
 
 def wrapped(backend: str, dropout: float = 0.5) -> nn.Module:
-    model: nn.Module = torch.compile(Net(dropout), backend=backend)
-    return model
+    return compiled(Net(dropout), backend)
 
 
 def in_place() -> nn.Module:
@@ -88,9 +155,17 @@ def in_place() -> nn.Module:
     return model
 
 
+class Doubled(nn.Linear):
+    """A class of its own: the compiler skips those of torch."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return 2 * super().forward(features)
+
+
 def a_layer() -> nn.Module:
     model = Net(0.5)
-    model.conv.compile(backend="eager")
+    model.fc = Doubled(128, CLASSES)
+    model.fc.compile(backend="eager")
     return model
 
 
@@ -103,9 +178,12 @@ def its_forward() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        pytest.param(lambda: wrapped("aot_eager"), "the model", id="torch.compile"),
+        pytest.param(lambda: wrapped("eager"), "the model", id="torch.compile"),
+        pytest.param(
+            lambda: wrapped("aot_eager"), "the model", id="with autograd", marks=pytest.mark.long
+        ),
         pytest.param(in_place, "the model", id="Module.compile"),
-        pytest.param(a_layer, "layer conv", id="a layer"),
+        pytest.param(a_layer, "layer fc", id="a layer"),
         pytest.param(its_forward, "the model", id="a forward pass"),
     ],
 )
@@ -135,7 +213,7 @@ def test_networks_of_timm_are_fine(name: str, backend: str) -> None:
     torch.manual_seed(0)
     words = {"img_size": 32, "patch_size": 8} if "vit" in name else {}
     network = timm.create_model(name, num_classes=CLASSES, drop_rate=0.2, **words)
-    model: nn.Module = torch.compile(network, backend=backend)
+    model = compiled(network, backend)
     data = [(torch.randn(16, 3, 32, 32), torch.arange(16) % CLASSES) for _ in range(2)]
     findings = audit(model, data, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01))
     assert [it.level for it in findings.named("compiled code") if it.level != "note"] == ["fine"]
@@ -213,19 +291,20 @@ def runs_twice(graph: Graph, _: object) -> Graph:
     return run
 
 
-class _Halved(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:  # noqa: ANN401 -- as torch calls it
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ANN401
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
         return 0.98 * gradient
 
 
-def halves_a_gradient(graph: Graph, _: object) -> Graph:
+def scales_a_gradient(graph: Graph, _: object) -> Graph:
     shape = (CLASSES, 128)
-    return lambda *args: graph(*(_Halved.apply(it) if it.shape == shape else it for it in args))
+    scaled: Any = _Scaled.apply
+    return lambda *args: graph(*(scaled(it) if it.shape == shape else it for it in args))
 
 
 @pytest.mark.parametrize(
@@ -237,11 +316,11 @@ def halves_a_gradient(graph: Graph, _: object) -> Graph:
         pytest.param(repeats, "repeat", id="dropout repeats"),
         pytest.param(keeps_statistics, "running_mean", id="statistics stay"),
         pytest.param(runs_twice, "running_", id="statistics move twice"),
-        pytest.param(halves_a_gradient, "fc.weight", id="a wrong gradient"),
+        pytest.param(scales_a_gradient, "fc.weight", id="a wrong gradient"),
     ],
 )
 def test_a_fault_of_a_backend_is_named(backend: Backend, named: str) -> None:
-    model: nn.Module = torch.compile(Net(0.5 * (backend is repeats)), backend=backend)
+    model = compiled(Net(0.5 * (backend is repeats)), backend)
     (found,) = audited(model)
     assert found.level == "fault"
     assert named in found.text
@@ -251,14 +330,16 @@ def test_a_fault_of_a_backend_is_named(backend: Backend, named: str) -> None:
         assert found.figure == pytest.approx(0, abs=1e-6)
 
 
-@torch.compiler.assume_constant_result
 def number_of_python() -> float:
     return random.random()
 
 
-@torch.compiler.assume_constant_result
 def number_of_torch() -> float:
     return float(torch.rand(()))
+
+
+frozen_of_python: Any = torch.compiler.assume_constant_result(number_of_python)
+frozen_of_torch: Any = torch.compiler.assume_constant_result(number_of_torch)
 
 
 class Frozen(Net):
@@ -271,11 +352,11 @@ class Frozen(Net):
 
 
 class FrozenOfPython(Frozen):
-    draw = staticmethod(number_of_python)
+    draw = staticmethod(frozen_of_python)
 
 
 class FrozenOfTorch(Frozen):
-    draw = staticmethod(number_of_torch)
+    draw = staticmethod(frozen_of_torch)
 
 
 class Counts(Net):
@@ -292,8 +373,7 @@ class Counts(Net):
 
 def without_guards(model: nn.Module) -> nn.Module:
     options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
-    compiled: nn.Module = torch.compile(model, backend="eager", options=options)
-    return compiled
+    return compiled(model, options=options)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +384,7 @@ def without_guards(model: nn.Module) -> nn.Module:
     ],
 )
 def test_a_random_number_in_the_graph_is_named(kind: type[Net], named: str) -> None:
-    (found,) = audited(torch.compile(kind(), backend="eager"))
+    (found,) = audited(compiled(kind()))
     assert found.level == "fault"
     assert f"(of {named})" in found.text
 
@@ -338,12 +418,12 @@ class Breaks(Net):
 
 
 def test_graph_breaks_are_a_note_with_their_number() -> None:
-    fine, note = sorted(audited(torch.compile(Breaks(), backend="eager")), key=lambda it: it.level)
+    fine, note = sorted(audited(compiled(Breaks())), key=lambda it: it.level)
     assert (fine.level, note.level, note.figure) == ("fine", "note", 1.0)
 
 
 def test_graphs_that_are_compiled_again_are_a_note_with_their_number() -> None:
-    model = torch.compile(Net(), backend="eager", dynamic=False)
+    model = compiled(Net(), dynamic=False)
     for number in (2, 3, 4):
         model(torch.randn(number, 3, 6, 6))
     fine, note = sorted(audited(model), key=lambda it: it.level)
@@ -370,7 +450,7 @@ def test_a_compiler_that_fails_is_unknown_with_its_reason() -> None:
     def fails(_: object, __: object) -> Graph:
         raise RuntimeError("no compiler here")
 
-    (found,) = audited(torch.compile(Net(), backend=fails))
+    (found,) = audited(compiled(Net(), fails))
     assert found.level == "unknown"
     assert "no compiler here" in found.text
 
@@ -381,15 +461,15 @@ def random_outside() -> nn.Module:
             super().__init__()
             self.draws = iter(torch.rand(100).tolist())
 
-        @torch.compiler.disable
         def draw(self) -> float:
             return float(next(self.draws))
 
         def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images) * self.draw()
+            draw: Any = torch.compiler.disable(self.draw)
+            out: Tensor = super().forward(images) * draw()
+            return out
 
-    model: nn.Module = torch.compile(Outside(), backend="eager")
-    return model
+    return compiled(Outside())
 
 
 def test_eager_code_that_differs_from_itself_is_not_compared() -> None:
@@ -399,19 +479,33 @@ def test_eager_code_that_differs_from_itself_is_not_compared() -> None:
     assert "fault" not in [it.level for it in found]
 
 
+def test_a_model_that_is_compiled_and_runs_eagerly_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = compiled(Net())
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    assert "note" in [it.level for it in audited(model)]
+
+
 # Several workers.
 
 
+def own_network() -> nn.Module:
+    # The compiler skips classes of torch, such as nn.Sequential, within the wrapper.
+    torch.manual_seed(0)
+    return Pair(nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES))
+
+
 def wrapper_around_compiled() -> Arguments:
-    return loop(parallel(torch.compile(nn.Linear(8, 4), backend="eager")))
+    return loop(DistributedDataParallel(compiled(own_network())))
 
 
 def compiled_around_wrapper() -> Arguments:
-    return loop(torch.compile(parallel(nn.Linear(8, 4)), backend="eager"))
+    return loop(compiled(DistributedDataParallel(own_network())))
 
 
 def faulty_around_wrapper() -> Arguments:
-    return loop(torch.compile(parallel(nn.Linear(8, 4)), backend=casts))
+    return loop(compiled(DistributedDataParallel(own_network()), casts))
 
 
 @pytest.mark.long
@@ -421,7 +515,8 @@ def test_a_model_compiled_inside_and_around_its_wrapper_is_compared() -> None:
     levels = {}
     for name, findings in results.items():
         assert not isinstance(findings, str), findings
-        levels[name] = [it.level for it in findings.named("compiled code")]
+        found = findings.named("compiled code")
+        levels[name] = [it.level for it in found if it.level != "note"]
         assert findings.is_compared
     assert levels == {
         "wrapper_around_compiled": ["fine"],
@@ -481,8 +576,10 @@ class Cancels(Net):
 
 
 class Overflows(Net):
+    """Its scores are larger than those of float16."""
+
     def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images * 1e-5 + (1e5 * images).half().float() * 0.0)
+        return 1e3 * super().forward(1e3 * images).detach() + super().forward(images)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

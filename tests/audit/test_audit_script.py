@@ -11,6 +11,19 @@ from largebatch.audit.script import audit_script
 from largebatch.cli.main import DONE, STOPPED, USER, main
 from largebatch.errors import DataError, RequestedStopError
 
+AHEAD = """
+def ahead(loader):
+    batches = iter(loader)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+"""
+"""A loader that reads a batch before the loop has used the one before, as Accelerate's does."""
+
 LOOP = """
 import os
 import sys
@@ -31,6 +44,10 @@ if several:
     dist.init_process_group("gloo")
     sampler = DistributedSampler(data)
     model = DistributedDataParallel(model)
+if fault == "compiled":
+    model = torch.compile(model, backend="eager")
+if fault == "function":
+    cross_entropy = torch.compile(cross_entropy, backend="eager")
 loader = DataLoader(data, 8, sampler=sampler)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(100):
@@ -174,6 +191,20 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
     assert findings.is_compared
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize(
+    ("compiled", "level"),
+    [pytest.param("compiled", "fine", id="a model"), pytest.param("function", "unknown", id="not")],
+)
+def test_what_a_script_compiles_is_compared_or_named(
+    compiled: str, level: str, script: Path
+) -> None:
+    findings = audit_script(script, [compiled])
+    assert not findings.faults
+    assert findings.is_compared
+    assert [it.level for it in findings.named("compiled code")] == [level]
+
+
 def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:
     script.write_text(f"{LOOP}    sampler.set_epoch(epoch + 1)\n", encoding="utf-8")
     findings = audit_script(script, ["order"])
@@ -185,10 +216,6 @@ def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:
     ("fault", "missing"),
     [
         pytest.param("no update", "update", id="no update"),
-        pytest.param("loss", "loss", id="no loss function"),
-        pytest.param("labels", "labels", id="labels of another batch"),
-        pytest.param("terms", "terms", id="a sum of two losses"),
-        pytest.param("not reduced", "reduction", id="a mean of losses that are not reduced"),
         pytest.param("end", "requested", id="the script ends"),
         pytest.param("exit", "with 2", id="the script fails, as of an option"),
     ],
@@ -196,6 +223,35 @@ def test_an_epoch_that_is_set_behind_the_loop_is_no_fault(script: Path) -> None:
 def test_a_script_that_cannot_be_audited_is_refused(fault: str, missing: str, script: Path) -> None:
     with pytest.raises(DataError, match=missing):
         audit_script(script, [fault])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        pytest.param("loss", "labels", id="no loss function"),
+        pytest.param("labels", "labels", id="labels of another batch"),
+        pytest.param("terms", "several", id="a sum of two losses"),
+        pytest.param("not reduced", "reduction", id="a mean of losses that are not reduced"),
+    ],
+)
+def test_a_script_without_a_known_loss_is_compared_between_workers(
+    fault: str, reason: str, script: Path
+) -> None:
+    findings = audit_script(script, [fault])
+    (scale,) = findings.named("gradient scale")
+    assert scale.level == "unknown"
+    assert reason in scale.text
+    assert not findings.is_compared
+    assert findings.named("weights")[0].level == "fine"
+
+
+def test_a_loader_may_be_ahead_of_the_loop(script: Path) -> None:
+    script.write_text(LOOP.replace("enumerate(loader)", "enumerate(ahead(loader))"))
+    text = script.read_text(encoding="utf-8")
+    script.write_text(text.replace("for epoch in", AHEAD + "for epoch in", 1), encoding="utf-8")
+    findings = audit_script(script, ["none"])
+    assert findings.ok
+    assert [it.check for it in audit_script(script, ["scale"]).faults] == ["gradient scale"]
 
 
 def test_an_error_of_the_script_is_a_finding(script: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from largebatch.audit.findings import Check
 from largebatch.audit.resume.comparing import Resumption, compare
-from largebatch.audit.resume.record import Batch, Saved, Trace, Update, Worker
+from largebatch.audit.resume.record import Batch, Run, Saved, Trace, Update, Worker
 
 SAMPLES = 24
 GLOBAL_BATCH = 8
@@ -25,8 +25,6 @@ WEIGHTS = ("conv.weight", "conv.bias", "head.weight", "head.bias")
 GROUPS = (2, 2)
 BUFFERS = ("norm.running_mean", "norm.running_var")
 WARM_UP = 2
-
-Run = tuple[Worker, ...]
 
 
 def digest(value: object) -> str:
@@ -403,7 +401,7 @@ CASES = {
     "momentum_of_others": Case("optimizer state", "other param", momentum_of_other_parameters, 0.5),
     "momentum_of_zero": Case("optimizer state", "are zero", momentum_of_zero, 0.5),
     "schedule_once_too_often": Case(
-        "learning rates", "1 time too often", setting(schedule=UPDATES + 1), stop=UPDATES
+        "learning rates", "last_epoch is 4, not 3", setting(schedule=UPDATES + 1), stop=UPDATES
     ),
     "schedule_from_0": Case("learning rates", "with its warm-up", of_new("schedule")),
     "warm_up_again": Case("learning rates", ": warm-up again", warm_up_again, 2 / 3),
@@ -431,7 +429,7 @@ CASES = {
     "set_epoch_missing": Case("epoch order", "not call set_epoch", no_set_epoch, 24.0),
     "set_epoch_from_0": Case("epoch order", "set_epoch(0)", set_epoch_from_zero, 24.0),
     "generator_of_the_order": Case(
-        "epoch order", "generator of torch", new_generator_and_order, 24.0, loop=BY_GENERATOR
+        "epoch order", "torch's generator", new_generator_and_order, 24.0, loop=BY_GENERATOR
     ),
     "own_generator_of_the_order": Case(
         "epoch order", "batch 1 of epoch 1", of_new("order_seed"), 24.0, loop=BY_GENERATOR
@@ -467,4 +465,168 @@ def test_a_fault_is_named_once_with_its_figure(name: str) -> None:
     assert finding.remedy
     if case.figure is not None:
         assert finding.figure == pytest.approx(case.figure, rel=1e-3)
+    assert not findings.ok
+
+
+SILENT: dict[str, object] = {"augments": False, "drops": False}
+
+HARMLESS = {
+    "steps_as_numbers": (setting(steps_are_tensors=False), {}),
+    "counter_of_the_scheduler": (setting(counter_offset=1), {}),
+    "passes_of_half_the_size": (setting(accumulation=2), SILENT),
+    "unused_generator": (new_generator, SILENT),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_weight_is_no_fault(name: str) -> None:
+    fault, loop = HARMLESS[name]
+    findings = audit(fault, loop=loop)
+    assert not findings.faults
+    assert findings.ok
+    assert findings.difference == 0
+
+
+def on_other_workers(workers: int, rest_workers: int, **options: object) -> Resumption:
+    """Resume on other workers a training that was stopped within its second epoch."""
+    stop = 4
+    offset = options.pop("offset", 0)
+    whole = train(new_processes(workers, **options), 2 * UPDATES)
+    processes = new_processes(workers, **options)
+    first = train(processes, stop)
+    rest = [deepcopy(processes[rank % workers]) for rank in range(rest_workers)]
+    for rank, process in enumerate(rest):
+        vars(process).update(rank=rank, size=rest_workers, epochs_before=1, offset=offset)
+        process.generator += 5000 * rank
+        process.loader_seed = process.generator
+    return compare(whole, whole, first, train(rest, 2 * UPDATES - stop))
+
+
+@pytest.mark.parametrize(("workers", "rest_workers"), [(1, 2), (2, 1), (4, 2)])
+def test_other_workers_may_read_the_same_samples(workers: int, rest_workers: int) -> None:
+    findings = on_other_workers(workers, rest_workers, **SILENT)
+    assert findings.ok
+    assert findings.difference < 1e-12
+    # Augmentation and dropout are drawn for each worker: weights differ, and that is no fault.
+    drawn = on_other_workers(workers, rest_workers)
+    assert drawn.ok
+    assert drawn.difference > 0.001
+    assert not drawn.named("dropout")
+    assert not drawn.named("random numbers")
+
+
+@pytest.mark.parametrize(("workers", "rest_workers"), [(1, 2), (2, 1)])
+def test_samples_that_other_workers_lose_are_counted(workers: int, rest_workers: int) -> None:
+    findings = on_other_workers(workers, rest_workers, offset=1)
+    assert faults(findings) == ["samples"]
+    assert findings.faults[0].figure == GLOBAL_BATCH
+
+
+def compare_repeats(change: Fault) -> Resumption:
+    whole = train(new_processes(), 2 * UPDATES)
+    again = new_processes()
+    change(again[0], new_processes()[0])
+    repeat = train(again, 2 * UPDATES)
+    first = train(processes := new_processes(), UPDATES)
+    return compare(whole, repeat, first, train(resumed(processes), UPDATES))
+
+
+def test_runs_that_differ_from_themselves_are_not_compared() -> None:
+    changes = {
+        "seed": new_seed,
+        "order": setting(order_seed="another"),
+        "augmentation": setting(loader_seed="another"),
+        "weights": lambda rest, _: rest.weights.update({"conv.bias": 0.5}),
+        "operation": setting(other_gradient=True),
+    }
+    remedies = set()
+    for change in changes.values():
+        findings = compare_repeats(change)
+        (finding,) = findings
+        assert (finding.check, finding.level) == ("repeated run", "unknown")
+        assert not findings.ok
+        remedies.add(finding.remedy)
+    assert len(remedies) == len(changes)
+
+
+def new_seed(rest: Process, _: Process) -> None:
+    rest.generator = 17
+    rest.begin_epoch()
+
+
+def test_of_a_first_part_with_a_schedule_of_its_own_only_other_causes_are_named() -> None:
+    whole = train(new_processes(), 2 * UPDATES)
+    shorter = new_processes(rate_factor=lambda updates: 0.5**updates)
+    first = train(shorter, UPDATES)
+    rest = resumed(shorter, lambda rest, _: rest.momentum.clear())
+    findings = compare(whole, whole, first, train(rest, UPDATES))
+    assert [it.check for it in findings if it.level == "unknown"] == ["first part"]
+    assert faults(findings) == ["optimizer state"]
+    right = compare(whole, whole, first, train(resumed(shorter), UPDATES))
+    assert not right.faults
+    assert not right.ok
+
+
+@pytest.mark.parametrize("extra", [-1, 3])
+def test_other_numbers_of_updates_are_a_fault_of_their_own(extra: int) -> None:
+    whole = train(new_processes(), 2 * UPDATES)
+    first = train(processes := new_processes(), UPDATES)
+    rest = train(resumed(processes), UPDATES + extra)
+    (finding,) = compare(whole, whole, first, rest)
+    assert (finding.check, finding.level, finding.figure) == ("updates", "fault", extra)
+
+
+def test_without_an_update_nothing_is_compared() -> None:
+    whole = train(new_processes(), 2 * UPDATES)
+    first = train(processes := new_processes(), UPDATES)
+    rest = train(resumed(processes), 0)
+    (finding,) = (findings := compare(whole, whole, first, rest))
+    assert finding.level == "unknown"
+    assert not findings.ok
+
+
+def test_an_epoch_that_repeats_its_order_is_a_fault_of_the_whole_too() -> None:
+    loop: dict[str, object] = {"order": lambda _: 0, "sets_epoch": False}
+    findings = audit(loop=loop)
+    assert faults(findings) == ["epoch order"]
+    assert findings.difference == 0
+
+
+def test_samples_without_numbers_are_compared_by_label_and_content() -> None:
+    def unnumbered(run: Run) -> Run:
+        return tuple(
+            replace(worker, updates=tuple(map(without_numbers, worker.updates))) for worker in run
+        )
+
+    def compared(fault: Fault | None) -> Resumption:
+        whole = unnumbered(train(new_processes(), 2 * UPDATES))
+        first = unnumbered(train(processes := new_processes(), UPDATES))
+        rest = unnumbered(train(resumed(processes, fault), UPDATES))
+        return compare(whole, whole, first, rest)
+
+    assert compared(None).ok
+    assert faults(compared(no_set_epoch)) == ["epoch order"]
+    assert faults(compared(of_new("loader_seed"))) == ["augmentation"]
+
+
+def without_numbers(update: Update) -> Update:
+    batches = tuple(replace(batch, indices=None) for batch in update.batches)
+    return replace(update, batches=batches)
+
+
+def test_what_was_not_seen_is_unknown() -> None:
+    def blind(run: Run) -> Run:
+        return tuple(
+            replace(
+                worker,
+                updates=tuple(replace(it, batches=(), weights={}) for it in worker.updates),
+                end=None,
+            )
+            for worker in run
+        )
+
+    whole = blind(train(new_processes(), 2 * UPDATES))
+    first = blind(train(processes := new_processes(), UPDATES))
+    findings = compare(whole, whole, first, blind(train(resumed(processes), UPDATES)))
+    assert {it.check for it in findings if it.level == "unknown"} == {"samples", "weights"}
     assert not findings.ok

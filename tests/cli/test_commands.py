@@ -13,6 +13,7 @@ from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cyclopts import App, Parameter
@@ -22,6 +23,8 @@ from on_forked_workers import on_forked_workers
 from largebatch import load_recipe, run
 from largebatch.cli.main import COMMANDS, DONE, EXAMPLES, USER, main, make_app, parse
 from largebatch.cli.recipe import BREAKS_RULES
+from largebatch.lab.measure.executions import Comparison, Row
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.folder import remember
 from largebatch.runs.options import Options
@@ -46,7 +49,7 @@ def test_the_tree_of_commands() -> None:
     assert [name for name in EVERY if " " not in name] == list(COMMANDS)
     below = {name for name in EVERY if " " in name}
     assert below == {
-        "recipes copy", "report diagnose", "report mlperf",
+        "audit resume", "recipes copy", "report diagnose", "report mlperf",
         *(f"data {name}" for name in ("index", "import", "show")),
         *(f"lab {name}" for name in (
             "clusters", "study", "range", "noise", "suggest", "rehearse")),
@@ -330,6 +333,52 @@ def test_an_audit_of_what_is_not_there_is_refused(
     assert captured.err.startswith(f"largebatch: {target}")
     assert shown in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("digits_69",), "digits_96"),
+        (("cifar10_resnet8_128",), "--data"),
+        (("digits_96_softsync",), "protocol"),
+        (("digits_96", "lr=2"), "--set"),
+        (("train.py:parts", "--set", "seed=2"), "--set"),
+        (("--steps", "4", "train.py"), "--steps"),
+    ],
+)
+def test_an_audit_of_a_recipe_that_cannot_be_made_is_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", *words]) == USER
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_an_audit_of_a_recipe_prints_a_table_and_ends_with_2_after_a_fault(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = make_plan(load_recipe("digits_96"))
+    rows = {
+        "fine": Row(setting="compile"),
+        "wrong": Row(
+            setting="compile", first=1, differences=(0.1,), roundings=(99.0,), wrong_after=1
+        ),
+    }
+    for name, code in (("fine", DONE), ("wrong", USER)):
+        comparison = Comparison(
+            recipe="digits-96",
+            plan=plan,
+            precision="fp32",
+            device="cpu",
+            rounding=(1e-6,),
+            rows=(rows[name],),
+        )
+        with mock.patch(
+            "largebatch.lab.measure.executions.compare_executions", return_value=comparison
+        ):
+            assert main(["audit", "digits_96"]) == code
+        assert "compile" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,12 @@ def test_the_second_forward_pass_of_a_block_gives_the_bits_of_the_first(name: st
 
 @runs
 @pytest.mark.parametrize(
-    "name", ["timm basic, drawn shortcut", "timm bottleneck, shortcut", "neighbours"]
+    "name",
+    [
+        "neighbours",
+        pytest.param("timm basic, drawn shortcut", marks=pytest.mark.long),
+        pytest.param("timm bottleneck, shortcut", marks=pytest.mark.long),
+    ],
 )
 def test_a_block_in_the_kernels_computes_the_same(name: str) -> None:
     create, num = BLOCKS[name]
@@ -396,15 +401,20 @@ class Negated(nn.Module):
     ("layer", "name", "value"),
     [
         ("act1", "forward", torch.abs),
-        ("drop_block", "forward", torch.abs),
-        ("", "act1", nn.GELU()),
-        ("", "act2", nn.GELU()),
         ("", "bn1", nn.GroupNorm(2, 8)),
-        ("", "drop_block", Negated()),
-        ("", "se", Negated()),
-        ("", "drop_path", Negated()),
-        ("", "downsample", Negated()),
         ("", "forward", torch.square),
+        *(
+            pytest.param(*change, marks=pytest.mark.long)
+            for change in (
+                ("drop_block", "forward", torch.abs),
+                ("", "act1", nn.GELU()),
+                ("", "act2", nn.GELU()),
+                ("", "drop_block", Negated()),
+                ("", "se", Negated()),
+                ("", "drop_path", Negated()),
+                ("", "downsample", Negated()),
+            )
+        ),
     ],
 )
 def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any) -> None:  # noqa: ANN401 -- any attribute
@@ -428,8 +438,8 @@ def test_what_changes_after_pairing_is_called(layer: str, name: str, value: Any)
     ("place", "name", "value"),
     [
         (TimmBasic, "forward", lambda _, x: 2 * x),
-        (nn.ReLU, "forward", lambda _, x: x.abs()),
-        (nn.Identity, "forward", lambda _, x: x.neg()),
+        pytest.param(nn.ReLU, "forward", lambda _, x: x.abs(), marks=pytest.mark.long),
+        pytest.param(nn.Identity, "forward", lambda _, x: x.neg(), marks=pytest.mark.long),
         (SpanBatchNorm, "forward", lambda _, x: x + 1),
         (F, "relu", lambda x, inplace=False: x.abs()),
     ],
@@ -490,7 +500,9 @@ def replica(module: nn.Module) -> nn.Module:
 
 
 @runs
-@pytest.mark.parametrize("way", ["copy", "deepcopy", "replica"])
+@pytest.mark.parametrize(
+    "way", ["replica", *(pytest.param(way, marks=pytest.mark.long) for way in ("copy", "deepcopy"))]
+)
 def test_a_copy_of_a_block_computes_with_its_own_weights(way: str) -> None:
     """DataParallel's replicas have the attributes of the original and other weights."""
     block, images = with_span(TorchvisionBasic(8, 8).to(DEVICE), 4), draw(4, 8, 2, 2)

@@ -7,13 +7,12 @@ here between threads, and over the real communication libraries in test_crown.py
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from threads import Thread, on_threads
+from threads import Exchange, Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch.distributed.backend import Group
@@ -143,7 +142,7 @@ class Nobody(Thread):
     """A group whose other workers never respond."""
 
     def __init__(self) -> None:
-        super().__init__(0, [torch.empty(0)] * 2, threading.Barrier(1))
+        super().__init__(0, Exchange(2))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         pytest.fail("a worker outside training waits for others")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from largebatch.audit.findings import Check
+
 FOLDER = Path(__file__).parent / "resumed"
 
 RUNS = {
@@ -25,7 +27,7 @@ RUNS = {
     "by_updates.py": ("--updates", 2, 4, "last.pth"),
     "by_windows.py": ("--updates", 5, 8, "half.pt"),
 }
-"""Of each script: the option with its length, the first part's, the whole, and the checkpoint."""
+"""Option with the length of each script, length of its first part and of the whole, checkpoint."""
 
 Change = tuple[str, str]
 """A text that a script has once, and what replaces it."""
@@ -48,6 +50,12 @@ class Resumed:
     changes: Sequence[Change] = ()
     report: str = ""
     """Issue or pull request that describes the fault."""
+
+    check: Check | None = None
+    """The check that must name the fault; None for a correct script."""
+
+    figure: float = 0.0
+    """Its figure."""
 
     workers: int = 1
     rest_workers: int | None = None
@@ -111,6 +119,8 @@ DATA = {
     "generator_of_the_loader_lost": Resumed(
         changes=[without(_LOAD_GENERATOR)],
         report="huggingface/accelerate#4195",
+        check="epoch order",
+        figure=48.0,
     ),
     "order_of_the_global_generator": Resumed(
         changes=[
@@ -118,6 +128,8 @@ DATA = {
             without('torch.set_rng_state(states["torch"])'),
         ],
         report="open-mmlab/mmdetection#7508",
+        check="epoch order",
+        figure=48.0,
     ),
     "order_begins_again": Resumed(
         script="by_updates.py",
@@ -126,11 +138,15 @@ DATA = {
             without("micro_batches = sampler.position // (DEVICE_BATCH * WORKERS)"),
         ],
         report="mosaicml/streaming#880",
+        check="samples",
+        figure=32.0,
     ),
     "epochs_count_from_the_resume": Resumed(
         workers=2,
         changes=[("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - first_epoch)")],
         report="modelscope/ms-swift#10050",
+        check="epoch order",
+        figure=48.0,
     ),
     "set_epoch_is_not_called_after_the_resume": Resumed(
         workers=2,
@@ -138,21 +154,29 @@ DATA = {
             ("if sampler is not None:", "if sampler is not None and epoch != first_epoch:"),
         ],
         report="Lightning-AI/pytorch-lightning#21941",
+        check="epoch order",
+        figure=48.0,
     ),
     "set_epoch_is_never_called": Resumed(
         workers=2,
         changes=[("sampler.set_epoch(epoch)", "pass")],
         report="Spijkervet/SimCLR#26",
+        check="epoch order",
+        figure=2.0,
     ),
     "offset_forgets_accumulation": Resumed(
         script="by_updates.py",
         changes=[(_SAVE_POSITION, '"samples": updates * DEVICE_BATCH * WORKERS,')],
         report="kohya-ss/sd-scripts#2425",
+        check="samples",
+        figure=24.0,
     ),
     "last_batch_is_read_twice": Resumed(
         script="by_updates.py",
         changes=[(_LOAD_POSITION, f"{_LOAD_POSITION} - BATCH")],
         report="Red-Hat-AI-Innovation-Team/mini_trainer#79",
+        check="samples",
+        figure=16.0,
     ),
     "samples_are_read_twice_on_fewer_workers": Resumed(
         script="by_updates.py",
@@ -163,6 +187,8 @@ DATA = {
             ('checkpoint["samples"]', 'checkpoint["batches"] * DEVICE_BATCH * WORKERS'),
         ],
         report="huggingface/transformers#40245",
+        check="samples",
+        figure=16.0,
     ),
     "samples_are_lost_on_more_workers": Resumed(
         script="by_updates.py",
@@ -173,6 +199,8 @@ DATA = {
             ('checkpoint["samples"]', 'checkpoint["batches"] * DEVICE_BATCH * WORKERS'),
         ],
         report="huggingface/transformers#40245",
+        check="samples",
+        figure=32.0,
     ),
     "order_is_drawn_from_the_restored_generator": Resumed(
         script="by_updates.py",
@@ -183,12 +211,30 @@ DATA = {
             then('"epoch": epoch,', '"random": torch.get_rng_state(),'),
         ],
         report="wyim-pgl/transgenic#59",
+        check="samples",
+        figure=10.0,
     ),
     "workers_of_the_loader_are_seeded_alike": Resumed(
         changes=[
-            then("num_workers=1,", "persistent_workers=True,", "worker_init_fn=torch.manual_seed,")
+            without("shuffle=sampler is None,"),
+            ("sampler=sampler,", "sampler=sampler or RandomSampler(data, generator=generator),"),
+            then(
+                "num_workers=1,",
+                "persistent_workers=True,",
+                "worker_init_fn=torch.manual_seed,",
+            ),
+            ("generator=generator,\n    )", "generator=torch.Generator(),\n)"),
+            ("Dataset, DistributedSampler", "Dataset, DistributedSampler, RandomSampler"),
         ],
         report="fangchangma/sparse-to-dense.pytorch#19",
+        check="augmentation",
+        figure=1.0,
+    ),
+    "persistent_workers_draw_a_seed_once": Resumed(
+        changes=[then("num_workers=1,", "persistent_workers=True,")],
+        report="huggingface/datasets#7447",
+        check="epoch order",
+        figure=48.0,
     ),
 }
 
@@ -198,10 +244,14 @@ RANDOM = {
     "dropout_begins_again": Resumed(
         changes=[without('torch.set_rng_state(states["torch"])')],
         report="vllm-project/speculators#1026",
+        check="dropout",
+        figure=1.0,
     ),
     "numpy_generator_lost": Resumed(
         changes=[without('np.random.set_state(states["numpy"])')],
         report="redai-studio/Relax#317",
+        check="random numbers",
+        figure=1.0,
     ),
     "seed_is_set_after_the_load": Resumed(
         changes=[
@@ -212,11 +262,15 @@ RANDOM = {
             )
         ],
         report="modelscope/ms-swift#9935",
+        check="dropout",
+        figure=1.0,
     ),
     "random_state_of_one_worker_for_all": Resumed(
         workers=2,
         changes=[('torch.load(f"random-{RANK}.pth",', 'torch.load("random-0.pth",')],
         report="radixark/miles#3187",
+        check="random numbers",
+        figure=1.0,
     ),
 }
 
@@ -230,6 +284,8 @@ OPTIMIZER = {
             without('"optimizer": optimizer.state_dict(),'),
         ],
         report="EvolvingLMMs-Lab/OneVision-Encoder#65",
+        check="optimizer state",
+        figure=1.0,
     ),
     "momentum_lost_by_new_groups": Resumed(
         changes=[
@@ -244,6 +300,8 @@ OPTIMIZER = {
             ),
         ],
         report="facebookresearch/suncet#36",
+        check="optimizer state",
+        figure=1.0,
     ),
     "momentum_of_another_tensor": Resumed(
         changes=[
@@ -254,10 +312,14 @@ OPTIMIZER = {
             )
         ],
         report="pytorch/pytorch#6031",
+        check="optimizer state",
+        figure=0.4,
     ),
     "scheduler_is_stepped_once_too_often": Resumed(
         changes=[then(_LOAD_SCHEDULER, "scheduler.step()")],
         report="pytorch/vision#1628",
+        check="learning rates",
+        figure=0.072801,
     ),
     "scheduler_is_saved_before_its_step": Resumed(
         script="by_updates.py",
@@ -266,26 +328,36 @@ OPTIMIZER = {
             ("if updates == args.updates:", "scheduler.step()\nif updates == args.updates:"),
         ],
         report="Lightning-AI/pytorch-lightning#1772",
+        check="learning rates",
+        figure=0.053536,
     ),
     "warm_up_begins_again": Resumed(
         changes=[without(_LOAD_SCHEDULER)],
         report="aqlaboratory/openfold#181",
+        check="learning rates",
+        figure=0.105573,
     ),
     "scheduler_is_rebuilt_after_the_warm_up": Resumed(
         changes=[
             (_LOAD_SCHEDULER, "scheduler = LambdaLR(optimizer, lambda it: rate(it + WARM_UP))"),
         ],
         report="victoresque/pytorch-template#68",
+        check="learning rates",
+        figure=0.025086,
     ),
     "schedule_follows_the_epochs_of_the_command": Resumed(
         changes=[
             then("args = parser.parse_args()", "global UPDATES", "UPDATES = 3 * args.epochs"),
         ],
         report="mlfoundations/open_clip#413",
+        check="learning rates",
+        figure=1.0,
     ),
     "loss_scale_lost": Resumed(
         changes=[without('scaler.load_state_dict(checkpoint["scaler"])')],
         report="huggingface/transformers#11663",
+        check="loss scale",
+        figure=0.5,
     ),
 }
 
@@ -295,10 +367,14 @@ MODEL = {
     "average_not_saved": Resumed(
         changes=[without(_LOAD_AVERAGE)],
         report="ai2cm/ace#349",
+        check="averaged weights",
+        figure=1.0,
     ),
     "average_begins_with_the_resumed_weights": Resumed(
         changes=[(_LOAD_AVERAGE, "average.module.load_state_dict(model.state_dict())")],
         report="ultralytics/yolov5#310",
+        check="averaged weights",
+        figure=1.0,
     ),
     "updates_of_the_average_not_saved": Resumed(
         changes=[
@@ -306,6 +382,8 @@ MODEL = {
             ('"average": average.state_dict()', '"average": average.module.state_dict()'),
         ],
         report="m2lines/Samudra#282",
+        check="averaged weights",
+        figure=-3.0,
     ),
     "model_begins_with_the_average": Resumed(
         changes=[
@@ -313,6 +391,8 @@ MODEL = {
             then(_LOAD_AVERAGE, "model.load_state_dict(average.module.state_dict())"),
         ],
         report="Megvii-BaseDetection/YOLOX#1318",
+        check="weights",
+        figure=1.0,
     ),
     "buffers_are_not_saved": Resumed(
         changes=[
@@ -320,6 +400,8 @@ MODEL = {
             (_LOAD_MODEL, 'model.load_state_dict(checkpoint["model"], strict=False)'),
         ],
         report="torch/nn#1165",
+        check="buffers",
+        figure=1.0,
     ),
     "buffers_are_dropped_by_a_prefix": Resumed(
         workers=2,
@@ -334,6 +416,8 @@ model.load_state_dict(state, strict=False)""",
             ),
         ],
         report="TengdaHan/DPC#10",
+        check="buffers",
+        figure=1.0,
     ),
     "compiled_prefix_is_not_removed": Resumed(
         changes=[
@@ -345,16 +429,22 @@ model.load_state_dict(state, strict=False)""",
             (_LOAD_MODEL, 'model.load_state_dict(checkpoint["model"], strict=False)'),
         ],
         report="huggingface/pytorch-image-models#2003",
+        check="weights",
+        figure=1.0,
     ),
     "weights_are_saved_in_half_precision": Resumed(
         changes=[
             (_SAVE_MODEL, '"model": {key: it.half() for key, it in model.state_dict().items()},'),
         ],
         report="NVIDIA/apex#42",
+        check="weights",
+        figure=0.00024,
     ),
     "best_metric_lost": Resumed(
         changes=[without('best = checkpoint["best"]')],
         report="OpenRLHF/OpenRLHF#1333",
+        check="best checkpoint",
+        figure=6.0,
     ),
 }
 
@@ -365,21 +455,29 @@ HELD = {
         script="by_class.py",
         changes=[without('self.updates = state["updates"]')],
         report="NguyenJus/custom-sam-peft#308",
+        check="learning rates",
+        figure=3.0,
     ),
     "statistics_of_a_function_lost": Resumed(
         script="by_functions.py",
         changes=[without('statistics = state["statistics"]')],
         report="torch/nn#1165",
+        check="buffers",
+        figure=1,
     ),
     "content_of_the_shuffle_buffer_lost": Resumed(
         script="by_stream.py",
         changes=[without('self.buffer = list(state["buffer"])')],
         report="huggingface/datasets#7901",
+        check="samples",
+        figure=5.0,
     ),
     "gradients_of_half_a_window_lost": Resumed(
         script="by_windows.py",
         changes=[("weight.grad = gradient", "pass")],
         report="huggingface/transformers#22143",
+        check="weights",
+        figure=1.0,
     ),
     "bias_correction_begins_again": Resumed(
         script="by_lamb.py",
@@ -390,20 +488,37 @@ HELD = {
             ('0.99 ** group["updates"]', "0.99**self.updates"),
         ],
         report="facebookresearch/metaseq#3",
+        check="optimizer state",
+        figure=0.00324,
     ),
     "one_optimizer_gets_the_state_of_the_other": Resumed(
         script="by_two_optimizers.py",
         changes=[
             (
                 "part.load_state_dict(state[name])",
-                'part.load_state_dict(state[name.replace("of_judge", "of_maker")])',
+                "part.load_state_dict(torch.load(args.resume)[name.replace('f_judge', 'f_maker')])",
             )
         ],
+        check="optimizer state",
+        figure=2 / 3,
+    ),
+    "two_optimizers_share_the_tensors_of_a_state": Resumed(
+        script="by_two_optimizers.py",
+        changes=[
+            (
+                "part.load_state_dict(state[name])",
+                "part.load_state_dict(state[name.replace('f_judge', 'f_maker')])",
+            )
+        ],
+        check="optimizer state",
+        figure=1,
     ),
     "patience_begins_again": Resumed(
         script="by_plateau.py",
         changes=[without('scheduler.load_state_dict(state["scheduler"])')],
         report="facebookresearch/ParlAI#1812",
+        check="learning rates",
+        figure=1.0,
     ),
     "optimizer_updates_the_model_before_the_load": Resumed(
         script="by_plateau.py",
@@ -411,6 +526,8 @@ HELD = {
             without('model = state["model"]'),
             then('optimizer.load_state_dict(state["optimizer"])', 'model = state["model"]'),
         ],
+        check="weights",
+        figure=1.0,
     ),
 }
 

@@ -20,20 +20,20 @@ class Done:
         """Return at once."""
 
 
-class _Exchange:
+class Exchange:
     """What the workers of a group share: a table, and the groups of its parts by first worker."""
 
     def __init__(self, workers: int) -> None:
         self.table = [torch.empty(0)] * workers
         self.barrier = threading.Barrier(workers, timeout=600)
         self.lock = threading.Lock()
-        self.parts: dict[int, _Exchange] = {}
+        self.parts: dict[int, Exchange] = {}
 
 
 class Thread:
     """One worker of a Group (distributed/backend.py), with a place in a table that all see."""
 
-    def __init__(self, rank: int, exchange: "_Exchange") -> None:
+    def __init__(self, rank: int, exchange: Exchange) -> None:
         self.rank = rank
         self.world_size = len(exchange.table)
         self._table = exchange.table
@@ -68,12 +68,12 @@ class Thread:
             return self
         with self._lock:
             if own[0] not in self._parts:
-                self._parts[own[0]] = _Exchange(len(own))
+                self._parts[own[0]] = Exchange(len(own))
         return Thread(own.index(self.rank), self._parts[own[0]])
 
 
 def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
     """Run the work on `workers` threads and return the results."""
-    exchange = _Exchange(workers)
+    exchange = Exchange(workers)
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, [Thread(rank, exchange) for rank in range(workers)]))

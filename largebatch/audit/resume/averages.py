@@ -8,6 +8,7 @@ is not an average; that is known at the end only.
 """
 
 import gc
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from largebatch.replacing import replaced
 
 _FARTHEST = 0.9
 """Largest distance of an average from the model's weights, relative to their norm."""
+
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_CONTAINERS = frozenset({list, dict, OrderedDict})
 
 Named = Mapping[str, Tensor]
 
@@ -83,7 +87,7 @@ class AverageWatch:
         self._add_modules(weights, taken)
         if number & (number - 1) == 0:  # 0 and the powers of two
             self._add_containers(weights, taken)
-        traces = {}
+        traces: dict[str, Trace] = {}
         for place, candidate in enumerate(self._candidates):
             tensors = candidate()
             if tensors is None:
@@ -124,17 +128,19 @@ class AverageWatch:
     def _add_containers(self, weights: Named, taken: set[int]) -> None:
         trained = {name: it for name, it in weights.items() if it.requires_grad}
         sizes = {len(weights), len(trained)}
-        for value in gc.get_objects():
-            # Not isinstance: reading the class of a lazy object may import a package.
-            kind = type(value)
-            if kind is list and len(value) in sizes and type(value[0]) in {Tensor, nn.Parameter}:
-                self._add_list(value, weights if len(value) == len(weights) else trained, taken)
-            elif kind in {dict, OrderedDict} and len(value) >= len(trained) > 0:
+        # Not isinstance: reading the class of a lazy object may import a package.
+        containers = [it for it in gc.get_objects() if type(it) in _CONTAINERS and it]
+        for value in containers:
+            if type(value) is list:
+                if len(value) in sizes and type(value[0]) in _TENSORS:
+                    of_list = weights if len(value) == len(weights) else trained
+                    self._add_list(value, of_list, taken)
+            elif len(value) >= len(trained) > 0:
                 self._add_dict(value, trained, taken)
 
     def _add_list(self, values: list[Any], weights: Named, taken: set[int]) -> None:
         names = [*weights]
-        if all(type(it) in {Tensor, nn.Parameter} for it in values) and self._is_average(
+        if all(type(it) in _TENSORS for it in values) and self._is_average(
             values, [*weights.values()], taken
         ):
             size = len(values)
@@ -146,7 +152,7 @@ class AverageWatch:
 
     def _add_dict(self, values: dict[Any, Any], trained: Named, taken: set[int]) -> None:
         first = next(iter(values))
-        if type(first) is not str or type(values[first]) not in {Tensor, nn.Parameter}:
+        if type(first) is not str or type(values[first]) not in _TENSORS:
             return
         keys = _keys_for(values, [*trained])
         if keys is None:
@@ -197,4 +203,4 @@ def _keys_for(values: Mapping[str, object], names: Sequence[str]) -> list[str] |
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     squares = [float(torch.linalg.vector_norm(it, dtype=torch.float64)) ** 2 for it in tensors]
-    return sum(squares) ** 0.5
+    return math.sqrt(sum(squares))

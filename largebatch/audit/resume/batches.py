@@ -8,12 +8,14 @@ that the loop has.
 """
 
 import sys
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -47,12 +49,34 @@ class _Reading:
 
 
 @dataclass(slots=True, eq=False)
+class Source:
+    """What is known of a loader. It is not kept alive, nor its data set and its processes."""
+
+    number: int
+    """In the order in which the process first read from loaders."""
+
+    root: Callable[[], object]
+    """Return the data set that the loader reads, or that its Subset is of; None if it is gone."""
+
+    reads: tuple[object, ...]
+    """How it reads: a loader that reads as an earlier one is the same, made again."""
+
+    samples: int | None
+    """Number of samples of the data set; None if it has no length."""
+
+    processes: int
+    epochs: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Iteration:
     """One iteration over a loader."""
 
-    loader: int
+    source: Source
     epoch: int
-    source: DataLoader[Any]
+    places: Any
+    """Places of the loader's samples in the whole data set; None without sample numbers."""
+
     indices: deque[tuple[int, ...] | None] = field(default_factory=deque)
     """Sample numbers of the batches that were requested and have not been read."""
 
@@ -76,15 +100,12 @@ class BatchWatch:
     """Batches that the loops of this process read, active within `installed`."""
 
     def __init__(self) -> None:
-        self.training: DataLoader[Any] | None = None
+        self.training: Source | None = None
         """The loader of the first batch that a training forward pass computed on."""
 
         self._iterations: list[_Iteration] = []
-        self._by_iterator: dict[int, tuple[object, _Iteration]] = {}
-        self._loaders: dict[tuple[object, ...], tuple[object, int, int]] = {}
-        """By what it reads: the data set, the number of the loader, and of its iterations."""
-
-        self._places: dict[int, tuple[object, Any]] = {}
+        self._by_iterator: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
+        self._sources: list[Source] = []
         self._last: _Iteration | None = None
         """The iteration that was read last."""
 
@@ -99,9 +120,9 @@ class BatchWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Observe torch's loaders within this block."""
-        own_iter = DataLoader.__iter__
-        own_next = _Iterator.__next__
-        own_next_index = _Iterator._next_index
+        own_iter: Callable[..., Any] = DataLoader.__iter__
+        own_next: Callable[..., Any] = _Iterator.__next__
+        own_next_index: Callable[..., Any] = _Iterator._next_index
 
         @wraps(own_iter)
         def iterate(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 -- as torch's
@@ -109,9 +130,9 @@ class BatchWatch:
             iteration = self._begin(loader)
             before = loader._iterator
             if before is not None:
-                self._by_iterator[id(before)] = (before, iteration)
+                self._by_iterator[before] = iteration
             iterator = own_iter(loader)
-            self._by_iterator[id(iterator)] = (iterator, iteration)
+            self._by_iterator[iterator] = iteration
             return iterator
 
         @wraps(own_next_index)
@@ -159,33 +180,40 @@ class BatchWatch:
         return tuple(used), evaluated
 
     def _begin(self, loader: DataLoader[Any]) -> _Iteration:
-        root, _ = self._whole(loader)
-        # A loop may make a new loader in each epoch: it is the same one if it reads the same way.
-        kind = type(loader.sampler).__name__
-        key = id(root), _length_of(loader.dataset), loader.batch_size, kind
-        _, number, epochs = self._loaders.get(key, (root, len(self._loaders), 0))
-        self._loaders[key] = root, number, epochs + 1
-        iteration = _Iteration(number, epochs, loader)
+        root: object = loader.dataset
+        places = None
+        if not isinstance(root, IterableDataset) and hasattr(root, "__len__"):
+            root, places = whole(root)
+        source = self._source_of(loader, root)
+        has_order = getattr(loader, "in_order", True)
+        iteration = _Iteration(source, source.epochs, places if has_order else None)
+        source.epochs += 1
         self._iterations.append(iteration)
         return iteration
 
-    def _whole(self, loader: DataLoader[Any]) -> tuple[object, Any]:
-        """Return the root of a loader's data set, and the places of its samples in the root."""
-        dataset = loader.dataset
-        if id(dataset) not in self._places:
-            root: object = dataset
-            places = None
-            if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
-                root, places = whole(dataset)
-            self._places[id(dataset)] = dataset, (root, places)
-        result: tuple[object, Any] = self._places[id(dataset)][1]
-        return result
+    def _source_of(self, loader: DataLoader[Any], root: object) -> Source:
+        samples = _length_of(loader.dataset)
+        # A loop may make a new loader in each epoch: it is the same one if it reads the same way.
+        reads = (samples, loader.batch_size, type(loader.sampler).__name__)
+        for source in self._sources:
+            if source.root() is root and source.reads == reads:
+                return source
+        try:
+            reference: Callable[[], object] = weakref.ref(root)
+        except TypeError:  # of a list
+
+            def reference() -> object:
+                return root
+
+        number = len(self._sources)
+        source = Source(number, reference, reads, samples, loader.num_workers)
+        self._sources.append(source)
+        return source
 
     def _request(self, iterator: object, index: object) -> None:
-        _, iteration = self._by_iterator.get(id(iterator), (None, None))
         # The first batches are requested while the iterator is made.
-        iteration = iteration or self._iterations[-1]
-        _, places = self._whole(iteration.source)
+        iteration = self._by_iterator.get(iterator) or self._iterations[-1]
+        places = iteration.places
         numbers = index if isinstance(index, list | tuple) else [index]
         known = None
         if places is not None and all(isinstance(it, int | np.integer) for it in numbers):
@@ -193,13 +221,13 @@ class BatchWatch:
         iteration.indices.append(known)
 
     def _read(self, iterator: object, batch: object, caller: str) -> None:
-        iteration = self._by_iterator[id(iterator)][1]
+        iteration = self._by_iterator.get(iterator)
+        if iteration is None:  # it was made before this block
+            return
         indices = iteration.indices.popleft() if iteration.indices else None
-        if not getattr(iteration.source, "in_order", True):
-            indices = None
         samples, labels, rows = describe(batch)
         reading = Batch(
-            loader=iteration.loader,
+            loader=iteration.source.number,
             epoch=iteration.epoch,
             position=iteration.read,
             indices=indices,
@@ -213,7 +241,7 @@ class BatchWatch:
         self._last = iteration
 
     def _end(self, iterator: object) -> None:
-        _, iteration = self._by_iterator.pop(id(iterator), (None, None))
+        iteration = self._by_iterator.pop(iterator, None)
         if iteration is not None:
             iteration.has_ended = True
             self._last = iteration
@@ -231,14 +259,13 @@ class BatchWatch:
         matching: dict[int, tuple[_Reading, _Iteration]] = {}
         for reading, iteration in readings:
             if most and shared[reading.number] == most:
-                matching.setdefault(iteration.loader, (reading, iteration))
+                matching.setdefault(iteration.source.number, (reading, iteration))
         if not most:
             return self._newest(self._last)
         for reading, iteration in matching.values():
             iteration.trains = True
             iteration.pending.remove(reading)
-            if self.training is None:  # a loader over a sampler without a length has no truth value
-                self.training = iteration.source
+            self.training = self.training or iteration.source
         return [reading.batch for reading, _ in matching.values()]
 
     def _newest(self, iteration: _Iteration) -> list[Batch]:
@@ -252,8 +279,7 @@ class BatchWatch:
         for reading in result:
             iteration.pending.remove(reading)
             iteration.trains = True
-            if self.training is None:  # a loader over a sampler without a length has no truth value
-                self.training = iteration.source
+            self.training = self.training or iteration.source
         return [it.batch for it in result]
 
     def _from_forward(self, arguments: object) -> list[Batch]:
@@ -290,8 +316,8 @@ def _joined(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else digest_of_bytes("".join(digests).encode())
 
 
-def _length_of(dataset: object) -> int:
+def _length_of(dataset: object) -> int | None:
     try:
         return len(dataset)  # type: ignore[arg-type]  # that is what is tried
     except (TypeError, NotImplementedError):
-        return -1
+        return None

@@ -5,7 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from largebatch.audit.resume.aligned import Resumed, Values, are_equal, distance, is_equal
+from largebatch.audit.resume.aligned import (
+    FIELDS,
+    Resumed,
+    Values,
+    are_equal,
+    distance,
+    is_equal,
+)
 from largebatch.audit.resume.record import Trace, Update
 from largebatch.audit.rules import resumed_state as rules
 from largebatch.rules import Finding, decide
@@ -46,12 +53,16 @@ def check_carried(resumed: Resumed) -> list[Finding]:
             buffers = None
         if averages is not None and averages.tensors.is_new:
             averages = None
+    if weights is not None and weights.is_rounded and buffers is not None and buffers.is_rounded:
+        buffers = None  # saved in the same smaller type
     findings = decide(_measure_rates(resumed), rules.RATES)
     findings += decide(_measure_scale(resumed), rules.LOSS_SCALE)
     findings += decide(weights, rules.WEIGHTS)
     findings += decide(buffers, rules.BUFFERS)
-    for optimizer in range(_optimizers(resumed)):
-        findings += decide(_measure_state(resumed, optimizer), rules.OPTIMIZER_STATE)
+    # An optimizer of other tensors has no state of these.
+    if weights is None or not weights.missing:
+        for optimizer in range(_optimizers(resumed)):
+            findings += decide(_measure_state(resumed, optimizer), rules.OPTIMIZER_STATE)
     return findings + decide(averages, rules.AVERAGES)
 
 
@@ -178,12 +189,17 @@ class _Series:
         )
 
     def _matches(self, shift: int) -> bool:
-        """Return True if the rest has the rates that the whole has `shift` updates later."""
+        """Return True if the rest has the rates that the whole has `shift` updates later.
+
+        The first rate may be the optimizer's own, which it loads.
+        """
         pairs = [
             (rate, self._whole[number + self._stop + shift])
             for number, rate in enumerate(self._rest)
             if 0 <= number + self._stop + shift < len(self._whole)
         ]
+        if len(pairs) > 2:
+            pairs = pairs[1:]
         return len(pairs) >= min(2, len(self._rest)) and all(
             math.isclose(*pair, rel_tol=_SAME_RATE, abs_tol=1e-30) for pair in pairs
         )
@@ -319,15 +335,31 @@ def _measure_weights(resumed: Resumed) -> rules.Restored | None:
 
 def _measure_buffers(resumed: Resumed) -> rules.Restored | None:
     results = []
+    _, of_worker_0 = next(resumed.starts(0))
     for rank in resumed.ranks:
         of_rest, of_whole = next(resumed.starts(rank))
         history = [update.buffers for update in resumed.whole[rank].updates]
         result = _compare(
-            of_rest.buffers, of_whole.buffers, history=history, copies={}, stop=resumed.stop
+            of_rest.buffers,
+            of_whole.buffers,
+            history=history,
+            copies=of_worker_0.buffers if rank else {},
+            stop=resumed.stop,
         )
+        if result.is_copied and _are_sent(resumed, rank):
+            result = replace(result, unequal=())
         results.append(_with_keys(result, resumed, rank))
     worst = _worst(results)
     return worst if worst is not None and worst.number else None
+
+
+def _are_sent(resumed: Resumed, rank: int) -> bool:
+    """Return True if a worker's buffers are those of the whole after a pass: a wrapper sends them.
+
+    DistributedDataParallel sends worker 0's before each pass.
+    """
+    following = resumed.pairs(rank)[1:2]
+    return bool(following) and are_equal(following[0][0].buffers, following[0][1].buffers)
 
 
 def _with_keys(result: rules.Restored, resumed: Resumed, rank: int) -> rules.Restored:
@@ -434,6 +466,12 @@ def _measure_averages(resumed: Resumed) -> rules.Averages | None:
     worst = _worst(results)
     if worst is None:
         return None
+    if all(name.startswith("0:") for name in (*worst.missing, *worst.unequal)):
+        worst = replace(
+            worst,
+            missing=tuple(map(_own_name, worst.missing)),
+            unequal=tuple(map(_own_name, worst.unequal)),
+        )
     count, expected = next((it for it in counts if it[0] != it[1]), counts[0])
     return rules.Averages(tensors=worst, count=count, reference_count=expected, parting=parting)
 
@@ -443,6 +481,6 @@ def _parting(pairs: Sequence[tuple[Update, Update]], stop: int) -> int:
     for number, (of_rest, of_whole) in enumerate(pairs):
         if not are_equal(of_rest.weights, of_whole.weights):
             return 0
-        if not are_equal(of_rest.averages, of_whole.averages):
+        if not FIELDS["averages"](of_rest, of_whole):
             return stop + number
     return 0

@@ -7,7 +7,7 @@ it is not a second fault. Only where no cause was found is the difference of the
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from largebatch.audit.findings import Findings
@@ -15,16 +15,17 @@ from largebatch.audit.resume import carried
 from largebatch.audit.resume.aligned import (
     FIELDS,
     Resumed,
-    Run,
     are_equal,
+    contents_of,
     distance,
     other_generators,
 )
 from largebatch.audit.resume.draws import check_draws
-from largebatch.audit.resume.reading import first_place, measure_reading
-from largebatch.audit.resume.record import Update, Worker
+from largebatch.audit.resume.reading import first_place, measure_orders, measure_reading
+from largebatch.audit.resume.record import Run, Update, Worker
 from largebatch.audit.rules import resume as rules
 from largebatch.audit.rules import resumed_data, resumed_state
+from largebatch.audit.rules.data import ORDERS
 from largebatch.formatting import plural
 from largebatch.rules import Finding, decide
 
@@ -39,29 +40,27 @@ class Resumption(Findings):
     difference: float = math.nan
     """Largest relative distance of a weight after the last update; NaN if it is not known."""
 
-    is_prefix: bool = False
-    """True if the first part made the first updates of the whole, bit for bit."""
-
     @property
     def is_compared(self) -> bool:
-        """True if all updates of the rest were compared, and values were."""
-        return self.updates > 0 and self.is_prefix
+        """True if the weights of all updates of the rest could be compared."""
+        unknown = {finding.check for finding in self if finding.level == "unknown"}
+        return self.updates > 0 and unknown.isdisjoint({"first part", "weights"})
 
     def _verdict(self) -> str:
-        if self.faults:
-            text = f"not the same training: {plural(len(self.faults), 'fault')}"
-            if math.isfinite(self.difference) and self.difference > 0:
-                updates = plural(self.updates, "update")
-                text += f", weights {100 * self.difference:.2g} % apart after {updates}"
-            return text
+        updates = plural(self.updates, "update")
+        faults = plural(len(self.faults), "fault")
         if not self.is_compared:
-            return "not compared"
-        same = f"the same training: {plural(self.updates, 'update')} compared"
+            return faults if self.faults else "not compared"
+        if self.faults and self.difference == 0:
+            return f"{faults}; the weights of {updates} after the stop are equal"
+        if self.faults:
+            apart = f", weights up to {100 * self.difference:.2g} % apart after {updates}"
+            return f"not the same training: {faults}{apart if self.difference > 0 else ''}"
         if self.difference == 0:
-            return f"{same}, bit for bit"
-        if self.difference < rules.WITHIN_ROUNDING:
-            return f"{same}, equal within rounding"
-        return f"{same}, not bit for bit"
+            how = "bit for bit"
+        else:
+            how = "within rounding" if self.difference < rules.WITHIN_ROUNDING else "not to the bit"
+        return f"the same training: {updates} compared, {how}"
 
 
 def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
@@ -73,11 +72,14 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
         first: Workers of the first part, which saves.
         rest: Workers of the run that resumes; their number may be another.
     """
-    if found := decide(_count(whole, first, rest), rules.NUMBERS_OF_UPDATES):
-        return Resumption(tuple(found))
     repeated = decide(_first_difference(whole, repeat), rules.REPEATED_RUN)
     if repeated[0].level != "fine":
         return Resumption(tuple(repeated))
+    if numbers := decide(_count(whole, first, rest), rules.NUMBERS_OF_UPDATES):
+        return Resumption(tuple(numbers))
+    window = _open_window(whole, first, rest)
+    if window:
+        rest = _with_window(first, rest)
     beginning = _first_difference(whole, first, of_first=True)
     findings = [*repeated, *decide(beginning, rules.FIRST_PART)]
     resumed = Resumed(whole=whole, first=first, rest=rest, is_prefix=beginning.cause is None)
@@ -85,11 +87,12 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
         return _resumption(resumed, [*findings, *new])
     order = measure_reading(resumed)
     findings += decide(order, resumed_data.SAMPLES)
+    findings += decide(measure_orders(whole), ORDERS)
     findings += carried.check_carried(resumed)
     findings += _check_files(resumed)
     findings += check_draws(resumed, order, findings)
     if resumed.is_prefix and not any(it.level == "fault" for it in findings):
-        findings += decide(_measure_course(resumed), rules.COURSE)
+        findings += decide(_measure_course(resumed, window), rules.COURSE)
     return _resumption(resumed, findings)
 
 
@@ -98,7 +101,6 @@ def _resumption(resumed: Resumed, findings: Sequence[Finding]) -> Resumption:
         tuple(findings),
         updates=resumed.number,
         difference=_last_distance(resumed),
-        is_prefix=resumed.is_prefix,
     )
 
 
@@ -142,6 +144,29 @@ def _first_difference(whole: Run, other: Run, *, of_first: bool = False) -> rule
             updates=updates, update=min(updates, expected) + 1, fields=("number of updates",)
         )
     return rules.FirstDifference(updates=updates)
+
+
+def _open_window(whole: Run, first: Run, rest: Run) -> int:
+    """Return how many batches the first part read after its last update, for the rest's first one.
+
+    0 if there are none, or if the rest reads that update's batches again from the first.
+    """
+    end = first[0].end
+    if end is None or not end.batches or len(first) != len(rest):
+        return 0
+    window = whole[0].updates[len(first[0].updates)].batches
+    following = [*end.batches, *rest[0].updates[0].batches]
+    return len(end.batches) if contents_of(following) == contents_of(window) else 0
+
+
+def _with_window(first: Run, rest: Run) -> Run:
+    """Add the batches behind the first part's last update to the rest's first one."""
+    workers = []
+    for before, after in zip(first, rest, strict=True):
+        pending = () if before.end is None else before.end.batches
+        update = replace(after.updates[0], batches=(*pending, *after.updates[0].batches))
+        workers.append(replace(after, updates=(update, *after.updates[1:])))
+    return tuple(workers)
 
 
 # What follows.
@@ -189,28 +214,30 @@ def _files_of(worker: Worker) -> list[set[str]]:
     return [{file.name for file in update.saved} for update in updates]
 
 
-def _measure_course(resumed: Resumed) -> rules.Course:
+_WITHIN: tuple[rules.Field, ...] = ("loss", "gradients")
+_AFTER: tuple[rules.Field, ...] = ("optimizer state", "weights", "buffers", "averages")
+
+
+def _measure_course(resumed: Resumed, window: int) -> rules.Course:
     """Find the first update whose weights, loss or gradients differ."""
     for number in range(resumed.number):
         fields: set[rules.Field] = set()
         for rank in resumed.ranks:
             states = _states(resumed, rank)
-            fields |= _differing(states[number], ("loss", "gradients"))
+            fields |= _differing(states[number], _WITHIN)
             if number + 1 < len(states):
                 fields |= _differing(states[number + 1], _AFTER)
         if fields:
             return rules.Course(
                 updates=resumed.number,
                 update=resumed.stop + number + 1,
-                fields=tuple(name for name in FIELDS if name in fields),
+                fields=tuple(name for name in (*_WITHIN, *_AFTER) if name in fields),
                 distance=_last_distance(resumed),
                 is_exact=resumed.is_exact,
+                window=window if number == 0 else 0,
                 draws=() if resumed.is_exact else _draws_by_design(resumed),
             )
     return rules.Course(updates=resumed.number)
-
-
-_AFTER: tuple[rules.Field, ...] = ("weights", "buffers", "optimizer state", "averages")
 
 
 def _differing(states: tuple[Update, Update], fields: Sequence[rules.Field]) -> set[rules.Field]:

@@ -12,12 +12,11 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from largebatch.audit.resume.record import Update, Worker, write_line
+from largebatch.audit.resume.record import Update, write_line
 from largebatch.audit.resume.watching import Watch
 from largebatch.distributed.environment import LAUNCHER, own_rank, world_size
 from largebatch.errors import DataError
@@ -68,11 +67,11 @@ def _progress(timeout: float, log: TextIO) -> None:
     faulthandler.dump_traceback_later(timeout, exit=True, file=log)
 
 
-def _opened(watch: Watch, folder: Path) -> Callable[[str, tuple[object, ...]], None]:
+def _opened(watch: Watch, folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that sees which files of the run before are read, and which written."""
     before = {str(path) for path in folder.rglob("*") if path.is_file()}
 
-    def see(event: str, args: tuple[object, ...]) -> None:
+    def see(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(args[0], str):
             return
         path, mode, _ = args
@@ -105,9 +104,7 @@ class Writer:
 
     def write(self, *, end: bool) -> None:
         """Write what the process is, at its end with its last state."""
-        summary = asdict(worker_of(self.watch, self.rank, self.size, end=end))
-        summary["averages"] = sorted(self.watch.averages.changed)
-        del summary["updates"]
+        summary = self.watch.summary(self.rank, self.size, with_end=end)
         path = Path(self.lines.name).with_suffix(".json")
         part = path.with_suffix(".part")
         part.write_text(json.dumps(summary), encoding="utf-8")
@@ -123,24 +120,6 @@ def run(words: Sequence[str]) -> None:
     sys.argv = list(words)
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
-
-
-def worker_of(watch: Watch, rank: int, size: int, *, end: bool) -> Worker:
-    """Return what a process is, without its updates."""
-    loader = watch.batches.training
-    samples = None
-    if loader is not None and hasattr(loader.dataset, "__len__"):
-        samples = len(loader.dataset)
-    return Worker(
-        rank=rank,
-        size=size,
-        samples=samples,
-        workers_of_loader=0 if loader is None else loader.num_workers,
-        resumed_from=tuple(watch.resumed_from),
-        missing_keys=tuple(watch.missing_keys),
-        unexpected_keys=tuple(watch.unexpected_keys),
-        end=watch.end() if end else None,
-    )
 
 
 def _failure_of(end: SystemExit) -> str | None:

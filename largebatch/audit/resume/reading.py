@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from largebatch.audit.resume.aligned import Resumed, Run, other_generators, used_generators
-from largebatch.audit.resume.record import Batch, Update
+from largebatch.audit.resume.aligned import Resumed, other_generators, used_generators
+from largebatch.audit.resume.record import Batch, Run, Update
 from largebatch.audit.rules import resumed_data as rules
+from largebatch.audit.rules.data import Orders
 
 Sample = int | str
 """A sample's number in the data set; its label or content where it has none."""
@@ -29,6 +30,27 @@ class _Read(NamedTuple):
         )
 
 
+def measure_orders(whole: Run) -> Orders | None:
+    """Return evidence if workers of the whole read two epochs in one order, as the rest does."""
+    equal = 0
+    is_shuffled = False
+    for worker in whole:
+        epochs: dict[tuple[int, int], list[int]] = {}
+        for update in worker.updates:
+            for batch in update.batches:
+                numbers = batch.indices or ()
+                epochs.setdefault((batch.loader, batch.epoch), []).extend(numbers)
+        loader = min(epochs, default=(0, 0))[0]
+        first = epochs.get((loader, 0), [])
+        second = epochs.get((loader, 1), [])
+        if len(first) > 1 and first == second:
+            equal += 1
+            is_shuffled = is_shuffled or first != sorted(first)
+    if not equal:
+        return None
+    return Orders(equal=equal, workers=len(whole), is_shuffled=is_shuffled, may_be_set=False)
+
+
 def first_place(resumed: Resumed) -> int | None:
     """Return the update of the whole, from 1, that has the samples of the rest's first batch."""
     if resumed.number == 0 or not resumed.whole[0].updates:
@@ -41,7 +63,10 @@ def first_place(resumed: Resumed) -> int | None:
 
 
 def key_of(resumed: Resumed) -> Key:
-    """Return what names the samples of a batch: numbers, contents that the whole has, or labels."""
+    """Return what names the samples of a batch: numbers, contents or labels.
+
+    Without numbers, equal labels in all updates show an equal order, whatever is augmented.
+    """
     batches = [
         batch
         for worker in chain(resumed.whole, resumed.rest)
@@ -50,11 +75,24 @@ def key_of(resumed: Resumed) -> Key:
     ]
     if all(batch.indices is not None for batch in batches):
         return lambda batch: batch.indices or ()
+    has_labels = any(batch.labels for batch in batches)
+    if has_labels and _has_equal_labels(resumed):
+        return lambda batch: batch.labels
     contents = {digest for worker in resumed.whole for digest in _contents(worker.updates)}
-    known = any(digest in contents for digest in _contents(resumed.rest[0].updates))
-    if known or not any(batch.labels for batch in batches):
+    of_rest = [*_contents(resumed.rest[0].updates)]
+    known = sum(digest in contents for digest in of_rest)
+    # Augmented samples have new contents in each epoch.
+    if known > len(of_rest) / 2 or not has_labels:
         return lambda batch: batch.samples
     return lambda batch: batch.labels
+
+
+def _has_equal_labels(resumed: Resumed) -> bool:
+    return all(
+        [batch.labels for batch in of_rest.batches] == [it.labels for it in of_whole.batches]
+        for rank in resumed.ranks
+        for of_rest, of_whole in resumed.pairs(rank)
+    )
 
 
 def _contents(updates: Iterable[Update]) -> Iterable[str]:
@@ -161,13 +199,14 @@ def _drawn_too(resumed: Resumed, generators: tuple[str, ...]) -> tuple[str, ...]
 def _place_of(resumed: Resumed, key: Key, rank: int, number: int) -> rules.Place | None:
     """Find where the whole reads what a rest reads from one of its updates on."""
     stop = resumed.stop
-    if resumed.is_exact:
+    if resumed.has_as_many_workers:
         of_whole = _batches(resumed.whole[rank].updates, key)
         before = sum(it.update < stop + number for it in of_whole)
         following = _batches(resumed.rest[rank].updates[number:], key)
         found = _find(following, of_whole, expected=before)
-        return None if found is None else found.place
-    # Batches of other sizes or workers: the samples of whole updates.
+        if found is not None:
+            return found.place
+    # With batches of other sizes or workers, the samples of whole updates.
     samples = _sets(resumed.rest, key, number)
     for update, of_update in enumerate(resumed.whole[0].updates):
         if of_update.batches and _sets(resumed.whole, key, update) == samples:

@@ -179,6 +179,10 @@ class Worker:
     """State after the last update, without batches; None if the process ended before it."""
 
 
+Run = tuple[Worker, ...]
+"""The records of a run's workers, by rank."""
+
+
 def write_line(update: Update) -> str:
     """Return an update as a line of JSON."""
     return json.dumps(asdict(update), separators=(",", ":"))
@@ -210,4 +214,5 @@ def _trace_or_number(value: Any) -> Trace | float:  # noqa: ANN401 -- of JSON
 
 
 def _tuples(kind: type[Batch], fields: Mapping[str, Any]) -> Batch:
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return kind(**values)

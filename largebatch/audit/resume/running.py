@@ -14,15 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from largebatch.audit.resume.record import Trace, Update, Worker, read_update, read_updates
+from largebatch.audit.resume.record import (
+    Run,
+    Trace,
+    Update,
+    Worker,
+    read_update,
+    read_updates,
+)
 from largebatch.errors import DataError, LargebatchError, RequestedStopError, WorkerFailedError
 from largebatch.runs.launch import Command, Processes, start_workers
 
 _SHOWN_LINES = 10
 """Last lines of a failed script's output, for a message."""
-
-Run = tuple[Worker, ...]
-"""The records of a run's workers, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +129,10 @@ def _run(
     command = ["-m", "largebatch.audit.resume.observing", *limits, *words]
     option = "whole" if name == "repeat" else name
     try:
-        if workers > 1:
-            start_workers(command, workers=workers)
-        else:
-            one = [Command(name="worker 0", arguments=command)]
-            Processes(sys.executable, one, folder=folder).run()
-    except (DataError, WorkerFailedError, LargebatchError) as error:
-        if isinstance(error, RequestedStopError):
-            raise
+        _start(command, workers, folder)
+    except RequestedStopError:
+        raise
+    except (LargebatchError, WorkerFailedError) as error:
         raise DataError(_failure(option, str(error), folder)) from None
     run = read_run(folder)
     if len(run) < workers:
@@ -146,6 +146,15 @@ def _run(
             "started; workers are started by --workers, not by the script"
         )
     return run
+
+
+def _start(command: Sequence[str], workers: int, folder: Path) -> None:
+    """Run `python *command` as several workers, or alone, and wait for its end."""
+    if workers > 1:
+        start_workers(command, workers=workers)
+    else:
+        alone = [Command(name="worker 0", arguments=command)]
+        Processes(sys.executable, alone, folder=folder).run()
 
 
 def _failure(option: str, error: str, folder: Path) -> str:
@@ -169,15 +178,23 @@ def _saves(worker: Worker) -> bool:
 def read_run(folder: Path) -> Run:
     """Return the records of a run that `observing` wrote, by rank."""
     paths = sorted(folder.glob("worker-*.json"), key=lambda it: int(it.stem.partition("-")[2]))
-    return tuple(read_worker(path) for path in paths)
+    return tuple(_read_worker(path) for path in paths)
 
 
-def read_worker(path: Path) -> Worker:
-    """Return the record of a worker, without copies of the model that are not averages."""
+def _read_worker(path: Path) -> Worker:
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return worker_from(fields, tuple(read_updates(path.with_suffix(".jsonl"))))
+
+
+def worker_from(fields: dict[str, Any], updates: Sequence[Update]) -> Worker:
+    """Return the record of a worker, without copies of the model that are not averages.
+
+    `fields` are those of a Worker without its updates, and `averages`, the numbers of the copies
+    that changed.
+    """
+    fields = dict(fields)
     averages = {str(number): str(place) for place, number in enumerate(fields.pop("averages"))}
     end = fields.pop("end")
-    updates = tuple(read_updates(path.with_suffix(".jsonl")))
     lists = {name: tuple(it) for name, it in fields.items() if isinstance(it, list)}
     return Worker(
         **fields | lists,

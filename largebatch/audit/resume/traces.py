@@ -46,7 +46,7 @@ def trace_of(tensor: Tensor) -> Trace:
 def digest_of_tensor(tensor: Tensor) -> str:
     """Return a digest of type, shape and bits of a tensor."""
     values = _on_host(tensor)
-    content = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else b""
+    content = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
     digest = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=_SIZE)
     digest.update(content)
     return digest.hexdigest()

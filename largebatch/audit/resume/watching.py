@@ -5,17 +5,18 @@ observed is the same bit for bit. Records are made in the hook before an optimiz
 all other hooks, when gradients are final; with a closure right after it.
 """
 
+import gc
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +34,16 @@ from torch.utils.data import DataLoader
 from largebatch import accelerator
 from largebatch.audit.resume.averages import AverageWatch
 from largebatch.audit.resume.batches import BatchWatch
-from largebatch.audit.resume.record import Saved, Trace, Update
+from largebatch.audit.resume.record import Saved, Trace, Update, Worker
 from largebatch.audit.resume.traces import digest_of, digest_of_bytes, trace_of
 from largebatch.replacing import replaced
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_DROPOUTS = (*_DROPOUTS, "feature_alpha_dropout")
+T = TypeVar("T")
+
+_DROPOUTS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+)
 """Functions of torch.nn.functional, which its layers call."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -52,8 +57,12 @@ class Since:
     schedule_moves: int = 0
     loss: float | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
-    buffers: dict[int, Trace] = field(default_factory=dict)
-    """Buffers before the first forward pass, which moves statistics, by identity."""
+    buffers: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    """Buffers before the first forward pass, which moves statistics, by layer and name.
+
+    They are read when the layer is called: DistributedDataParallel sends worker 0's before, and
+    functional_call replaces them.
+    """
 
     masks: list[str] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
@@ -88,7 +97,7 @@ class Watch:
         """Outermost modules that the loop has called with gradients since the update before."""
 
         self._models: dict[int, list[nn.Module]] = {}
-        """Those of the update before, by the identity of its optimizer."""
+        """Models of the update before, by the identity of its optimizer."""
 
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
@@ -136,7 +145,38 @@ class Watch:
                 self._observe_steps(kind)
             yield
 
-    def end(self) -> Update | None:
+    def add_existing(self) -> None:
+        """Observe the loaders, schedulers and modules that the process already has."""
+        self.averages.add_existing()
+        for value in gc.get_objects():
+            # Not isinstance: reading the class of a lazy object may import a package.
+            kind = type(value)
+            if issubclass(kind, LRScheduler):
+                self._add_scheduler(value)
+            elif issubclass(kind, DataLoader):
+                self._observe_epochs(value)
+
+    def summary(self, rank: int, size: int, *, with_end: bool) -> dict[str, Any]:
+        """Return the fields of this process's Worker without its updates, as `worker_from` reads.
+
+        `with_end` adds the state after the last update.
+        """
+        source = self.batches.training
+        worker = Worker(
+            rank=rank,
+            size=size,
+            samples=None if source is None else source.samples,
+            workers_of_loader=0 if source is None else source.processes,
+            resumed_from=tuple(self.resumed_from),
+            missing_keys=tuple(self.missing_keys),
+            unexpected_keys=tuple(self.unexpected_keys),
+            end=self._end() if with_end else None,
+        )
+        fields = asdict(worker) | {"averages": sorted(self.averages.changed)}
+        del fields["updates"]
+        return fields
+
+    def _end(self) -> Update | None:
         """Return the state after the last update; None if there was none."""
         if not self._optimizers:
             return None
@@ -164,6 +204,7 @@ class Watch:
         if not self._depth:
             self.progress()
             self._before_forward(module, (args, words))
+        self._see_buffers(module)
         self._depth += 1
         try:
             return own(module, *args, **words)
@@ -180,16 +221,30 @@ class Watch:
             self._since.generators = self._used_generators()
         if all(it is not module for it in self._called):
             self._called.append(module)
-            for buffer in module.buffers():
-                if id(buffer) not in self._since.buffers:
-                    self._since.buffers[id(buffer)] = trace_of(buffer)
         self.batches.enter_forward(arguments, training=module.training)
+
+    def _see_buffers(self, layer: nn.Module) -> None:
+        """Record a layer's own buffers before its first forward pass since an update."""
+        if not torch.is_grad_enabled() or _is_in_backward():
+            return
+        for name, buffer in layer.named_buffers(recurse=False):
+            key = id(layer), name
+            if key not in self._since.buffers:
+                self._since.buffers[key] = trace_of(buffer)
+
+    def _buffers_of(self, model: nn.Module) -> Iterator[tuple[str, Trace]]:
+        for path, layer in model.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, buffer in layer.named_buffers(recurse=False):
+                seen = self._since.buffers.get((id(layer), name))
+                yield prefix + name, seen or trace_of(buffer)
 
     def _backward(self, own: Callable[..., Any], loss: Tensor, *args: Any, **words: Any) -> Any:  # noqa: ANN401
         scaled, unscaled = self._scaled
         value = unscaled if loss is scaled else loss
         if isinstance(value, Tensor) and value.numel() == 1:
             self._since.loss = float(value.detach())
+        self._scaled = None, None  # they hold the graph
         return own(loss, *args, **words)
 
     def _scale(self, own: Callable[..., Any], scaler: Any, outputs: Any) -> Any:  # noqa: ANN401
@@ -233,6 +288,9 @@ class Watch:
 
     def _new_loader(self, own: Callable[..., Any], loader: Any, *args: Any, **words: Any) -> None:  # noqa: ANN401
         own(loader, *args, **words)
+        self._observe_epochs(loader)
+
+    def _observe_epochs(self, loader: DataLoader[Any]) -> None:
         inner = getattr(loader.batch_sampler, "sampler", None)
         for part in (loader.dataset, loader.sampler, loader.batch_sampler, inner):
             for kind in type(part).__mro__:
@@ -250,16 +308,19 @@ class Watch:
         *args: Any,  # noqa: ANN401
         **words: Any,  # noqa: ANN401
     ) -> None:
-        if all(it is not scheduler for it in self._schedulers):
-            self._schedulers.append(scheduler)
-            for kind in type(scheduler).__mro__:
-                self._observe_steps(kind)
+        self._add_scheduler(scheduler)
         # It calls its own `step`, which is not a move of the schedule.
         self._schedule_depth += 1
         try:
             own(scheduler, *args, **words)
         finally:
             self._schedule_depth -= 1
+
+    def _add_scheduler(self, scheduler: LRScheduler) -> None:
+        if all(it is not scheduler for it in self._schedulers):
+            self._schedulers.append(scheduler)
+            for kind in type(scheduler).__mro__:
+                self._observe_steps(kind)
 
     def _observe_steps(self, kind: type) -> None:
         if issubclass(kind, LRScheduler) and "step" in vars(kind):
@@ -401,10 +462,7 @@ class Watch:
             scale_growth=growth,
             weights={name: trace_of(it) for name, it in named.items()},
             gradients={name: trace_of(it) for name, it in gradients.items()},
-            buffers={
-                name: self._since.buffers.get(id(it)) or trace_of(it)
-                for name, it in _named_buffers(models).items()
-            },
+            buffers=_of_models(models, self._buffers_of),
             state={key: _number_or_trace(it) for key, it in state.items()},
             averages=averages,
             averaged_updates=averaged_updates,
@@ -444,7 +502,7 @@ def plain_name(name: str) -> str:
 
 def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters of models by plain name, and others of the optimizer by place."""
-    named = _of_models(models, nn.Module.named_parameters)
+    named: dict[str, Tensor] = {**_of_models(models, nn.Module.named_parameters)}
     known = {id(it) for it in named.values()}
     for group, settings in enumerate(optimizer.param_groups):
         for place, tensor in enumerate(settings["params"]):
@@ -453,14 +511,10 @@ def _named_parameters(models: Sequence[nn.Module], optimizer: Optimizer) -> dict
     return named
 
 
-def _named_buffers(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    return _of_models(models, nn.Module.named_buffers)
-
-
 def _of_models(
-    models: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
-) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
+    models: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[str, T]:
+    named: dict[str, T] = {}
     for number, model in enumerate(models):
         prefix = f"{number}." if len(models) > 1 else ""
         for name, tensor in read(model):
@@ -530,7 +584,7 @@ def _file_name(file: Any) -> str:  # noqa: ANN401 -- as torch.save takes it
     return Path(name).name if isinstance(name, str | PathLike) else ""
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for below in kind.__subclasses__():
         yield from _with_subclasses(below)

@@ -14,8 +14,8 @@ from largebatch.formatting import percent, plural, three_digits
 from largebatch.rules import Rule
 
 _UNITS = 16
-"""Distance in units that is more than rounding: another order of sums gives 1 to 2, approximations
-of exponentials in compiled code up to 5."""
+"""Largest distance in units that is taken for rounding; another order of the same sums gives 1 to
+2, approximations of functions in compiled code a few."""
 
 _UNITS_IF_LARGE = 4
 """The same where that is a tenth of the values or more, as in half types: such units are the mean
@@ -28,7 +28,8 @@ _SMALL_GRADIENT = 0.01
 zero that ends on the other side of a ReLU changes it by about one over the root of their number."""
 
 _UNITS_OF_AUTOCAST = 64
-"""Distance of the outputs under autocast in roundings of its type; ResNets have 1 to 5."""
+"""Largest distance of the outputs under autocast in roundings of its type: half of the values
+in bfloat16, a sixteenth in float16."""
 
 
 class Distance(NamedTuple):
@@ -356,6 +357,15 @@ class Graphs(NamedTuple):
 
 
 GRAPHS: tuple[Rule[Graphs], ...] = (
+    Rule(
+        check="compiled code",
+        level="note",
+        when=lambda e: e.graphs == 0,
+        text=lambda e: f"{shorten(list(e.parts))}: no graph was made, so eager code runs",
+        remedy="compile the network inside of wrappers, as a class of your own, without "
+        "suppress_errors or TORCHDYNAMO_DISABLE",
+        figure=lambda e: float(e.graphs),
+    ),
     Rule(
         check="compiled code",
         level="note",

@@ -349,10 +349,14 @@ class Unequal:
     """Number of gradients that are not zero in one process."""
 
     cosine: float
-    """Cosine of the average with the exact gradient, without clipping."""
+    """Cosine of the average with the exact gradient, without clipping; NaN if that is not known."""
 
     has_equal_weights: bool
     """True if the weights are equal nevertheless, at a rate that is not 0."""
+
+
+def _cosine_text(e: Unequal) -> str:
+    return "" if math.isnan(e.cosine) else f": cosine {e.cosine:.3f} with that of one process"
 
 
 _AVERAGE = (
@@ -374,19 +378,17 @@ UNEQUAL: tuple[Rule[Unequal], ...] = (
         when=lambda e: len(e.names) < e.nonzero,
         text=lambda e: (
             f"{len(e.names)} of {e.number} gradients differ between workers "
-            f"({shorten(e.names, most=3)}): cosine {e.cosine:.3f} with that of one process"
+            f"({shorten(e.names, most=3)}){_cosine_text(e)}"
         ),
         remedy=_AVERAGE,
-        figure=lambda e: e.cosine,
+        figure=lambda e: None if math.isnan(e.cosine) else e.cosine,
     ),
     Rule(
         check="gradient direction",
         level="fault",
-        text=lambda e: (
-            f"every worker uses its own gradient: cosine {e.cosine:.3f} with that of one process"
-        ),
+        text=lambda e: f"every worker uses its own gradient{_cosine_text(e)}",
         remedy=_AVERAGE,
-        figure=lambda e: e.cosine,
+        figure=lambda e: None if math.isnan(e.cosine) else e.cosine,
     ),
 )
 

@@ -276,6 +276,9 @@ class Course:
     is_exact: bool = True
     """True if bits can be equal: as many workers, with the same samples in each pass."""
 
+    window: int = 0
+    """Batches of the rest's first update that were read before the stop; 0 if that is another."""
+
     draws: tuple[str, ...] = ()
     """What differs by design on other workers, so that weights cannot be equal: dropout."""
 
@@ -306,7 +309,7 @@ COURSE: tuple[Rule[Course], ...] = (
         level="note",
         when=lambda e: e.distance < WITHIN_ROUNDING,
         text=lambda e: (
-            f"from update {e.update:,} on by rounding ({', '.join(e.fields)}): "
+            f"from update {e.update:,} on by rounding (in the {' and the '.join(e.fields[:2])}): "
             f"{three_digits(100 * e.distance)} % after {plural(e.updates, 'update')}"
         ),
         remedy="nothing; for equal bits, keep memory formats, foreach and fused as before the stop",
@@ -327,9 +330,34 @@ COURSE: tuple[Rule[Course], ...] = (
     Rule(
         check="weights",
         level="fault",
+        when=lambda e: e.window > 0,
         text=lambda e: (
-            f"update {e.update:,} differs in the {' and the '.join(e.fields)}, from equal samples, "
-            "weights and rates"
+            f"update {e.update:,} differs in the {' and the '.join(e.fields)}: "
+            f"{plural(e.window, 'batch', 'batches')} of it, read before the stop, "
+            f"{'is' if e.window == 1 else 'are'} lost"
+        ),
+        remedy="save after whole updates only, or save and load the gradients of all parameters",
+        figure=lambda e: float(e.window),
+    ),
+    Rule(
+        check="optimizer state",
+        level="fault",
+        when=lambda e: not {"loss", "gradients"} & {*e.fields},
+        text=lambda e: (
+            f"update {e.update:,} has the gradients, state and rates of the whole, and moves the "
+            f"weights otherwise: by {three_digits(100 * e.distance)} % after "
+            f"{plural(e.updates, 'update')}"
+        ),
+        remedy="keep what the optimizer counts in its state or param_groups, which state_dict() "
+        "saves, not in attributes; restore what else moves weights",
+        figure=lambda e: e.distance,
+    ),
+    Rule(
+        check="weights",
+        level="fault",
+        text=lambda e: (
+            f"update {e.update:,} differs in the {' and the '.join(e.fields[:2])}, from equal "
+            "samples, weights and rates"
             + (
                 f"; weights differ by {three_digits(100 * e.distance)} % after "
                 f"{plural(e.updates, 'update')}"

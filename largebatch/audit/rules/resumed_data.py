@@ -99,12 +99,14 @@ class Reading:
     @property
     def is_by_accumulation(self) -> bool:
         """True if the rest takes batches for updates, or updates for batches."""
-        return self.accumulation > 1 and self.factor in {self.accumulation, 1 / self.accumulation}
+        factors = {self.accumulation, 1 / self.accumulation}
+        return self.other_workers is None and self.accumulation > 1 and self.factor in factors
 
     @property
     def is_by_workers(self) -> bool:
         """True if the rest takes batches of all workers for its own, or its own for those."""
-        return self.workers > 1 and self.factor in {self.workers, 1 / self.workers}
+        factors = {self.workers, 1 / self.workers}
+        return self.other_workers is None and self.workers > 1 and self.factor in factors
 
 
 def _reading_text(e: Reading) -> str:
@@ -118,10 +120,20 @@ def _reading_text(e: Reading) -> str:
     return text
 
 
+def generators_of(names: tuple[str, ...]) -> str:
+    """Name generators.
+
+    >>> generators_of(("numpy", "torch"))
+    "numpy's and torch's generators"
+    """
+    noun = "generator" if len(names) == 1 else "generators"
+    return " and ".join(f"{name}'s" for name in names) + f" {noun}"
+
+
 def _generators_text(generators: tuple[str, ...], follows: tuple[str, ...]) -> str:
     if not generators:
         return ""
-    text = f"; the state of the generator of {', '.join(generators)} is not restored"
+    text = f"; the state of {generators_of(generators)} is not restored"
     if follows:
         text += f", from which {' and '.join(follows)} are drawn too"
     return text
@@ -253,7 +265,10 @@ SAMPLES: tuple[Rule[Reading], ...] = (
         level="fault",
         when=lambda e: bool(e.generators) and e.is_drawn,
         text=lambda e: f"{_reading_text(e)}{_generators_text(e.generators, e.follows)}",
-        remedy=lambda e: f"{restore_generators(e.generators)}, before iter(loader)",
+        remedy=lambda e: (
+            f"{restore_generators(e.generators)}, before iter(loader); so too loader.generator, if "
+            "there is one"
+        ),
         figure=lambda e: float(e.samples),
     ),
     Rule(
@@ -434,8 +449,8 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="fault",
         when=lambda e: e.workers_of_one > 0 and (bool(e.follows) or e.is_unexplained),
         text=lambda e: (
-            f"{e.workers_of_one} of {e.workers} workers have worker 0's state of the generator of "
-            f"{', '.join(e.names)}: they draw equal numbers"
+            f"{e.workers_of_one} of {e.workers} workers have worker 0's state of "
+            f"{generators_of(e.names)}: they draw equal numbers"
             + (f" ({' and '.join(e.follows)})" if e.follows else "")
         ),
         remedy="save the states of all workers (torch.distributed.gather_object) and load each "
@@ -447,7 +462,7 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="fault",
         when=lambda e: e.is_unexplained and not e.follows,
         text=lambda e: (
-            f"the state of the generator of {', '.join(e.names)} is not restored, and the loss of "
+            f"the state of {generators_of(e.names)} is not restored, and the loss of "
             "equal samples with equal weights differs: the loop draws from it"
         ),
         remedy=lambda e: restore_generators(e.names),
@@ -458,8 +473,7 @@ RANDOM_NUMBERS: tuple[Rule[Generators], ...] = (
         level="note",
         when=lambda e: not e.follows,
         text=lambda e: (
-            f"the state of the generator of {', '.join(e.names)} is not restored; no update "
-            "depends on it"
+            f"the state of {generators_of(e.names)} is not restored; no update depends on it"
         ),
         remedy=lambda e: f"for a later augmentation or dropout: {restore_generators(e.names)}",
     ),

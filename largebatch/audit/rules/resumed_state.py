@@ -33,7 +33,7 @@ class Rates:
     """First rates of the rest from this update on, of this group."""
 
     reference: tuple[float, ...] = ()
-    """Those of the whole."""
+    """Rates of the whole."""
 
     begins_again: bool = False
     """True if all rates of the rest are those from the first update of the whole on."""
@@ -54,7 +54,7 @@ class Rates:
     """Moves of schedulers in the rest."""
 
     moves_of_whole: int = 0
-    """Those of the whole in the same updates."""
+    """Moves in the whole in the same updates."""
 
 
 def _rates_text(e: Rates) -> str:
@@ -68,6 +68,10 @@ def _counters_text(e: Rates) -> str:
     if e.counters is None:
         return ""
     return f"; the scheduler's last_epoch is {e.counters[0]}, not {e.counters[1]}"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else plural(number, "time")
 
 
 def _figure_of_rates(e: Rates) -> float:
@@ -124,7 +128,7 @@ RATES: tuple[Rule[Rates], ...] = (
         when=lambda e: e.counters is not None and e.counters[0] > e.counters[1],
         text=lambda e: (
             f"{_rates_text(e)}{_counters_text(e)}: stepped "
-            f"{plural(e.counters[0] - e.counters[1], 'time') if e.counters else ''} too often"
+            f"{_times(e.counters[0] - e.counters[1]) if e.counters else ''} too often"
         ),
         remedy="load the scheduler's state and do not step it for the saved epoch again; save "
         "after scheduler.step()",
@@ -264,7 +268,8 @@ class Restored:
     """Number of unequal ones that are those of the whole before its first update."""
 
     copied: int = 0
-    """Number of unequal ones that are the average's, or, of an average, the resumed weights."""
+    """Number of unequal ones that are another's: of weights, the average's; of buffers, worker 0's;
+    of an average, the resumed weights."""
 
     zeros: int = 0
     """Number of unequal ones that are all zeros."""
@@ -297,6 +302,11 @@ class Restored:
         return len(self.missing) + len(self.unequal)
 
     @property
+    def is_copied(self) -> bool:
+        """True if all that differs is another's."""
+        return 0 < self.wrong == self.copied
+
+    @property
     def is_new(self) -> bool:
         """True if all that differs is as in a model that was just made."""
         return 0 < self.wrong == self.initial
@@ -305,6 +315,11 @@ class Restored:
     def part(self) -> float:
         """Part of the tensors that is missing or unequal."""
         return self.wrong / max(1, self.number)
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if tensors differ by no more than a smaller type rounds."""
+        return self.distance < _ROUNDED and self.part > 0.5
 
     @property
     def prefix(self) -> str:
@@ -431,7 +446,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
     Rule(
         check="weights",
         level="fault",
-        when=lambda e: e.copied == len(e.unequal),
+        when=lambda e: e.is_copied,
         text=lambda e: f"{_tensors(e, 'tensor')} are those of the averaged copy",
         remedy="load the trained weights into the model, and the average into its copy",
         figure=_figure_of,
@@ -440,7 +455,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
     Rule(
         check="weights",
         level="fault",
-        when=lambda e: e.distance < _ROUNDED and e.part > 0.5,
+        when=lambda e: e.is_rounded,
         text=lambda e: f"{_tensors(e, 'tensor')} are rounded{_by(e)}",
         remedy="save weights in the type in which they are trained, without .half() or .bfloat16()",
         figure=lambda e: e.distance,
@@ -492,6 +507,14 @@ BUFFERS: tuple[Rule[Restored], ...] = (
             else "save model.state_dict(), which has buffers, not parameters alone; load with "
             "strict=True"
         ),
+        figure=_figure_of,
+    ),
+    Rule(
+        check="buffers",
+        level="note",
+        when=lambda e: e.is_copied,
+        text=lambda e: f"{_tensors(e, 'buffer')} are worker 0's",
+        remedy="nothing if worker 0's are sent before each pass; else save those of each worker",
         figure=_figure_of,
     ),
     _older("buffers", "buffer"),
@@ -548,6 +571,9 @@ def _of_groups(e: OptimizerState) -> str:
 
 
 _LOAD_OPTIMIZER = "optimizer.load_state_dict(checkpoint['optimizer'])"
+_SAME_GROUPS = (
+    f"make the parameter groups as before the stop, then {_LOAD_OPTIMIZER}; add none after it"
+)
 
 OPTIMIZER_STATE: tuple[Rule[OptimizerState], ...] = (
     Rule(
@@ -570,7 +596,11 @@ OPTIMIZER_STATE: tuple[Rule[OptimizerState], ...] = (
         text=lambda e: (
             f"none before the rest's first update: {_state_text(e)} are missing{_of_groups(e)}"
         ),
-        remedy=f"save optimizer.state_dict(), and {_LOAD_OPTIMIZER}",
+        remedy=lambda e: (
+            f"save optimizer.state_dict(), and {_LOAD_OPTIMIZER}"
+            if e.sizes == e.reference_sizes
+            else _SAME_GROUPS
+        ),
         figure=lambda e: e.tensors.part,
     ),
     Rule(
@@ -689,7 +719,7 @@ AVERAGES: tuple[Rule[Averages], ...] = (
     Rule(
         check="averaged weights",
         level="fault",
-        when=lambda e: 0 < e.tensors.copied == len(e.tensors.unequal),
+        when=lambda e: e.tensors.is_copied,
         text=lambda e: (
             f"the average begins again from the resumed weights: {_tensors(e.tensors, 'tensor')}"
             f"{_by(e.tensors)}"

@@ -174,6 +174,34 @@ MADE: tuple[Rule[Made], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """Tensors of the optimizer that are not trained."""
+
+    names: tuple[str, ...]
+    number: int
+    """Number of parameters of the model."""
+
+    is_reduced_by_wrapper: bool
+    """True if DistributedDataParallel reduces the gradients."""
+
+
+FROZEN: tuple[Rule[Frozen], ...] = (
+    Rule(
+        check="updates",
+        level="note",
+        when=lambda e: bool(e.names) and e.is_reduced_by_wrapper,
+        text=lambda e: (
+            f"{len(e.names)} of {plural(e.number, 'tensor')} ({shorten(e.names, most=3)}) are in "
+            "the optimizer and frozen: if they are trained later, their gradients are not reduced"
+        ),
+        remedy="wrap the model in DistributedDataParallel again whenever a layer is unfrozen: it "
+        "reduces only what is trained when it is made",
+        figure=lambda e: float(len(e.names)),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnd:
     """Calls of the step, and where an epoch ends."""
 
@@ -261,7 +289,8 @@ def _replicas(check: str, remedy: str) -> tuple[Rule[Replicas], ...]:
             level="note",
             when=lambda e: e.difference is not None and e.are_sent,
             text=_difference_text,
-            remedy="nothing if a layer keeps statistics: worker 0's are sent before each pass",
+            remedy="average over the workers what the layer adds to them, as SyncBatchNorm does: "
+            "worker 0's are sent before each pass, and those of the others are lost",
             figure=_difference_figure,
         ),
         Rule(

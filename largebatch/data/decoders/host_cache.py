@@ -388,7 +388,8 @@ class Blocks:
             return [None] * len(blocks)
         firsts = self._first_rows[blocks]
         ends = self._first_rows[blocks + 1]
-        return next_positions(self._order, firsts, ends, after=self._latest).tolist()
+        uses = next_positions(self._order, firsts, ends, after=self._latest)
+        return [int(use) for use in uses]
 
     def _note(self, block: int, path: str, next_use: int | None) -> None:
         size = int(self._lengths[block]) + CHECKSUM_BYTES

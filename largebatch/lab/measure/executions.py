@@ -13,7 +13,9 @@ the average of weights.
 
 import gc
 import math
+import os
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -24,20 +26,24 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from largebatch import accelerator, proof
 from largebatch.data.types import Batch, Batches
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.serial import Serial
-from largebatch.errors import AuditError, PlanError, RecipeError
+from largebatch.errors import AuditError, DeviceMemoryError, DivergedError, PlanError, RecipeError
 from largebatch.formatting import plural, table
 from largebatch.models.compiled import require_compiler
+from largebatch.models.of_recipe import build_model
 from largebatch.recipe.arithmetic.plan import Plan, describe_division, make_plan
 from largebatch.recipe.keys import Reduction
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import join, session_on
+from largebatch.runs.fitting import SHARE
 from largebatch.runs.options import Options
+from largebatch.runs.passes import Passes, largest_side, whole_spans
 from largebatch.runs.proving import NOT_TRIED
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.events import Event, Note
@@ -57,7 +63,7 @@ LIMIT = 32.0
 SEEDS = 5
 """Seeds of which each must show a difference beyond rounding for a fault. Where one value falls on
 the other side of a ReLU, or another one of two is the maximum, a gradient changes by any amount;
-that comes with 1 of 5 to 10 seeds in three updates of digits_96, and not with the next ones."""
+with channels_last that came in three updates of digits_96 with 5 of 20 seeds."""
 
 _LEAST = 8 * torch.finfo(torch.float32).eps
 """Smallest rounding that is assumed, relative: that of a few numbers may be zero by chance."""
@@ -111,8 +117,8 @@ class Row:
     """The first update with a difference beyond rounding; None if there is none."""
 
     wrong: str = ""
-    """Of what differs beyond rounding in that update, the tensor that is computed first, and the
-    one before it."""
+    """The tensor that is computed first of those beyond rounding in that update, and the layer
+    before it."""
 
     seeds: int = 1
     """Seeds with which it was compared: more than 1 after a difference beyond rounding."""
@@ -130,22 +136,31 @@ class Row:
 
     @property
     def result(self) -> str:
-        """What the row means, in words."""
-        remark = f"; {self.remark}" if self.remark else ""
+        """What was found, in a word or two."""
         if self.absent is not None:
-            return self.absent
+            return "not compared"
         if self.first is None:
-            return f"bit for bit{remark}"
+            return "bit for bit"
         if self.is_fault:
-            return f"FAULT: in update {self.wrong_after} beyond rounding: {self.wrong}{remark}"
-        if self.wrong_after is None:
-            return f"rounding, most in the {self.most}{remark}"
-        if self.draws:
-            return f"unknown: the model draws random numbers, which other samples get here{remark}"
-        return (
-            f"rounding: beyond it once, in the {self.wrong}, and not with another seed, as where "
-            f"one value falls on the other side of a ReLU{remark}"
-        )
+            return "FAULT"
+        return "unknown" if self.draws and self.wrong_after is not None else "rounding"
+
+    @property
+    def details(self) -> list[str]:
+        """Why it was found, and what was used, in sentences without a final period."""
+        texts = [self.absent, self.remark or None]
+        if self.is_fault:
+            texts.append(f"beyond rounding in update {self.wrong_after}: {self.wrong}")
+        elif self.wrong_after is not None and self.draws:
+            texts.append("the model draws random numbers, which other samples get here")
+        elif self.wrong_after is not None:
+            texts.append(
+                f"beyond rounding in update {self.wrong_after}, and not with another seed, as if "
+                f"one value falls on the other side of a ReLU: {self.wrong}"
+            )
+        elif self.most:
+            texts.append(f"most in the {self.most}")
+        return [text for text in texts if text is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +173,6 @@ class Comparison:
 
     precision: str
     device: str
-    steps: int
     rounding: tuple[float, ...]
     """Median relative distance of the reference's gradients from float64, after each update."""
 
@@ -185,8 +199,20 @@ class Comparison:
             f"rounding: its gradients are {rounding} from those in float64",
         ]
         head = ["setting", "first", "after 1", f"after {last}", "result"]
-        rows = [head, *map(_cells, self.rows)]
-        return "\n".join([*lines, table(rows, wrap_at=100)])
+        lines.append(table([head, *map(_cells, self.rows)]))
+        for row in self.rows:
+            lines += (
+                textwrap.wrap(
+                    f"{row.setting}: {'; '.join(row.details)}",
+                    100,
+                    subsequent_indent="  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                if row.details
+                else []
+            )
+        return "\n".join(lines)
 
 
 def _cells(row: Row) -> list[str]:
@@ -260,13 +286,6 @@ def compare_executions(recipe: Recipe, options: Options, *, steps: int) -> Compa
         return _Comparing(recipe, options, backend, steps).result()
 
 
-def reference_of(recipe: Recipe) -> Recipe:
-    """Return the recipe as the reference computes it."""
-    return recipe.with_execution(
-        kernels="torch", compile=False, graph=False, memory_format="contiguous"
-    ).model_copy(update={"monitor": ()})
-
-
 class _Reference(NamedTuple):
     """What the updates of one seed are compared with, one item of each list after each update."""
 
@@ -294,9 +313,62 @@ class _Comparing:
         self._backend = backend
         self._steps = range(steps)
         self._references: dict[int, _Reference] = {}
+        self._device_batch: int | None = None
+
+    @property
+    def _plain(self) -> Recipe:
+        """The recipe as the reference computes it."""
+        plain = self._recipe.with_execution(
+            kernels="torch",
+            compile=False,
+            graph=False,
+            memory_format="contiguous",
+            device_batch=self._device_batch,
+        )
+        return plain.model_copy(update={"monitor": ()})
+
+    def _fitting_device_batch(self) -> int:
+        """Return the largest device batch, up to that of a run, whose float64 passes fit here."""
+        backend = self._backend
+        device = backend.device
+        workers = backend.world_size
+        recipe = self._recipe
+        plan = make_plan(recipe, workers=workers, backend=backend.name)
+        if accelerator.is_remote(device):
+            free = float(accelerator.free_memory_bytes(device))
+        else:
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / backend.local_size
+        with FakeTensorMode():
+            model = build_model(
+                self._plain.model_copy(update={"precision": "fp32"}), accelerator.CPU
+            )
+            side = largest_side(plan, usual=recipe.data.image_size)
+            passes = Passes.of(recipe, model, accelerator.CPU, side=side)
+            span = plan.bn_span or 1
+            num = whole_spans(min(plan.device_batch, max(2, span)), span)
+            sample_bytes = 2 * passes.activation_bytes(num) / num
+        most = int(SHARE * free / sample_bytes)
+        fits = torch.tensor(most).to(device)
+        most = int(backend.all_gather(fits).min())  # sync: once, before training
+        if plan.device_batch <= most:
+            return plan.device_batch
+        without = recipe.with_execution(device_batch=None)
+        smaller = make_plan(without, workers=workers, fits=max(1, most)).device_batch
+        if smaller > most:
+            raise DeviceMemoryError(
+                f"execution.device_batch: the smallest, {smaller:,}, takes "
+                f"{smaller * sample_bytes / 1e9:.3g} GB in float64, and {device} has "
+                f"{free / 1e9:.3g}: --set data.image_size={side // 2}, or a smaller batch.bn_span "
+                "or model"
+            )
+        return smaller
 
     def result(self) -> Comparison:
-        """Make all updates and return what was found, the same on all workers."""
+        """Make all updates and return what was found, the same on all workers.
+
+        Raises DeviceMemoryError if not even the smallest device batch fits in float64.
+        """
+        self._device_batch = self._fitting_device_batch()
         reference = self._reference(0)
         return Comparison(
             recipe=self._recipe.name,
@@ -314,7 +386,7 @@ class _Comparing:
         return self._references[number]
 
     def _make_reference(self, number: int) -> _Reference:
-        recipe = _with_seed(reference_of(self._recipe), number)
+        recipe = _with_seed(self._plain, number)
         snapshots: list[Snapshot] = []
         draws = False
         with self._session(self._backend, recipe) as session:
@@ -354,29 +426,30 @@ class _Comparing:
 
     def _variants(self, plan: Plan) -> Iterator[_Variant]:
         """Yield what is compared with the reference."""
-        reference = reference_of(self._recipe)
+        reference = self._plain
         device = self._backend.device
         execution = self._recipe.execution
         yield _Variant("repeated", reference)
         has_kernels = any(proof.has_kernels(part, device) for part in _KERNELS)
-        yield _Variant(
-            "kernels",
-            reference.with_execution(kernels="apex" if execution.kernels == "apex" else "auto"),
-            None if has_kernels else f"not here: needs a GPU; a {device.type} has no such kernels",
-            parts=_KERNELS,
+        # Those of BatchNorm read channels_last only.
+        recipe = reference.with_execution(
+            kernels="apex" if execution.kernels == "apex" else "auto",
+            memory_format="channels_last",
         )
+        absent = None if has_kernels else f"needs a GPU; a {device.type} has no such kernels"
+        yield _Variant("kernels", recipe, absent, parts=_KERNELS, divides=True)
         problem = None
         try:
             require_compiler(device)
         except RecipeError as error:
-            problem = f"not here: {error}"
+            problem = f"{error}"
         yield _Variant("compile", reference.with_execution(compile=True), problem)
         if device.type in accelerator.GRAPHS:
             # `auto` would not use one beside PyTorch's operations.
             recipe = reference.with_execution(graph=True)
             yield _Variant("graph", recipe, parts=(proof.GRAPH,))
         else:
-            absent = f"not here: needs a GPU; a {device.type} has no graphs"
+            absent = f"needs a GPU; a {device.type} has no graphs"
             yield _Variant("graph", reference, absent)
         recipe = reference.with_execution(memory_format="channels_last")
         yield _Variant("channels_last", recipe, divides=True)
@@ -386,19 +459,19 @@ class _Comparing:
 
     def _halved(self, plan: Plan) -> _Variant:
         """Return the variant with a smaller device batch, and so with more micro-batches."""
-        free = reference_of(self._recipe).with_execution(device_batch=None)
+        free = self._plain.with_execution(device_batch=None)
         smaller = make_plan(free, workers=plan.workers, fits=plan.device_batch // 2).device_batch
         if smaller >= plan.device_batch:
-            absent = f"not here: no device batch below {plan.device_batch} divides the recipe"
+            absent = f"no device batch below {plan.device_batch} divides the recipe"
             return _Variant("device batch", free, absent)
         recipe = free.with_execution(device_batch=smaller)
         return _Variant(f"device batch {smaller}", recipe, divides=True)
 
     def _alone(self, plan: Plan) -> _Variant:
         """Return the variant with one worker, which each worker makes by itself."""
-        recipe = reference_of(self._recipe).with_execution(device_batch=plan.device_batch)
+        recipe = self._plain
         if plan.workers == 1:
-            absent = "not here: --workers 2 compares two with one"
+            absent = "needs several workers: --workers 2 compares two with one"
             return _Variant("other workers", recipe, absent)
         try:
             make_plan(recipe)
@@ -428,13 +501,14 @@ class _Comparing:
                     for part in variant.parts
                 }
                 if refusals and all(refusals.values()) and not variant.is_whole:
-                    return Row(setting=variant.setting, absent=_describe_parts(refusals))
+                    reason = _describe_parts(refusals) or "the recipe has nothing for them"
+                    return Row(setting=variant.setting, absent=reason)
                 notes = _Notes()
                 session.log.trackers.append(notes)
                 steps = range(len(reference.snapshots))
                 row = _compared(variant, reference, _updates_of(session, steps))
-        except RecipeError as error:  # on all workers, of a graph that is required
-            if variant.parts != (proof.GRAPH,):
+        except RecipeError as error:  # on all workers, of a graph or kernels that are required
+            if proof.GRAPH not in variant.parts:
                 raise
             return Row(setting=variant.setting, absent=f"not used: {error}")
         finally:
@@ -447,40 +521,50 @@ class _Comparing:
 
 def _compared(variant: _Variant, reference: _Reference, made_of_all: Iterator[_Made]) -> Row:
     """Compare the updates of a variant on this worker with those of the reference."""
-    first: int | None = None
-    differences = []
-    roundings = []
-    most = ""
-    wrong_after: int | None = None
-    wrong = ""
-    for step, (made, snapshot) in enumerate(
-        zip(made_of_all, reference.snapshots, strict=True), start=1
-    ):
-        relative = {
-            key: _relative(_length(tensor, snapshot[key]), reference.sizes[step - 1][key])
-            for key, tensor in made.snapshot.items()
-            if not torch.equal(tensor, snapshot[key])
-        }
-        units = {key: it / reference.roundings[step - 1][key] for key, it in relative.items()}
-        if units and first is None:
-            first = step
-        worst = max(units, key=lambda key: units[key], default=None)
-        differences.append(0.0 if worst is None else relative[worst])
-        roundings.append(0.0 if worst is None else units[worst])
-        most = most if worst is None else str(worst)
-        if wrong_after is None and roundings[-1] > LIMIT:
-            wrong_after = step
-            wrong = _first_wrong(units, [*made.snapshot])
-    return Row(
-        setting=variant.setting,
-        first=first,
-        differences=tuple(differences),
-        roundings=tuple(roundings),
-        most=most,
-        wrong_after=wrong_after,
-        wrong=wrong,
-        draws=variant.divides and reference.draws,
+    row = Row(setting=variant.setting, draws=variant.divides and reference.draws)
+    pairs = zip(made_of_all, reference.snapshots, strict=True)
+    try:
+        for step, (made, snapshot) in enumerate(pairs):
+            row = _with_update(row, made.snapshot, snapshot, reference, step)
+    except DivergedError as error:  # the reference's updates were finite
+        step = len(row.differences) + 1
+        infinite = (math.inf,)
+        row = replace(
+            row,
+            first=row.first or step,
+            differences=row.differences + infinite,
+            roundings=row.roundings + infinite,
+            wrong_after=row.wrong_after or step,
+            wrong=row.wrong or str(error),
+        )
+    return row
+
+
+def _with_update(
+    row: Row, found: Snapshot, snapshot: Snapshot, reference: _Reference, step: int
+) -> Row:
+    """Return the row with one more update, of which `snapshot` is the reference's."""
+    sizes = reference.sizes[step]
+    relative = {
+        key: _relative(_length(tensor, snapshot[key]), sizes[key])
+        for key, tensor in found.items()
+        if not torch.equal(tensor, snapshot[key])
+    }
+    units = {key: it / reference.roundings[step][key] for key, it in relative.items()}
+    if not units:
+        return replace(row, differences=(*row.differences, 0.0), roundings=(*row.roundings, 0.0))
+    worst = max(units, key=lambda key: units[key])
+    row = replace(
+        row,
+        first=row.first or step + 1,
+        differences=(*row.differences, relative[worst]),
+        roundings=(*row.roundings, units[worst]),
+        most=str(worst),
     )
+    if row.wrong_after is None and not units[worst] <= LIMIT:  # NaN is no rounding either
+        wrong = _first_wrong(units, [*found])
+        row = replace(row, wrong_after=step + 1, wrong=wrong)
+    return row
 
 
 def _updates_of(
@@ -532,11 +616,8 @@ def _describe_parts(refusals: Mapping[str, str | None]) -> str:
     """Describe which parts of `proof` are used; none that the model or the device does not have."""
     used = [part for part, refusal in refusals.items() if refusal is None]
     refused = [f"{part} ({it})" for part, it in refusals.items() if it not in {None, NOT_TRIED}]
-    texts = []
-    if used:
-        texts.append(f"used: {', '.join(used)}")
-    if refused or not used:
-        texts.append(f"not used: {', '.join(refused) or 'the recipe has nothing for them'}")
+    texts = [f"used: {', '.join(used)}"] if used else []
+    texts += [f"not used: {', '.join(refused)}"] if refused else []
     return "; ".join(texts)
 
 
@@ -640,7 +721,7 @@ def _fill_empty(sizes: dict[Key, float], snapshot: Snapshot) -> None:
 
 
 def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
-    """Return the tensor that was computed first of those beyond rounding, and the one before it.
+    """Return the tensor that was computed first of those beyond rounding, and the layer before it.
 
     Statistics come in the order of the forward pass, gradients in that of the backward pass.
     """
@@ -648,12 +729,18 @@ def _first_wrong(units: dict[Key, float], keys: Sequence[Key]) -> str:
         in_order = [key for key in keys if key.kind == kind]
         if kind == "gradient":
             in_order.reverse()
-        for place, key in enumerate(in_order):
-            if units.get(key, 0.0) <= LIMIT:
-                continue
-            before = f"; {in_order[place - 1].name} before it is right" if place else ""
-            return f"{key}{before}"
+        right = ""  # the layer before, whose tensors do not differ
+        layer = ""
+        for key in in_order:
+            if _layer_of(key) != layer:
+                right, layer = layer, _layer_of(key)
+            if not units.get(key, 0.0) <= LIMIT:
+                return f"{key}; {right} before it is right" if right else str(key)
     raise AssertionError("no tensor is beyond rounding")
+
+
+def _layer_of(key: Key) -> str:
+    return key.name.rpartition(".")[0]
 
 
 def _worst(of_workers: Sequence[dict[str, object]]) -> Row:

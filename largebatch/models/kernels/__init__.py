@@ -40,7 +40,8 @@ def take(images: Tensor, other: Tensor | None = None, *, span: int = 1) -> bool:
     if not proof.has_kernels(proof.BATCHNORM, images.device) or not images.numel():
         return False
     if images.dtype not in _TYPES or not _is_in_rows(images):
-        if not torch.compiler.is_compiling():
+        # Where they are refused anyway, such as by the recipe, no type would change that.
+        if not torch.compiler.is_compiling() and not _is_refused(images.device):
             _log_refused(images.dtype, images.dtype in _TYPES)
         return False
     if max(-(-len(images) // span), -(-images.shape[1] // 16)) > _MOST:
@@ -56,6 +57,10 @@ def take(images: Tensor, other: Tensor | None = None, *, span: int = 1) -> bool:
 def _log_refused(dtype: torch.dtype, is_type_known: bool) -> None:  # noqa: FBT001 -- a cache's key
     found = "not channels_last" if is_type_known else str(dtype)
     _LOG.warning("BatchNorm: images are %s; PyTorch's kernels are used for them", found)
+
+
+def _is_refused(device: torch.device) -> bool:
+    return proof.DECISIONS.get((proof.BATCHNORM, device)) is not None
 
 
 def works(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ class Lamb(Optimizer):
         super().__init__(weights, {"lr": lr, "updates": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ANN401 -- as of torch
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         for group in self.param_groups:
             group["updates"] += 1
             for weight in group["params"]:
@@ -31,7 +31,7 @@ class Lamb(Optimizer):
                 state["second"].lerp_(weight.grad.square(), 0.01)
                 first = state["first"] / (1 - 0.9 ** group["updates"])
                 second = state["second"] / (1 - 0.99 ** group["updates"])
-                direction = first / (second.sqrt() + 1e-6)
+                direction = first / (second.sqrt() + 1e-6) + 0.1 * weight
                 ratio = weight.norm() / direction.norm()
                 weight.sub_(direction, alpha=float(group["lr"] * ratio))
 

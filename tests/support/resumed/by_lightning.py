@@ -2,6 +2,9 @@
 
 python by_lightning.py --epochs 2
 python by_lightning.py --epochs 1 && python by_lightning.py --epochs 2 --resume last.ckpt
+
+With EMAWeightAveraging it is another training: when `fit` ends, the average becomes the model, and
+the checkpoint of that moment has no other weights.
 """
 
 import argparse
@@ -10,13 +13,13 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
     """A small network with BatchNorm."""
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ def main() -> None:
         max_epochs=args.epochs,
         accelerator="cpu",
         devices=1,
-        callbacks=[saving, EMAWeightAveraging(decay=0.8)],
+        callbacks=[saving],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

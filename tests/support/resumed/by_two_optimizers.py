@@ -5,6 +5,7 @@ python by_two_optimizers.py --epochs 1 && python by_two_optimizers.py --epochs 2
 """
 
 import argparse
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,12 @@ def main() -> None:
     judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Flatten(0))
     of_maker = torch.optim.Adam(maker.parameters(), lr=0.002, betas=(0.5, 0.99))
     of_judge = torch.optim.Adam(judge.parameters(), lr=0.002, betas=(0.5, 0.99))
-    parts = {"maker": maker, "judge": judge, "of_maker": of_maker, "of_judge": of_judge}
+    parts: dict[str, Any] = {
+        "maker": maker,
+        "judge": judge,
+        "of_maker": of_maker,
+        "of_judge": of_judge,
+    }
     start = 0
     if args.resume:
         state = torch.load(args.resume)
