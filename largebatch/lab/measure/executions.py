@@ -661,7 +661,7 @@ def _snapshot(session: Session, update: Update, names_of_average: Sequence[str])
     loss = update.loss.detach().clone()
     sum_over_workers(loss, session.backend)
     snapshot: Snapshot = {Key("loss", ""): _on_host(loss)}
-    names = {weight: name for name, weight in model.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     for weight, name in names.items():
         # With a loss scale the optimizer decides when a gradient is divided by it.
         if weight.grad is not None and not state.scaler.is_enabled():
