@@ -1,7 +1,6 @@
 """Scripts that resume wrongly are named with a figure, and those that resume rightly are not."""
 
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ USUAL = {"generator_of_the_loader_lost", "optimizer_not_saved", "one_worker_then
 """Scripts of every run of the tests; the others are long tests."""
 
 
-def named(scripts: dict[str, Resumed]) -> Iterator[Any]:
-    for name, script in scripts.items():
-        if name not in LIBRARIES | UNSEEN:
-            marks = [pytest.mark.long] * (name not in USUAL)
-            yield pytest.param(script, id=name, marks=marks)
+def named(scripts: dict[str, Resumed]) -> list[Any]:
+    return [
+        pytest.param(script, id=name, marks=() if name in USUAL else pytest.mark.long)
+        for name, script in scripts.items()
+        if name not in LIBRARIES | UNSEEN
+    ]
 
 
 @pytest.mark.parametrize("script", named(FAULTS | HELD))
