@@ -98,7 +98,7 @@ def make_updates(
     with closing(batches):
         # A schedule of the batch has pieces, each with its own global batch and accumulation.
         for steps, global_batch, accumulation in training.plan.within(part.steps):
-            step: Step = make_step(
+            made = make_step(
                 state.model,
                 state.updater.optimizer,
                 training.criterion,
@@ -111,9 +111,10 @@ def make_updates(
                 measure_norm=training.step_log.monitors.measure_norm,
                 follow=state.move_average,
             )
+            step: Step = made
             if training.replay is not None:
                 step = training.replay.checked(
-                    step, stage=part.stage, steps=steps, clean=part.clean
+                    made, stage=part.stage, steps=steps, clean=part.clean
                 )
             yield from train(
                 step,

@@ -661,17 +661,17 @@ def _snapshot(session: Session, update: Update, names_of_average: Sequence[str])
     loss = update.loss.detach().clone()
     sum_over_workers(loss, session.backend)
     snapshot: Snapshot = {Key("loss", ""): _on_host(loss)}
-    names = {weight: name for name, weight in model.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     for weight, name in names.items():
         # With a loss scale the optimizer decides when a gradient is divided by it.
         if weight.grad is not None and not state.scaler.is_enabled():
             snapshot[Key("gradient", name)] = _on_host(weight.grad)
     for name, buffer in model.named_buffers():
         snapshot[Key("running statistics", name)] = _on_host(buffer)
-    for weight, entry in state.updater.optimizer.state.items():
+    for tensor, entry in state.updater.optimizer.state.items():
         for of_state, value in entry.items():
-            if isinstance(value, Tensor) and weight in names:
-                key = Key("optimizer state", f"{names[weight]} ({of_state})")
+            if isinstance(value, Tensor) and tensor in names:
+                key = Key("optimizer state", f"{names[tensor]} ({of_state})")
                 snapshot[key] = _on_host(value)
     snapshot |= _weights(session)
     if state.average is not None:
