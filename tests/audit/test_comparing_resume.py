@@ -349,6 +349,17 @@ def warm_up_again(rest: Process, _: Process) -> None:
     rest.rate_factor = lambda updates: min(1.0, (updates - begin + 1) / 3)
 
 
+def rate_of_a_new_optimizer(rest: Process, _: Process) -> None:
+    """The scheduler, which is restored, sets the rate only after the first update."""
+    begin = rest.updates
+    rest.rate_factor = lambda updates: 0.1 if updates == begin else 1.0
+
+
+def new_optimizer(rest: Process, new: Process) -> None:
+    rest.momentum.clear()
+    rate_of_a_new_optimizer(rest, new)
+
+
 def new_scale(rest: Process, new: Process) -> None:
     rest.scale = new.scale
     rest.growth = new.growth
@@ -396,6 +407,10 @@ BY_GENERATOR: dict[str, object] = {"order": lambda it: it.generator, "sets_epoch
 CASES = {
     "optimizer_not_saved": Case(
         "optimizer state", "none before", lambda rest, _: rest.momentum.clear(), 1.0
+    ),
+    "optimizer_with_its_rate_not_saved": Case("optimizer state", "none before", new_optimizer, 1.0),
+    "scheduler_made_after_the_load": Case(
+        "learning rates", "no later one", rate_of_a_new_optimizer, 0.9
     ),
     "momentum_of_new_groups": Case("optimizer state", "2 of 4", momentum_of_new_groups, 0.5),
     "momentum_of_others": Case("optimizer state", "other param", momentum_of_other_parameters, 0.5),

@@ -55,14 +55,20 @@ def check_carried(resumed: Resumed) -> list[Finding]:
             averages = None
     if weights is not None and weights.is_rounded and buffers is not None and buffers.is_rounded:
         buffers = None  # saved in the same smaller type
-    findings = decide(_measure_rates(resumed), rules.RATES)
+    # An optimizer of other tensors has no state of these.
+    has_tensors = weights is None or not weights.missing
+    optimizers = range(_optimizers(resumed)) if has_tensors else ()
+    states = [_measure_state(resumed, optimizer) for optimizer in optimizers]
+    rates = _measure_rates(resumed)
+    is_state_lost = any(state is not None and state.tensors.missing for state in states)
+    if rates is not None and rates.is_first_only and is_state_lost:
+        rates = None  # the state has the rate too, until the scheduler sets another one
+    findings = decide(rates, rules.RATES)
     findings += decide(_measure_scale(resumed), rules.LOSS_SCALE)
     findings += decide(weights, rules.WEIGHTS)
     findings += decide(buffers, rules.BUFFERS)
-    # An optimizer of other tensors has no state of these.
-    if weights is None or not weights.missing:
-        for optimizer in range(_optimizers(resumed)):
-            findings += decide(_measure_state(resumed, optimizer), rules.OPTIMIZER_STATE)
+    for state in states:
+        findings += decide(state, rules.OPTIMIZER_STATE)
     return findings + decide(averages, rules.AVERAGES)
 
 
@@ -165,6 +171,7 @@ class _Series:
             # The first part has a schedule of its own length, which it saves.
             return None
         following = self._whole[self._stop :]
+        later = [*zip(self._rest, following, strict=False)][1:]
         counters = self._counters()
         of_rest, of_whole = self._resumed.pairs(self._rank)[number]
         return rules.Rates(
@@ -175,6 +182,12 @@ class _Series:
             resumed=tuple(self._rest[place : place + _SHOWN]),
             reference=tuple(following[place : place + _SHOWN]),
             begins_again=begins_again,
+            is_first_only=(
+                place == 0
+                and counters is None
+                and len(later) > 0
+                and all(math.isclose(*pair, rel_tol=_SAME_RATE, abs_tol=1e-30) for pair in later)
+            ),
             warms_up=self._rises_again(begins_again=begins_again),
             shift=self._shift(),
             counters=counters,

@@ -38,6 +38,9 @@ class Rates:
     begins_again: bool = False
     """True if all rates of the rest are those from the first update of the whole on."""
 
+    is_first_only: bool = False
+    """True if only the rest's first rate differs, and no scheduler counts otherwise."""
+
     warms_up: bool = False
     """True if the rates that begin again rise, or rise to those of the whole."""
 
@@ -96,6 +99,17 @@ RATES: tuple[Rule[Rates], ...] = (
         when=lambda e: e.is_after_weights,
         text=lambda e: f"{_rates_text(e)}: after the weights differ",
         remedy="nothing here if the schedule follows a metric",
+        figure=_figure_of_rates,
+    ),
+    Rule(
+        check="learning rates",
+        level="fault",
+        when=lambda e: e.is_first_only,
+        text=lambda e: (
+            f"{e.name} of update {e.update:,}, and of no later one, is {e.resumed[0]:.4g}; in the "
+            f"whole: {e.reference[0]:.4g}: the optimizer has it until the scheduler moves"
+        ),
+        remedy="load the optimizer's state after the scheduler is made, which sets rates",
         figure=_figure_of_rates,
     ),
     Rule(
