@@ -14,7 +14,7 @@ import pytest
 
 from largebatch.audit.findings import Check
 from largebatch.audit.resume.comparing import Resumption, compare
-from largebatch.audit.resume.record import Batch, Run, Saved, Trace, Update, Worker
+from largebatch.audit.resume.record import Batch, Run, Trace, Update, Worker
 
 SAMPLES = 24
 GLOBAL_BATCH = 8
@@ -167,7 +167,7 @@ def state_of(process: Process, files: Sequence[str]) -> Update:
         averages=traces({f"0:{name}": value for name, value in process.average.items()}),
         averaged_updates=process.averaged,
         generators={"torch": digest(process.generator), "numpy": digest("unused")},
-        saved=tuple(Saved(name=name, digest=digest(name)) for name in files),
+        saved=tuple(files),
     )
 
 
@@ -200,7 +200,6 @@ def train(processes: list[Process], updates: int) -> Run:
         Worker(
             rank=process.rank,
             size=process.size,
-            samples=SAMPLES,
             workers_of_loader=0,
             resumed_from=("last.pth",) if process.epochs_before else (),
             missing_keys=process.missing_keys,

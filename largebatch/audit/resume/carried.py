@@ -210,7 +210,8 @@ class _Series:
 
     def _rises_again(self, *, begins_again: bool) -> bool:
         if begins_again:
-            return any(before < after for before, after in pairwise(self._rest))
+            # Only at its beginning: a schedule with restarts rises later too.
+            return any(before < after for before, after in pairwise(self._rest[:3]))
         following = self._whole[self._stop :]
         parts = [
             rate / expected

@@ -192,8 +192,8 @@ def _check_files(resumed: Resumed) -> list[Finding]:
             # What is written before the rest's first update belongs to its start.
             if number == 0 or not are_equal(of_rest.weights, of_whole.weights):
                 continue
-            of_state = {file.name for file in of_rest.saved}
-            names = (of_state ^ {file.name for file in of_whole.saved}) & known
+            of_state = {*of_rest.saved}
+            names = (of_state ^ {*of_whole.saved}) & known
             if not names:
                 continue
             name = min(names)
@@ -211,7 +211,7 @@ def _check_files(resumed: Resumed) -> list[Finding]:
 def _files_of(worker: Worker) -> list[set[str]]:
     """Return the names of the files that were written before each update, and after the last."""
     updates = [*worker.updates, *([] if worker.end is None else [worker.end])]
-    return [{file.name for file in update.saved} for update in updates]
+    return [{*update.saved} for update in updates]
 
 
 _WITHIN: tuple[rules.Field, ...] = ("loss", "gradients")

@@ -51,7 +51,8 @@ NUMBERS_OF_UPDATES: tuple[Rule[NumbersOfUpdates], ...] = (
             )
         ),
         remedy="begin the loop after what was saved: range(checkpoint['epoch'] + 1, epochs); keep "
-        "the global batch; or give commands that together train as long as the whole",
+        "the global batch; load what ends the training early (patience, best metric); or give "
+        "commands that together train as long as the whole",
         figure=lambda e: float(e.first + e.rest - e.whole),
     ),
 )
