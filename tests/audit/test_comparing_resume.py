@@ -283,6 +283,24 @@ def test_a_rest_that_continues_is_the_same_training(stop: int, workers: int) -> 
     assert findings.difference == 0
 
 
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        pytest.param(None, [], id="right"),
+        pytest.param(lambda rest, _: rest.momentum.clear(), ["optimizer state"], id="wrong"),
+    ],
+)
+def test_a_first_part_may_stop_after_its_checkpoint(fault: Fault | None, named: list[str]) -> None:
+    whole = train(new_processes(), 2 * UPDATES)
+    processes = new_processes()
+    train(processes, 2)
+    rest = train(resumed(processes, fault), 2 * UPDATES - 2)
+    findings = compare(whole, whole, train(new_processes(), 4), rest)
+    assert faults(findings) == named
+    assert [it.figure for it in findings if it.level == "note"] == [2.0]
+    assert findings.updates == 2 * UPDATES - 2
+
+
 def momentum_of_new_groups(rest: Process, _: Process) -> None:
     for name in WEIGHTS[2:]:
         del rest.momentum[name]
