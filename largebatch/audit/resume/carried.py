@@ -12,6 +12,7 @@ from largebatch.audit.resume.aligned import (
     are_equal,
     distance,
     is_equal,
+    size_of,
 )
 from largebatch.audit.resume.record import Trace, Update
 from largebatch.audit.rules import resumed_state as rules
@@ -294,7 +295,7 @@ def _compare(
             name in history[0] and is_equal(of_rest[name], history[0][name]) for name in unequal
         ),
         copied=sum(name in copies and is_equal(of_rest[name], copies[name]) for name in unequal),
-        zeros=sum(_norm(of_rest[name]) == 0 for name in unequal),
+        zeros=sum(size_of(of_rest[name]) == 0 for name in unequal),
         exchanged=sum(
             isinstance(value := of_rest[name], Trace)
             and any(value.digest == digest for other, digest in digests.items() if other != name)
@@ -306,10 +307,6 @@ def _compare(
             {name: of_rest[name] for name in unequal}, {name: of_whole[name] for name in unequal}
         ),
     )
-
-
-def _norm(value: Trace | float) -> float:
-    return value.norm if isinstance(value, Trace) else abs(value)
 
 
 def _worst(results: Sequence[rules.Restored]) -> rules.Restored | None:
@@ -430,7 +427,7 @@ def _key(name: str) -> str:
 def _steps(of_rest: Values, of_whole: Values, names: Iterable[str]) -> tuple[float, float] | None:
     for name in names:
         if _key(name) == "step" and name in of_rest:
-            return _norm(of_rest[name]), _norm(of_whole[name])
+            return size_of(of_rest[name]), size_of(of_whole[name])
     return None
 
 

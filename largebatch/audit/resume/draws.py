@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from largebatch.audit.resume.aligned import (
+    FIELDS,
     Resumed,
     are_equal,
     other_generators,
@@ -204,7 +205,6 @@ def _has_other_loss(resumed: Resumed) -> bool:
         for of_rest, of_whole in resumed.pairs(rank):
             if not are_equal(of_rest.weights, of_whole.weights):
                 break
-            is_equal = of_rest.loss == of_whole.loss
-            if not is_equal or not are_equal(of_rest.gradients, of_whole.gradients):
+            if not all(FIELDS[name](of_rest, of_whole) for name in ("loss", "gradients")):
                 return True
     return False
