@@ -14,7 +14,7 @@ import pytest
 
 from largebatch.audit.findings import Check
 from largebatch.audit.resume.comparing import Resumption, compare
-from largebatch.audit.resume.record import Batch, Run, Saved, Trace, Update, Worker
+from largebatch.audit.resume.record import Batch, Run, Trace, Update, Worker
 
 SAMPLES = 24
 GLOBAL_BATCH = 8
@@ -167,7 +167,7 @@ def state_of(process: Process, files: Sequence[str]) -> Update:
         averages=traces({f"0:{name}": value for name, value in process.average.items()}),
         averaged_updates=process.averaged,
         generators={"torch": digest(process.generator), "numpy": digest("unused")},
-        saved=tuple(Saved(name=name, digest=digest(name)) for name in files),
+        saved=tuple(files),
     )
 
 
@@ -200,7 +200,6 @@ def train(processes: list[Process], updates: int) -> Run:
         Worker(
             rank=process.rank,
             size=process.size,
-            samples=SAMPLES,
             workers_of_loader=0,
             resumed_from=("last.pth",) if process.epochs_before else (),
             missing_keys=process.missing_keys,
@@ -282,6 +281,24 @@ def test_a_rest_that_continues_is_the_same_training(stop: int, workers: int) -> 
     assert findings.ok
     assert {finding.level for finding in findings} == {"fine"}
     assert findings.difference == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        pytest.param(None, [], id="right"),
+        pytest.param(lambda rest, _: rest.momentum.clear(), ["optimizer state"], id="wrong"),
+    ],
+)
+def test_a_first_part_may_stop_after_its_checkpoint(fault: Fault | None, named: list[str]) -> None:
+    whole = train(new_processes(), 2 * UPDATES)
+    processes = new_processes()
+    train(processes, 2)
+    rest = train(resumed(processes, fault), 2 * UPDATES - 2)
+    findings = compare(whole, whole, train(new_processes(), 4), rest)
+    assert faults(findings) == named
+    assert [it.figure for it in findings if it.level == "note"] == [2.0]
+    assert findings.updates == 2 * UPDATES - 2
 
 
 def momentum_of_new_groups(rest: Process, _: Process) -> None:

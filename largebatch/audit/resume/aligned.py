@@ -90,11 +90,12 @@ def is_equal(left: Trace | float, right: Trace | float) -> bool:
     if isinstance(left, Trace) and isinstance(right, Trace):
         return left.digest == right.digest
     if isinstance(left, Trace) or isinstance(right, Trace):
-        return abs(_size(left) - _size(right)) <= 1e-6 * abs(_size(right))
+        return abs(size_of(left) - size_of(right)) <= 1e-6 * abs(size_of(right))
     return left == right
 
 
-def _size(value: Trace | float) -> float:
+def size_of(value: Trace | float) -> float:
+    """Return the norm of a tensor, or the size of a number."""
     return value.norm if isinstance(value, Trace) else abs(value)
 
 

@@ -61,9 +61,6 @@ class Source:
     reads: tuple[object, ...]
     """How it reads: a loader that reads as an earlier one is the same, made again."""
 
-    samples: int | None
-    """Number of samples of the data set; None if it has no length."""
-
     processes: int
     epochs: int = 0
 
@@ -163,21 +160,19 @@ class BatchWatch:
         batches = self._batches_of(arguments)
         (self._used if training else self._tentative).extend(batches)
 
-    def take(self) -> tuple[tuple[Batch, ...], int]:
-        """Return the batches since the call before, and the number of those not trained on."""
+    def take(self) -> tuple[Batch, ...]:
+        """Return the batches since the call before that were trained on."""
         used = self._used or self._tentative
         self._used = []
         self._tentative = []
-        evaluated = 0
         for iteration in list(self._iterations):
             is_past = iteration.has_ended or iteration is not self._last
             if is_past and not iteration.trains:
-                evaluated += len(iteration.pending)
                 iteration.pending = []
             # A loader that read ahead has one batch more for the loop when it has ended.
             if iteration.has_ended and (not iteration.pending or iteration is not self._last):
                 self._iterations.remove(iteration)
-        return tuple(used), evaluated
+        return tuple(used)
 
     def _begin(self, loader: DataLoader[Any]) -> _Iteration:
         root: object = loader.dataset
@@ -192,21 +187,16 @@ class BatchWatch:
         return iteration
 
     def _source_of(self, loader: DataLoader[Any], root: object) -> Source:
+        # A loop may make a new loader in each epoch, and a data set: they are those of before if
+        # they read the same way, and the data set of before is gone.
         samples = _length_of(loader.dataset)
-        # A loop may make a new loader in each epoch: it is the same one if it reads the same way.
-        reads = (samples, loader.batch_size, type(loader.sampler).__name__)
+        reads = (type(root), samples, loader.batch_size, type(loader.sampler))
         for source in self._sources:
-            if source.root() is root and source.reads == reads:
+            before = source.root()
+            if source.reads == reads and (before is root or before is None):
+                source.root = _reference_to(root)
                 return source
-        try:
-            reference: Callable[[], object] = weakref.ref(root)
-        except TypeError:  # of a list
-
-            def reference() -> object:
-                return root
-
-        number = len(self._sources)
-        source = Source(number, reference, reads, samples, loader.num_workers)
+        source = Source(len(self._sources), _reference_to(root), reads, loader.num_workers)
         self._sources.append(source)
         return source
 
@@ -314,6 +304,14 @@ def describe(batch: Any) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[st
 
 def _joined(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else digest_of_bytes("".join(digests).encode())
+
+
+def _reference_to(dataset: object) -> Callable[[], object]:
+    """Return a reference that does not keep a data set alive, unless it is a list."""
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: dataset
 
 
 def _length_of(dataset: object) -> int | None:

@@ -12,6 +12,7 @@ from largebatch.audit.resume.aligned import (
     are_equal,
     distance,
     is_equal,
+    size_of,
 )
 from largebatch.audit.resume.record import Trace, Update
 from largebatch.audit.rules import resumed_state as rules
@@ -223,7 +224,8 @@ class _Series:
 
     def _rises_again(self, *, begins_again: bool) -> bool:
         if begins_again:
-            return any(before < after for before, after in pairwise(self._rest))
+            # Only at its beginning: a schedule with restarts rises later too.
+            return any(before < after for before, after in pairwise(self._rest[:3]))
         following = self._whole[self._stop :]
         parts = [
             rate / expected
@@ -306,7 +308,7 @@ def _compare(
             name in history[0] and is_equal(of_rest[name], history[0][name]) for name in unequal
         ),
         copied=sum(name in copies and is_equal(of_rest[name], copies[name]) for name in unequal),
-        zeros=sum(_norm(of_rest[name]) == 0 for name in unequal),
+        zeros=sum(size_of(of_rest[name]) == 0 for name in unequal),
         exchanged=sum(
             isinstance(value := of_rest[name], Trace)
             and any(value.digest == digest for other, digest in digests.items() if other != name)
@@ -318,10 +320,6 @@ def _compare(
             {name: of_rest[name] for name in unequal}, {name: of_whole[name] for name in unequal}
         ),
     )
-
-
-def _norm(value: Trace | float) -> float:
-    return value.norm if isinstance(value, Trace) else abs(value)
 
 
 def _worst(results: Sequence[rules.Restored]) -> rules.Restored | None:
@@ -442,7 +440,7 @@ def _key(name: str) -> str:
 def _steps(of_rest: Values, of_whole: Values, names: Iterable[str]) -> tuple[float, float] | None:
     for name in names:
         if _key(name) == "step" and name in of_rest:
-            return _norm(of_rest[name]), _norm(of_whole[name])
+            return size_of(of_rest[name]), size_of(of_whole[name])
     return None
 
 

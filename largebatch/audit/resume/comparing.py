@@ -75,13 +75,16 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
     repeated = decide(_first_difference(whole, repeat), rules.REPEATED_RUN)
     if repeated[0].level != "fine":
         return Resumption(tuple(repeated))
-    if numbers := decide(_count(whole, first, rest), rules.NUMBERS_OF_UPDATES):
+    made = len(first[0].updates)
+    first = _until_checkpoint(whole, first, rest)
+    numbers = decide(_count(whole, first, rest, made=made), rules.NUMBERS_OF_UPDATES)
+    if any(it.level != "note" for it in numbers):
         return Resumption(tuple(numbers))
     window = _open_window(whole, first, rest)
     if window:
         rest = _with_window(first, rest)
     beginning = _first_difference(whole, first, of_first=True)
-    findings = [*repeated, *decide(beginning, rules.FIRST_PART)]
+    findings = [*repeated, *numbers, *decide(beginning, rules.FIRST_PART)]
     resumed = Resumed(whole=whole, first=first, rest=rest, is_prefix=beginning.cause is None)
     if new := decide(carried.measure_new_run(resumed), resumed_state.NEW_RUN):
         return _resumption(resumed, [*findings, *new])
@@ -104,11 +107,30 @@ def _resumption(resumed: Resumed, findings: Sequence[Finding]) -> Resumption:
     )
 
 
-def _count(whole: Run, first: Run, rest: Run) -> rules.NumbersOfUpdates:
+def _until_checkpoint(whole: Run, first: Run, rest: Run) -> Run:
+    """Leave out the last updates of a first part that was stopped some updates after it saved.
+
+    They are made again if the rest, which ends with the whole, begins with earlier weights.
+    """
+    stop = len(whole[0].updates) - len(rest[0].updates)
+    if not 0 < stop < min(len(worker.updates) for worker in first) or not rest[0].updates:
+        return first
+    if not are_equal(rest[0].updates[0].weights, first[0].updates[stop].weights):
+        return first
+    return tuple(
+        replace(
+            worker, updates=worker.updates[:stop], end=replace(worker.updates[stop], batches=())
+        )
+        for worker in first
+    )
+
+
+def _count(whole: Run, first: Run, rest: Run, *, made: int) -> rules.NumbersOfUpdates:
     resumed = Resumed(whole=whole, first=first, rest=rest, is_prefix=True)
     return rules.NumbersOfUpdates(
         whole=len(whole[0].updates),
         first=resumed.stop,
+        made=made,
         rest=resumed.number,
         begins_at=first_place(resumed),
     )
@@ -193,8 +215,8 @@ def _check_files(resumed: Resumed, repeat: Run) -> list[Finding]:
             # What is written before the rest's first update belongs to its start.
             if number == 0 or not are_equal(of_rest.weights, of_whole.weights):
                 continue
-            of_state = {file.name for file in of_rest.saved}
-            names = (of_state ^ {file.name for file in of_whole.saved}) & known
+            of_state = {*of_rest.saved}
+            names = (of_state ^ {*of_whole.saved}) & known
             if not names:
                 continue
             name = min(names)
@@ -212,7 +234,7 @@ def _check_files(resumed: Resumed, repeat: Run) -> list[Finding]:
 def _files_of(worker: Worker) -> list[set[str]]:
     """Return the names of the files that were written before each update, and after the last."""
     updates = [*worker.updates, *([] if worker.end is None else [worker.end])]
-    return [{file.name for file in update.saved} for update in updates]
+    return [{*update.saved} for update in updates]
 
 
 _WITHIN: tuple[rules.Field, ...] = ("loss", "gradients")

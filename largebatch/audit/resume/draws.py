@@ -1,10 +1,12 @@
 """Random draws of a rest beside those of the whole run: augmentation, dropout, generators."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from largebatch.audit.resume.aligned import (
+    FIELDS,
     Resumed,
     are_equal,
     other_generators,
@@ -18,28 +20,53 @@ from largebatch.rules import Finding, decide
 class _States(NamedTuple):
     """Generators whose states differ in the first update where one that is used does."""
 
-    names: tuple[str, ...]
     used: int
-    origin: rules.Origin
-    workers_of_one: int
+    update: int = 0
+    """Number of this update, counted from 1; 0 if there is none."""
+
+    names: tuple[str, ...] = ()
+    origin: rules.Origin = "other"
+    workers_of_one: int = 0
+
+    def before(self, update: int) -> tuple[str, ...]:
+        """Return the generators, if their states differ when the draws of an update begin to."""
+        return self.names if self.update <= update else ()
 
 
-class _Contents(NamedTuple):
-    """Samples with equal numbers that were compared by content."""
+@dataclass(slots=True)
+class _Draws:
+    """Draws of the rest that were compared with those of the whole."""
 
-    number: int
-    differing: int
-    update: int
-    earlier: int
+    number: int = 0
+    differing: int = 0
+    update: int = 0
+    """First update with other draws, counted from 1; 0 if there is none."""
 
+    earlier: int = 0
+    """Number of other draws that the whole has before the stop."""
 
-class _Masks(NamedTuple):
-    """Masks of dropout layers."""
+    def add(self, update: int, number: int, other: Sequence[object], known: set[Any]) -> None:
+        """Count an update's draws, the other ones among them, and those that are `known`."""
+        self.number += number
+        self.differing += len(other)
+        self.earlier += sum(it in known for it in other)
+        if other and (not self.update or update < self.update):
+            self.update = update
 
-    number: int
-    differing: int
-    update: int
-    earlier: int
+    def evidence(
+        self, states: _States, *, processes: int = 0, follows: tuple[str, ...] = ()
+    ) -> rules.Draws:
+        """Return these numbers with what is known of the generators."""
+        return rules.Draws(
+            number=max(self.number, self.differing),
+            differing=self.differing,
+            update=self.update,
+            earlier=self.earlier,
+            generators=states.before(self.update),
+            origin=states.origin,
+            processes=processes,
+            follows=follows,
+        )
 
 
 def check_draws(
@@ -78,28 +105,15 @@ def check_draws(
     is_named = bool(states.names) and reading.is_drawn
     findings: list[Finding] = []
     if contents is not None and contents.number:
-        evidence = rules.Draws(
-            number=contents.number,
-            differing=contents.differing,
-            update=contents.update,
-            earlier=contents.earlier,
-            generators=states.names,
-            origin=states.origin,
+        evidence = contents.evidence(
+            states,
             processes=resumed.rest[0].workers_of_loader,
             follows=("dropout masks",) if masks.differing else (),
         )
         findings += decide(evidence, rules.AUGMENTATION)
         is_named = is_named or (is_augmented_otherwise and bool(states.names))
-    if masks.number and not (masks.differing and is_named):
-        evidence = rules.Draws(
-            number=masks.number,
-            differing=masks.differing,
-            update=masks.update,
-            earlier=masks.earlier,
-            generators=states.names,
-            origin=states.origin,
-        )
-        findings += decide(evidence, rules.DROPOUT)
+    if (masks.number or masks.differing) and not (masks.differing and is_named):
+        findings += decide(masks.evidence(states), rules.DROPOUT)
     if states.used and not effects and not is_named:
         findings += decide(generators, rules.RANDOM_NUMBERS)
     return findings
@@ -122,12 +136,13 @@ def _compare_states(resumed: Resumed) -> _States:
             )
         if names:
             return _States(
-                names=tuple(dict.fromkeys(names)),
                 used=number_used,
+                update=resumed.stop + number + 1,
+                names=tuple(dict.fromkeys(names)),
                 origin="start" if of_start else "other",
                 workers_of_one=_workers_of_one(resumed, number, set(names)),
             )
-    return _States((), number_used, "other", 0)
+    return _States(used=number_used)
 
 
 def _workers_of_one(resumed: Resumed, number: int, names: set[str]) -> int:
@@ -145,35 +160,25 @@ def _workers_of_one(resumed: Resumed, number: int, names: set[str]) -> int:
     return workers
 
 
-def _compare_masks(resumed: Resumed) -> _Masks:
-    number = 0
-    differing = 0
-    first = 0
-    earlier = 0
+def _compare_masks(resumed: Resumed) -> _Draws:
+    draws = _Draws()
     for rank in resumed.ranks:
         before = resumed.whole[rank].updates[: resumed.stop]
         known = {mask for update in before for mask in update.masks}
         for update, (of_rest, of_whole) in enumerate(resumed.pairs(rank), resumed.stop + 1):
-            number += len(of_whole.masks)
             other = [
                 mask
                 for mask, expected in zip_longest(of_rest.masks, of_whole.masks)
                 if mask != expected
             ]
-            if other and (not first or update < first):
-                first = update
-            differing += len(other)
-            earlier += sum(mask in known for mask in other)
-    return _Masks(max(number, differing), differing, first, earlier)
+            draws.add(update, len(of_whole.masks), other, known)
+    return draws
 
 
-def _compare_contents(resumed: Resumed) -> _Contents:
+def _compare_contents(resumed: Resumed) -> _Draws:
     """Compare samples of equal numbers, or of equal labels, by content."""
     key = key_of(resumed)
-    number = 0
-    differing = 0
-    first = 0
-    earlier = 0
+    draws = _Draws()
     for rank in resumed.ranks:
         known = {
             pair
@@ -190,12 +195,8 @@ def _compare_contents(resumed: Resumed) -> _Contents:
                     )
                     if sample != reference
                 ]
-                number += len(expected.samples)
-                differing += len(other)
-                earlier += sum(pair in known for pair in other)
-                if other and (not first or update < first):
-                    first = update
-    return _Contents(number, differing, first, earlier)
+                draws.add(update, len(expected.samples), other, known)
+    return draws
 
 
 def _has_other_loss(resumed: Resumed) -> bool:
@@ -204,7 +205,6 @@ def _has_other_loss(resumed: Resumed) -> bool:
         for of_rest, of_whole in resumed.pairs(rank):
             if not are_equal(of_rest.weights, of_whole.weights):
                 break
-            is_equal = of_rest.loss == of_whole.loss
-            if not is_equal or not are_equal(of_rest.gradients, of_whole.gradients):
+            if not all(FIELDS[name](of_rest, of_whole) for name in ("loss", "gradients")):
                 return True
     return False

@@ -66,17 +66,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A file that torch.save wrote."""
-
-    name: str
-    """Name of the file, without its folder."""
-
-    digest: str
-    """Digest of the keys of the saved object, and of its tensors and numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """An update of an optimizer, and the state of the process just before it."""
 
@@ -88,9 +77,6 @@ class Update:
 
     batches: tuple[Batch, ...] = ()
     """Batches read since the update before, by training loops: several with accumulation."""
-
-    evaluated: int = 0
-    """Number of batches read since the update before without a training forward pass."""
 
     epoch: int | None = None
     """Last epoch that was passed to a sampler's or data set's `set_epoch`; None without a call."""
@@ -146,8 +132,9 @@ class Update:
     """Digests of what decides the masks of dropout layers (state of the generator, shape and
     probability), in the order of their calls since the update before."""
 
-    saved: tuple[Saved, ...] = ()
-    """Files written by torch.save since the update before."""
+    saved: tuple[str, ...] = ()
+    """Names of the files, without their folders, that torch.save wrote in the loop's thread since
+    the update before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +145,15 @@ class Worker:
     size: int
     """Number of workers."""
 
-    samples: int | None = None
-    """Number of samples in the data set of the training loader; None if it has no length."""
-
     workers_of_loader: int = 0
     """Loader processes of the training loader."""
 
     resumed_from: tuple[str, ...] = ()
     """Names of the files that torch.load read before the first update, without their folders."""
+
+    saved_aside: tuple[str, ...] = ()
+    """Names of the files that torch.save wrote in other threads, where chance decides the update.
+    """
 
     missing_keys: tuple[str, ...] = ()
     """Keys of the model that `load_state_dict(strict=False)` did not find, without a message."""
@@ -194,8 +182,7 @@ def read_update(line: str) -> Update:
     for name in ("weights", "gradients", "buffers", "state", "averages"):
         fields[name] = {key: _trace_or_number(value) for key, value in fields[name].items()}
     fields["batches"] = tuple(_tuples(Batch, it) for it in fields["batches"])
-    fields["saved"] = tuple(Saved(**it) for it in fields["saved"])
-    for name in ("rates", "settings", "sizes", "schedules", "masks"):
+    for name in ("rates", "settings", "sizes", "schedules", "masks", "saved"):
         fields[name] = tuple(fields[name])
     return Update(**fields)
 

@@ -172,7 +172,7 @@ def _failure(option: str, error: str, folder: Path) -> str:
 
 def _saves(worker: Worker) -> bool:
     states = [*worker.updates, *([] if worker.end is None else [worker.end])]
-    return any(state.saved for state in states)
+    return bool(worker.saved_aside) or any(state.saved for state in states)
 
 
 def read_run(folder: Path) -> Run:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from largebatch import accelerator
 from largebatch.audit.resume.averages import AverageWatch
 from largebatch.audit.resume.batches import BatchWatch
-from largebatch.audit.resume.record import Saved, Trace, Update, Worker
+from largebatch.audit.resume.record import Trace, Update, Worker
 from largebatch.audit.resume.traces import digest_of, digest_of_bytes, trace_of
 from largebatch.replacing import replaced
 
@@ -65,7 +65,7 @@ class Since:
     """
 
     masks: list[str] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
 
 
 class Watch:
@@ -84,6 +84,7 @@ class Watch:
         """Number of updates that were made."""
 
         self.resumed_from: list[str] = []
+        self.saved_aside: list[str] = []
         self.missing_keys: list[str] = []
         self.unexpected_keys: list[str] = []
 
@@ -165,9 +166,9 @@ class Watch:
         worker = Worker(
             rank=rank,
             size=size,
-            samples=None if source is None else source.samples,
             workers_of_loader=0 if source is None else source.processes,
             resumed_from=tuple(self.resumed_from),
+            saved_aside=tuple(dict.fromkeys(self.saved_aside)),
             missing_keys=tuple(self.missing_keys),
             unexpected_keys=tuple(self.unexpected_keys),
             end=self._end() if with_end else None,
@@ -343,7 +344,8 @@ class Watch:
 
     def _save(self, own: Callable[..., Any], obj: object, f: Any, *args: Any, **words: Any) -> Any:  # noqa: ANN401
         result = own(obj, f, *args, **words)
-        self._since.saved.append(Saved(name=_file_name(f), digest=digest_of(obj)))
+        is_in_loop = threading.get_ident() == self._thread
+        (self._since.saved if is_in_loop else self.saved_aside).append(_file_name(f))
         return result
 
     def _load(self, own: Callable[..., Any], f: Any, *args: Any, **words: Any) -> Any:  # noqa: ANN401
@@ -358,8 +360,8 @@ class Watch:
     def see_written(self, name: str) -> None:
         """Record the file to which an object is written that was saved in memory (Lightning)."""
         saved = self._since.saved
-        if saved and not saved[-1].name:
-            saved[-1] = replace(saved[-1], name=name)
+        if saved and not saved[-1]:
+            saved[-1] = name
 
     def _load_weights(self, own: Callable[..., Any], *args: Any, **words: Any) -> Any:  # noqa: ANN401
         result = own(*args, **words)
@@ -414,13 +416,11 @@ class Watch:
 
     def _completed(self, update: Update) -> Update:
         """Return an update with what happened since the one before it, which is then forgotten."""
-        batches, evaluated = self.batches.take()
         since = self._since
         self._since = Since()
         return replace(
             update,
-            batches=batches,
-            evaluated=evaluated,
+            batches=self.batches.take(),
             schedule_moves=since.schedule_moves,
             loss=since.loss,
             generators=since.generators,

@@ -20,6 +20,11 @@ class NumbersOfUpdates:
 
     whole: int
     first: int
+    """Updates of the first part before the checkpoint from which the rest begins."""
+
+    made: int
+    """Updates that the first part made."""
+
     rest: int
     begins_at: int | None
     """Update of the whole whose samples the rest reads first, counted from 1; None if none does."""
@@ -51,8 +56,20 @@ NUMBERS_OF_UPDATES: tuple[Rule[NumbersOfUpdates], ...] = (
             )
         ),
         remedy="begin the loop after what was saved: range(checkpoint['epoch'] + 1, epochs); keep "
-        "the global batch; or give commands that together train as long as the whole",
+        "the global batch; load what ends the training early (patience, best metric); or give "
+        "commands that together train as long as the whole",
         figure=lambda e: float(e.first + e.rest - e.whole),
+    ),
+    Rule(
+        check="updates",
+        level="note",
+        when=lambda e: e.made > e.first,
+        text=lambda e: (
+            f"the rest begins after update {e.first:,}, the first part made {e.made:,}: "
+            f"{plural(e.made - e.first, 'update')} after its checkpoint are made again"
+        ),
+        remedy="nothing if it saved there; else load the newest file, by number and not by name",
+        figure=lambda e: float(e.made - e.first),
     ),
 )
 

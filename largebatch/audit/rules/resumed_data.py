@@ -112,7 +112,8 @@ class Reading:
 def _reading_text(e: Reading) -> str:
     text = f"update {e.update:,} has other samples than in the whole"
     if e.read is not None:
-        text = f"update {e.update:,} reads {e.read} of the whole, not {e.expected}"
+        text = f"update {e.update:,} reads {e.read} (update {e.read.update:,}) of the whole"
+        text += f", not {e.expected}"
     elif e.expected is not None:
         text += f", which reads {e.expected}"
     if e.twice or e.never:

@@ -379,10 +379,6 @@ def _load_by_keys(e: Restored) -> str:
     return "model.load_state_dict(checkpoint['model'])"
 
 
-def _figure_of(e: Restored) -> float:
-    return e.part
-
-
 _ROUNDED = 0.01
 """Largest relative distance of a tensor that was saved in a smaller type: bfloat16's is 0.004."""
 
@@ -447,7 +443,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
         when=lambda e: bool(e.missing),
         text=lambda e: f"{_tensors(e, 'tensor')}: the rest trains another model or other parts",
         remedy="build the same model, and freeze the same layers, after a resume",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     Rule(
         check="weights",
@@ -455,7 +451,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
         when=lambda e: e.is_new,
         text=lambda e: f"{_tensors(e, 'tensor')} are those of a new model{_unused(e)}",
         remedy=_load_by_keys,
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     Rule(
         check="weights",
@@ -463,7 +459,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
         when=lambda e: e.is_copied,
         text=lambda e: f"{_tensors(e, 'tensor')} are those of the averaged copy",
         remedy="load the trained weights into the model, and the average into its copy",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     _older("weights", "tensor"),
     Rule(
@@ -483,7 +479,7 @@ WEIGHTS: tuple[Rule[Restored], ...] = (
             if e.workers
             else f"{_load_by_keys(e)}, after all that changes the weights"
         ),
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
 )
 
@@ -500,7 +496,7 @@ BUFFERS: tuple[Rule[Restored], ...] = (
         when=_only_counts,
         text=lambda e: f"{_tensors(e, 'buffer')} count other batches",
         remedy="nothing with a momentum; with momentum=None, load them too",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     Rule(
         check="buffers",
@@ -508,7 +504,7 @@ BUFFERS: tuple[Rule[Restored], ...] = (
         when=lambda e: bool(e.missing),
         text=lambda e: f"{_tensors(e, 'buffer')}: the rest does not have them",
         remedy="build the same model after a resume: the same norms and track_running_stats",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     Rule(
         check="buffers",
@@ -521,7 +517,7 @@ BUFFERS: tuple[Rule[Restored], ...] = (
             else "save model.state_dict(), which has buffers, not parameters alone; load with "
             "strict=True"
         ),
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     Rule(
         check="buffers",
@@ -529,7 +525,7 @@ BUFFERS: tuple[Rule[Restored], ...] = (
         when=lambda e: e.is_copied,
         text=lambda e: f"{_tensors(e, 'buffer')} are worker 0's",
         remedy="nothing if worker 0's are sent before each pass; else save those of each worker",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
     _older("buffers", "buffer"),
     Rule(
@@ -538,7 +534,7 @@ BUFFERS: tuple[Rule[Restored], ...] = (
         text=lambda e: f"{_tensors(e, 'buffer')} are not those before the stop{_by(e)}{_unused(e)}",
         remedy="save model.state_dict() of each worker that has its own, and make no forward pass "
         "in training mode before the first update",
-        figure=_figure_of,
+        figure=lambda e: e.part,
     ),
 )
 
@@ -678,7 +674,7 @@ OPTIMIZER_STATE: tuple[Rule[OptimizerState], ...] = (
     Rule(
         check="optimizer state",
         level="fault",
-        when=lambda e: e.tensors.distance < _ROUNDED and e.tensors.part > 0.5,
+        when=lambda e: e.tensors.is_rounded,
         text=lambda e: f"{_state_text(e)} are rounded{_by(e.tensors)}",
         remedy="save the optimizer's state in the type that it has",
         figure=lambda e: e.tensors.distance,
