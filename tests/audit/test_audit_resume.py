@@ -1,7 +1,6 @@
 """Scripts that resume wrongly are named with a figure, and those that resume rightly are not."""
 
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,19 @@ UNSEEN = {"statistics_of_a_function_lost"}
 LIBRARIES = {"accelerate", "lightning", "timm", "transformers"}
 """Correct scripts of other libraries, which start as a user's do."""
 
-USUAL = {"generator_of_the_loader_lost", "optimizer_not_saved", "one_worker_then_two"}
+USUAL = {"generator_of_the_loader_lost", "one_worker_then_two"}
 """Scripts of every run of the tests; the others are long tests."""
 
 
-def named(scripts: dict[str, Resumed]) -> Iterator[Any]:
-    for name, script in scripts.items():
-        if name not in LIBRARIES | UNSEEN:
-            marks = [pytest.mark.long] * (name not in USUAL)
-            yield pytest.param(script, id=name, marks=marks)
+def cases(scripts: dict[str, Resumed]) -> list[Any]:
+    return [
+        pytest.param(script, id=name, marks=[pytest.mark.long] * (name not in USUAL))
+        for name, script in scripts.items()
+        if name not in LIBRARIES | UNSEEN
+    ]
 
 
-@pytest.mark.parametrize("script", named(FAULTS | HELD))
+@pytest.mark.parametrize("script", cases(FAULTS | HELD))
 def test_a_planted_fault_is_named_with_its_figure(script: Resumed, tmp_path: Path) -> None:
     findings = findings_of(script, tmp_path)
     assert {it.check for it in findings.faults} == {script.check}, findings.table()
@@ -39,7 +39,7 @@ def test_a_planted_fault_is_named_with_its_figure(script: Resumed, tmp_path: Pat
     assert not findings.ok
 
 
-@pytest.mark.parametrize("script", named(CORRECT))
+@pytest.mark.parametrize("script", cases(CORRECT))
 def test_a_correct_resumption_has_no_fault(script: Resumed, tmp_path: Path) -> None:
     findings = findings_of(script, tmp_path)
     assert findings.ok, findings.table()
@@ -64,7 +64,7 @@ def test_a_resumption_by_another_library_has_no_fault(library: str, tmp_path: Pa
 @pytest.mark.long
 def test_a_resumed_run_of_this_package_is_the_same_training() -> None:
     command = (
-        "-m largebatch train digits_96 --out run --set evaluation={} --set polish={} "
+        "-m largebatch train digits_96 --out run --set evaluation={} --set polish=null "
         "--set model.arguments.channels=[8,8,16,16] --set model.arguments.layers=[1,1,1,1] "
         "--set data.image_size=16 --max-steps"
     )

@@ -89,7 +89,7 @@ def compare(whole: Run, repeat: Run, first: Run, rest: Run) -> Resumption:
     findings += decide(order, resumed_data.SAMPLES)
     findings += decide(measure_orders(whole), ORDERS)
     findings += carried.check_carried(resumed)
-    findings += _check_files(resumed)
+    findings += _check_files(resumed, repeat)
     findings += check_draws(resumed, order, findings)
     if resumed.is_prefix and not any(it.level == "fault" for it in findings):
         findings += decide(_measure_course(resumed, window), rules.COURSE)
@@ -180,14 +180,15 @@ def _states(resumed: Resumed, rank: int) -> list[tuple[Update, Update]]:
     return states
 
 
-def _check_files(resumed: Resumed) -> list[Finding]:
+def _check_files(resumed: Resumed, repeat: Run) -> list[Finding]:
     """Find a file that the rest writes where the whole does not, or the reverse.
 
     Only states with equal weights are compared: other weights have other metrics.
     """
     for rank in resumed.ranks:
         written = _files_of(resumed.whole[rank])
-        known = set(chain(*written, *_files_of(resumed.first[rank])))
+        # Names of temporary files are new in each run.
+        known = set(chain(*written)) & set(chain(*_files_of(repeat[rank])))
         for number, (of_rest, of_whole) in enumerate(_states(resumed, rank)):
             # What is written before the rest's first update belongs to its start.
             if number == 0 or not are_equal(of_rest.weights, of_whole.weights):
