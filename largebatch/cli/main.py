@@ -115,6 +115,7 @@ EXAMPLES = {
     "data show": ("data show mine.yaml --data images",),
     "doctor": (
         "doctor",
+        "doctor --json",
         "doctor --network --workers 2",
         "doctor --replay --workers 8 --minutes 5",
     ),

@@ -102,7 +102,7 @@ class Replay:
         rank = self.backend.rank
         first, second = offsets(number // self.every, self.backend.world_size // self.group)
         if self._by_distance is None:
-            self._by_distance = self._devices_differ()
+            self._by_distance = self._needs_distances()
         restore = _save(step)
 
         def compute_again(owner: int) -> _OwnPass:
@@ -146,8 +146,18 @@ class Replay:
     def _record(self, step: EagerStep, batch: Batch) -> PassRecord:
         return record_pass(step, batch, sketches=bool(self._by_distance))
 
-    def _devices_differ(self) -> bool:
-        kinds = gather_unequal(device_kind(self.backend.device), self.backend, self.backend.device)
+    def _needs_distances(self) -> bool:
+        """Return True if healthy workers may compute different bits."""
+        device = self.backend.device
+        if device.type == "cpu" and self.precision.itemsize == 2:
+            name = str(self.precision).removeprefix("torch.")
+            self.log.note_once(
+                "train",
+                f"replays: convolutions of a CPU in {name} do not repeat to the bit: gradients are "
+                "compared by their distance",
+            )
+            return True
+        kinds = gather_unequal(device_kind(device), self.backend, device)
         if kinds is None:
             return False
         self.log.note_once(
