@@ -385,7 +385,7 @@ def test_a_block_is_expected_until_its_images_have_been_read(
 def test_uses_of_files_need_no_memory(tmp_path: Path) -> None:
     keeper = host_cache.Keeper(tmp_path, share=None, worker=0, workers=1)
     for use in range(1000):
-        keeper.note(str(tmp_path / str(use % 10)), 5, next_use=use)
+        keeper.add(str(tmp_path / str(use % 10)), 5, next_use=use)
     assert len(keeper._queue) <= 2 * 10
     assert keeper._total == 50
 
@@ -395,14 +395,40 @@ def test_a_file_that_is_expected_goes_after_its_use(tmp_path: Path) -> None:
     last, first, second = (str(tmp_path / name) for name in ("last", "first", "second"))
     keeper.pin(last)
     for path, next_use in ((last, 90), (first, 10), (second, 20)):
-        keeper.note(path, 10, next_use=next_use)
+        keeper.add(path, 10, next_use=next_use)
     # The farthest use is that of the expected file, so the next one went.
     assert (keeper.owns(last), keeper.owns(first), keeper.owns(second)) == (True, True, False)
-    keeper.note(second, 10, next_use=20)
+    keeper.add(second, 10, next_use=20)
     assert keeper.owns(last)
     keeper.unpin(last)
-    keeper.note(second, 10, next_use=20)
+    keeper.add(second, 10, next_use=20)
     assert not keeper.owns(last)
+
+
+def test_files_without_a_known_use_go_as_is_best_for_images_that_are_read_in_turn(
+    tmp_path: Path,
+) -> None:
+    sequence = 4 * [*range(6)]
+    keeper = host_cache.Keeper(tmp_path, share=3, worker=0, workers=1)
+    fetched = 0
+    for number in sequence:
+        path = str(tmp_path / str(number))
+        keeper.pin(path)
+        fetched += not keeper.owns(path)
+        keeper.add(path, 1, next_use=None)
+        keeper.unpin(path)
+    sizes = 6 * [1]
+    best = misses(sequence, sizes, 3, furthest_use)
+    assert fetched == best < misses(sequence, sizes, 3, least_recent)
+
+
+def test_a_file_that_was_removed_has_no_use_and_no_size(tmp_path: Path) -> None:
+    keeper = host_cache.Keeper(tmp_path, share=10, worker=0, workers=1)
+    removed, kept = (str(tmp_path / name) for name in ("removed", "kept"))
+    keeper.add(removed, 10, next_use=90)
+    keeper.add(kept, 10, next_use=20)
+    keeper.use(removed, next_use=1)
+    assert (keeper.owns(removed), keeper.owns(kept), keeper._total) == (False, True, 10)
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "cut"])

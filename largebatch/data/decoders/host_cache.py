@@ -102,25 +102,35 @@ class Keeper:
                 _remove_abandoned(path)
                 continue
             with suppress(OSError):
-                self.note(str(path), path.stat().st_size, next_use=NEVER)
+                self.add(str(path), path.stat().st_size, next_use=NEVER)
 
-    def note(self, path: str, size: int, *, next_use: int | None) -> None:
-        """Account for a file, or change its next use, a position; None: it is kept longest."""
+    def add(self, path: str, size: int, *, next_use: int | None) -> None:
+        """Account for a file whose next use is a position; None: it is kept longest."""
         with self._lock:
             if path not in self._sizes:
                 self._sizes[path] = size
                 self._total += size
-            number = next(self._numbers)
-            # Without a known use the least recently used is removed first.
-            key = number - NEVER if next_use is None else next_use
-            entry = self._newest[path] = (-key, number, path)
-            heapq.heappush(self._queue, entry)
-            if len(self._queue) > 2 * len(self._newest):
-                # Each use leaves an entry, and without a surplus none is removed.
-                self._queue = list(self._newest.values())
-                heapq.heapify(self._queue)
-                self._set_aside.clear()
+            self._enqueue(path, next_use)
             self._remove_surplus()
+
+    def use(self, path: str, *, next_use: int | None) -> None:
+        """Change the next use of a file, if this worker accounts for it."""
+        with self._lock:
+            if path in self._sizes:  # else another reader's file has taken its room
+                self._enqueue(path, next_use)
+
+    def _enqueue(self, path: str, next_use: int | None) -> None:
+        number = next(self._numbers)
+        # Without a known use the most recent one is removed first: images are read in turn, so it
+        # is needed again after all others.
+        key = number - NEVER if next_use is None else next_use
+        entry = self._newest[path] = (-key, number, path)
+        heapq.heappush(self._queue, entry)
+        if len(self._queue) > 2 * len(self._newest):
+            # Each use leaves an entry, and without a surplus none is removed.
+            self._queue = list(self._newest.values())
+            heapq.heapify(self._queue)
+            self._set_aside.clear()
 
     def owns(self, path: str) -> bool:
         """Return True if this worker accounts for a file."""
@@ -242,8 +252,7 @@ class Blocks:
                 if is_new:
                     self._expected_bytes += int(self._lengths[block])
                     self._keeper.pin(path)
-            if self._keeper.owns(path):
-                self._note(block, path, next_use)
+            self._keeper.use(path, next_use=next_use)
             if not self._ready[block]:
                 self._start(block, next_use)
 
@@ -344,15 +353,16 @@ class Blocks:
         try:
             if self._is_whole(path, block):
                 partial.unlink()
-            else:
-                self._fetch(block, file)
-                partial.replace(path)
-                self._note(block, path, next_use)
+                return
+            self._fetch(block, file)
+            partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)  # only who has the lock removes or renames it
             raise
         finally:
             os.close(file)
+        size = int(self._lengths[block]) + CHECKSUM_BYTES
+        self._keeper.add(path, size, next_use=next_use)
 
     def _fetch(self, block: int, file: int) -> None:
         name = self._shards[int(self._shard_of[block])]
@@ -376,11 +386,11 @@ class Blocks:
 
     def _note_kept(self) -> None:
         """Compute the next uses of the blocks that this worker accounts for."""
-        paths = map(self._path, range(len(self._starts)))
-        kept = [(block, path) for block, path in enumerate(paths) if self._keeper.owns(path)]
-        next_uses = self._next_uses(np.array([block for block, _ in kept], dtype=np.int64))
-        for (block, path), next_use in zip(kept, next_uses, strict=True):
-            self._note(block, path, next_use)
+        owns = self._keeper.owns
+        kept = [block for block in range(len(self._starts)) if owns(self._path(block))]
+        next_uses = self._next_uses(np.array(kept, dtype=np.int64))
+        for block, next_use in zip(kept, next_uses, strict=True):
+            self._keeper.use(self._path(block), next_use=next_use)
 
     def _next_uses(self, blocks: IntArray) -> list[int | None]:
         """Return the next use of each block after the latest expected one; None: not known."""
@@ -390,10 +400,6 @@ class Blocks:
         ends = self._first_rows[blocks + 1]
         uses = next_positions(self._order, firsts, ends, after=self._latest)
         return [int(use) for use in uses]
-
-    def _note(self, block: int, path: str, next_use: int | None) -> None:
-        size = int(self._lengths[block]) + CHECKSUM_BYTES
-        self._keeper.note(path, size, next_use=next_use)
 
 
 def block_bytes(cache: HostCache, *, num_bytes: int, num_samples: int) -> int:
@@ -454,7 +460,9 @@ def _remove_abandoned(path: Path) -> None:
     """Remove the partial file of a killed worker; nothing if a running one has it."""
     with suppress(OSError), path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        # Else it was renamed since it was opened, and this path is another worker's file.
+        if _is_at(path, file.fileno()):
+            path.unlink()
 
 
 def next_positions(
