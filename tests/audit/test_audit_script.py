@@ -1,11 +1,14 @@
 """An audit of an unchanged script, by `largebatch audit script.py`."""
 
+import contextlib
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import output_of
+from on_forked_workers import on_forked_workers
 
 from largebatch.audit.script import audit_script
 from largebatch.cli.main import DONE, STOPPED, USER, main
@@ -108,9 +111,15 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def audit_on_worker(*words: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(["audit", *words])
+    return code, printed.getvalue()
+
+
 def test_a_scripts_own_loop_on_two_workers_is_audited_with_its_own_arguments(script: Path) -> None:
-    words = [sys.executable, "-m", "largebatch", "audit", str(script), "--workers", "none"]
-    printed = output_of(*words)
+    code, printed = on_forked_workers(audit_on_worker, str(script), "--workers", "none", workers=2)
+    assert code == DONE
     assert "audit: no fault" in printed
     assert "gradients not compared" not in printed
     assert "1.0000 times that of one process with all 32 samples" in printed
@@ -137,11 +146,18 @@ def test_a_worker_that_others_wait_for_is_named(fault: str, words: str, script: 
     assert "worker 1" in last  # and not worker 0, which waits
 
 
-def test_an_exit_before_the_audit_is_not_a_pass(script: Path) -> None:
-    command = [sys.executable, "-m", "largebatch", "audit", "--workers", "1", str(script), "leave"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == USER
-    assert "os._exit" in done.stderr
+def audit_into(errors: Path, script: Path) -> None:
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 -- until the process ends
+    main(["audit", "--workers", "1", str(script), "leave"])
+
+
+def test_an_exit_before_the_audit_is_not_a_pass(script: Path, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    with pytest.raises(RuntimeError, match=rf"^\[{USER}\]$"):  # the code of the only process
+        on_forked_workers(audit_into, errors, script, workers=1)
+    assert "os._exit" in errors.read_text(encoding="utf-8")
 
 
 def test_an_interrupted_audit_ends_as_stopped(

@@ -280,11 +280,26 @@ def unknown_key():
 @pytest.mark.parametrize(
     ("function", "code", "shown"),
     [
-        pytest.param("mine.py:right", DONE, "no fault", marks=pytest.mark.long),
-        ("mine:never_sums", USER, "fault"),
+        pytest.param("mine.py:right", DONE, "no fault", id="right"),
+        pytest.param("mine:never_sums", USER, "fault", id="wrong"),
     ],
 )
-def test_audit_checks_a_users_own_training_on_two_workers(
+def test_audit_checks_a_users_own_training(
+    function: str, code: int, shown: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    found, printed = on_forked_workers(audit_on_worker, tmp_path, function, workers=2)
+    assert found == code
+    assert shown in printed
+    assert (f"largebatch: {function}" in printed) == (code == USER)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("function", "code", "shown"),
+    [("mine.py:right", DONE, "no fault"), ("mine:never_sums", USER, "fault")],
+)
+def test_audit_checks_a_users_own_training_on_workers_that_it_starts(
     function: str,
     code: int,
     shown: str,
@@ -301,16 +316,18 @@ def test_audit_checks_a_users_own_training_on_two_workers(
     assert (f"largebatch: {function}" in captured.err) == (code == USER)
 
 
-def audit_on_worker(folder: Path) -> tuple[int, str]:
+def audit_on_worker(folder: Path, function: str) -> tuple[int, str]:
+    """Return the exit code, and what is printed by either stream."""
     os.chdir(folder)
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        code = main(["audit", "mine:unknown_key"])
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        code = main(["audit", function])
     return code, printed.getvalue()
 
 
 def test_an_audit_names_the_arguments_that_it_takes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    code, printed = on_forked_workers(audit_on_worker, tmp_path, workers=2)
+    code, printed = on_forked_workers(audit_on_worker, tmp_path, "mine:unknown_key", workers=2)
     assert code == USER
     assert printed.startswith("largebatch: mine:unknown_key")
     assert "set_epoch" in printed

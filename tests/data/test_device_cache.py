@@ -91,19 +91,34 @@ def folder(tmp_path: Path, own_cache: None) -> Callable[[int, int], Path]:
     return write
 
 
-@pytest.mark.parametrize(
-    ("size", "changes", "steps"),
-    [
-        pytest.param((32, 32), (*WHOLE, *MOVED), 0, id="mirrored, moved by reflection"),
-        pytest.param((32, 32), (*WHOLE, *MOVED, "data.translate=31"), 0, id="moved far"),
-        pytest.param((32, 32), (*WHOLE, *MOVED, OPERATIONS), 0, id="moved, bytes for operations"),
-        pytest.param((36, 40), (*WHOLE, *CROPS, "data.eval_resize=36"), 1, id="centre, crops"),
-        pytest.param((36, 40), (*CROPS, *MOVED), 1, id="crops, moved"),
-        pytest.param((50, 60), (*CROPS, *MOVED), 1, id="crops of larger images, moved"),
-    ],
-)
-@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("kernel", [False, True], ids=["PyTorch's kernels", "one kernel"])
+CASES: list[tuple[tuple[int, int], tuple[str, ...], int, str]] = [
+    ((32, 32), (*WHOLE, *MOVED), 0, "mirrored, moved by reflection"),
+    ((32, 32), (*WHOLE, *MOVED, "data.translate=31"), 0, "moved far"),
+    ((32, 32), (*WHOLE, *MOVED, OPERATIONS), 0, "moved, bytes for operations"),
+    ((36, 40), (*WHOLE, *CROPS, "data.eval_resize=36"), 1, "centre, crops"),
+    ((36, 40), (*CROPS, *MOVED), 1, "crops, moved"),
+    ((50, 60), (*CROPS, *MOVED), 1, "crops of larger images, moved"),
+]
+ORDERS = ["contiguous", "channels_last"]
+
+
+def ways() -> list[Any]:
+    """Every case, by either kernel, in both orders: with one kernel, which is slow, one is long."""
+    return [
+        pytest.param(
+            *case[:3],
+            order,
+            kernels == "one kernel",
+            id=f"{kernels}-{order}-{case[3]}",
+            marks=[pytest.mark.long] * (kernels == "one kernel" and number % 2 != place),
+        )
+        for kernels in ("PyTorch's kernels", "one kernel")
+        for number, case in enumerate(CASES)
+        for place, order in enumerate(ORDERS)
+    ]
+
+
+@pytest.mark.parametrize(("size", "changes", "steps", "order", "kernel"), ways())
 def test_batches_from_a_device_are_those_of_the_cpu(
     size: tuple[int, int],
     changes: tuple[str, ...],

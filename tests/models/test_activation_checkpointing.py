@@ -77,8 +77,15 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers())
 
 
-@every_mode
-@pytest.mark.parametrize("uses_kernels", [False, True])
+@pytest.mark.parametrize(
+    ("forward", "uses_kernels"),
+    [
+        (recomputed, False),
+        (recomputed_by_reentry, False),
+        (recomputed, True),
+        pytest.param(recomputed_by_reentry, True, marks=pytest.mark.long),
+    ],
+)
 def test_recomputed_layers_count_once_on_one_worker(
     forward: Forward, uses_kernels: bool, request: pytest.FixtureRequest
 ) -> None:

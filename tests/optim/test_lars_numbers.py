@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,21 @@ PAIRS = [(w, g) for w, g in product(SIZES, SIZES) if w / g > 1e-35]
 """The ratio itself must be a normal number."""
 
 
+def norms() -> list[Any]:
+    """All pairs under all conventions; those that are not long give each pair one in turn."""
+    return [
+        pytest.param(
+            convention,
+            *pair,
+            marks=[] if number % len(CONVENTIONS) == place else [pytest.mark.long],
+        )
+        for number, pair in enumerate(PAIRS)
+        for place, convention in enumerate(CONVENTIONS)
+    ]
+
+
 @pytest.mark.parametrize("way", ["fused", "batched", "apex", "table"])
-@every_convention
-@pytest.mark.parametrize(("weight_size", "grad_size"), PAIRS)
+@pytest.mark.parametrize(("convention", "weight_size", "grad_size"), norms())
 def test_norms_whose_squares_overflow_float32_match_the_formula(
     path: Path, way: str, convention: Convention, weight_size: float, grad_size: float
 ) -> None:

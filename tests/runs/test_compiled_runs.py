@@ -98,7 +98,7 @@ def test_a_compiled_run_makes_the_updates_of_any_run(compiled: Whole, plain: Who
     ("first", "same"),
     [
         pytest.param((COMPILED,), 0.0, id="compiled both times"),
-        pytest.param((), 1e-5, id="compiled then"),
+        pytest.param((), 1e-5, id="compiled then", marks=pytest.mark.long),
     ],
 )
 def test_a_run_is_resumed_whether_it_was_compiled_or_not(

@@ -24,6 +24,8 @@ from largebatch.runs.options import Options
 from largebatch.runs.predict import predict
 from largebatch.training.checkpoint import write_checkpoint
 
+NARROW = {"stem_width": 8, "channels": [8, 8, 16, 16]}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -31,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trained")
     short = ["duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"]
     models = {
-        "resnet10t": ["model={name: resnet10t, arguments: {stem_width: 16}}", "data.image_size=32"],
+        "resnet10t": [f"model={{name: resnet10t, arguments: {NARROW}}}", "data.image_size=32"],
         "cifar_resnet8": ["model={name: cifar_resnet8}", "data.image_size=16"],
     }
     for name, changes in models.items():
@@ -56,7 +58,7 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     timm = require_timm()
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     images = torch.randn(4, 3, 32, 32)
-    plain = build("resnet10t", num_classes=10, arguments={"stem_width": 16})
+    plain = build("resnet10t", num_classes=10, arguments=NARROW)
     expected = logits(trained["resnet10t"], plain, images)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=0)

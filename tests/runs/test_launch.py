@@ -127,7 +127,7 @@ def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> No
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("kill", WorkerFailedError, "^worker 1 .*SIGKILL$"),
+        pytest.param("kill", WorkerFailedError, "^worker 1 .*SIGKILL$", marks=long),
         pytest.param("raise", WorkerFailedError, "^worker 1 failed:\nTraceback", marks=long),
         pytest.param("user", LargebatchError, "^image.png: not an image$", marks=long),
     ],
@@ -149,10 +149,13 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-def test_a_lost_worker_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_worker_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
-    with pytest.raises(WorkerFailedError, match="worker 1 .*SIGKILL"):
+    with pytest.raises(WorkerFailedError, match="^worker 1 .*SIGKILL$"):
         start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_a_cache_that_the_pipeline_refuses_is_refused() -> None:
 )
 def test_as_many_evaluations_are_counted_as_a_run_makes(stages: list[str], tmp_path: Path) -> None:
     """Against the log; the ends of stages are points on the way as well."""
-    recipe = a_recipe(*stages, changes=("evaluation={every_epochs: 0.1}",))
+    recipe = a_recipe(*stages, changes=("evaluation={every_epochs: 0.2}",))
     run(recipe, out=tmp_path / "run")
     made = len(log(tmp_path / "run", "evaluation"))
     assert made > 3
