@@ -90,24 +90,27 @@ def is_compiled(value: object) -> bool:
 def _compiled_parts(subject: Subject) -> tuple[list[str], list[object]]:
     """Return the names of what is compiled in the model and the loss, and compiled functions."""
     layers = _compiled_layers(subject.model)
+    of_layers = [it for functions in layers.values() for it in functions]
     own_forwards = [vars(type(it)).get("forward") for it in subject.model.modules()]
     functions = [it for it in held_by(own_forwards) if is_compiled(it)]
     names = [f"function {_name_of(it)}" for it in functions]
     of_loss = [it for it in held_by([subject.loss_fn]) if is_compiled(it)]
-    loss = ["the loss function"] * bool(of_loss)
-    return list(dict.fromkeys([*layers, *names, *loss])), functions + of_loss
+    if of_loss:
+        names.append("the loss function")
+    return list(dict.fromkeys([*layers, *names])), of_layers + functions + of_loss
 
 
-def _compiled_layers(model: nn.Module) -> list[str]:
-    """Return the names of compiled layers, without wrappers."""
-    names = []
+def _compiled_layers(model: nn.Module) -> dict[str, list[object]]:
+    """Return the names of compiled layers, without wrappers, and the compiled functions of each."""
+    layers: dict[str, list[object]] = {}
     for name, layer in model.named_modules():
         in_place = vars(layer).get("_compiled_call_impl") is not None  # Module.compile
         classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
         attributes = [vars(layer), *map(vars, classes)]
-        if in_place or any(is_compiled(it) for them in attributes for it in them.values()):
-            names.append(describe_layer(without_wrappers(name)))
-    return names
+        functions = [it for them in attributes for it in them.values() if is_compiled(it)]
+        if in_place or functions:
+            layers.setdefault(describe_layer(without_wrappers(name)), []).extend(functions)
+    return layers
 
 
 def _names_outside(subject: Subject, examined: Sequence[object]) -> Iterator[str]:

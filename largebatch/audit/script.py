@@ -208,8 +208,9 @@ class _ScriptWatch:
                 stack.enter_context(uncompiled())
                 warnings.filterwarnings("ignore", "Using `torch.compile.*global hooks")
             result = torch_compile(*args, **words)
-            is_of_model = any(isinstance(getattr(it, "__self__", it), nn.Module) for it in args)
-            if args and not is_of_model:
+            target = args[0] if args else words.get("model")  # None: a decorator with options
+            is_of_model = isinstance(getattr(target, "__self__", target), nn.Module)
+            if target is not None and not is_of_model:
                 self.compiled.append(result)
             return result
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from largebatch import optional
 from largebatch.cli.printing import print_json, print_rows
-from largebatch.distributed.environment import available_cores, own_rank
+from largebatch.distributed.environment import available_cores, own_rank, world_size
 from largebatch.errors import LargebatchError, WrongCardError
 from largebatch.formatting import plural, table
 from largebatch.runs.options import AsJson, Given, MachineOptions, Number, RecipeFile
@@ -18,9 +18,14 @@ from largebatch.runs.options import AsJson, Given, MachineOptions, Number, Recip
 if TYPE_CHECKING:
     import torch
 
+    from largebatch.runs.device_check import DeviceCheck
+
 _MINUTES = 5.0
 _NETWORK = "digits_96"
 """Recipe of --replay without another one: its images are installed, and its network is small."""
+
+_DEVICE_BATCH = 48
+_UPDATES = 1000
 
 
 def doctor(
@@ -55,20 +60,35 @@ def doctor(
     elif network:
         _show_network(options)
     elif replay:
-        _show_devices(
-            recipe or Path(_NETWORK), options, minutes=_MINUTES if minutes is None else minutes
-        )
+        _show_devices(recipe, options, minutes=_MINUTES if minutes is None else minutes)
     else:
         for name, finding in examine():
             print_rows({name: finding}, width=12)
 
 
-def _show_devices(recipe: Path, options: MachineOptions, *, minutes: float) -> None:
+def changes_for(workers: int) -> tuple[str, ...]:
+    """Return the changes of digits_96 for any number of workers.
+
+    Workers that share a BatchNorm span compute a pass together, so each has a span of its own.
+    """
+    return (
+        f"batch.global_batch={_DEVICE_BATCH * workers}",
+        f"batch.bn_span={_DEVICE_BATCH}",
+        f"duration={{steps: {max(_UPDATES, workers)}}}",  # a partner for each update
+        "polish=null",
+    )
+
+
+def _show_devices(recipe: Path | None, options: MachineOptions, *, minutes: float) -> None:
     """Print how often each worker's passes differed; raise WrongCardError if any did."""
     from largebatch.recipe.loading import load_recipe
     from largebatch.runs.device_check import checked_devices
 
-    loaded = load_recipe(recipe, options.changes)
+    if recipe is None:
+        changes = (*changes_for(world_size()), *options.changes)
+        loaded = load_recipe(Path(_NETWORK), changes)
+    else:
+        loaded = load_recipe(recipe, options.changes)
     with checked_devices(loaded, options, seconds=60 * minutes) as check:
         rows = [("worker", "host", "device", "unit", "passes", "wrong", "one of several wrong")]
         for suspect in check.devices:
@@ -79,12 +99,29 @@ def _show_devices(recipe: Path, options: MachineOptions, *, minutes: float) -> N
             )
         if own_rank() == 0:
             print(table(rows, right=(0, 4, 5, 6)))
-            partners = f"{plural(check.distances, 'partner')} of {check.most_distances}"
-            if not check.most_distances:
-                partners = "no partner: its own passes are repeated"
-            print(f"each worker had {partners}; give more --minutes for more passes", flush=True)
+            print(_describe_partners(check), flush=True)
     if check.wrong:
-        raise WrongCardError(check.wrong[0].text)
+        raise WrongCardError(
+            f"passes over the same samples differ, first at {check.wrong[0].place}; leave the "
+            "devices that the table calls wrong out of runs"
+        )
+    if own_rank() == 0:
+        print("no pass differed", flush=True)
+
+
+def _describe_partners(check: "DeviceCheck") -> str:
+    """Return which partners each worker had, and what no partner means."""
+    if check.most_distances:
+        partners = f"{plural(check.distances, 'partner')} of {check.most_distances}"
+        return f"each worker had {partners}; give more --minutes for more passes"
+    if len(check.devices) == 1:
+        reason = "there is one worker"
+    else:
+        reason = "all workers share a BatchNorm span (give a smaller --set batch.bn_span=N)"
+    return (
+        f"no worker had a partner: {reason}, so passes are compared with their own repetitions "
+        "only, and a device that is wrong each time is not found"
+    )
 
 
 def _show_network(options: MachineOptions) -> None:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from largebatch import accelerator
 from largebatch.data.pipeline import Pipeline
 from largebatch.data.types import Batch
-from largebatch.distributed.agreement import gather_unequal, gather_values
+from largebatch.distributed.agreement import gather_unequal, gather_values, sum_of_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.errors import WrongCardError, shorten
@@ -120,12 +120,13 @@ class Replay:
             self.last_equal = number
             return
         restore()
+        state = _digest_of_state(step.model)
         other = compute_again(self._partner(second))
         # Its gradients are those of the update: an error that came once is not in them.
         repeated = _OwnPass(rank, self._record(step, batch))
         passes = [own, replayed, other, repeated]
         differing |= self._differing(passes)
-        event = self._judge(passes, differing, stage=stage, number=number)
+        event = self._judge(passes, differing, state=state, stage=stage, number=number)
         if event is None:
             return
         self.found.append(event)
@@ -186,14 +187,28 @@ class Replay:
         return {owner for owner, value in enumerate(differs) if value}
 
     def _judge(
-        self, passes: Sequence[_OwnPass], differing: set[int], *, stage: StageName, number: int
+        self,
+        passes: Sequence[_OwnPass],
+        differing: set[int],
+        *,
+        state: int,
+        stage: StageName,
+        number: int,
     ) -> WrongCard | None:
-        """Return which workers are wrong; None if passes do not repeat to the bit on any."""
+        """Return which workers are wrong; None if passes do not repeat to the bit on any.
+
+        `state` is a digest of what all passes began with: weights and running statistics.
+        """
         size = self.group
         backend = self.backend
         groups = {owner // size for owner in differing}
         sent = [
-            (owner, (record.sketches if self._by_distance else record.digests).tolist())
+            (
+                owner,
+                record.sketches.tolist()
+                if self._by_distance
+                else [state, *record.digests.tolist()],
+            )
             for owner, record in passes
             if owner // size in groups
         ]
@@ -215,7 +230,9 @@ class Replay:
             )
             return None
         own = passes[0].record
-        places = [f"gradient of {it}" for it in own.gradients] if self._by_distance else own.places
+        places = ["weights and running statistics", *own.places]
+        if self._by_distance:
+            places = [f"gradient of {it}" for it in own.gradients]
         has_partners = backend.world_size > size
         suspects: tuple[Suspect, ...] = ()
         place = "many places"
@@ -360,6 +377,10 @@ def _save(step: EagerStep) -> Callable[[], None]:
         restore_generators()
 
     return restore
+
+
+def _digest_of_state(model: nn.Module) -> int:
+    return sum_of_bits(it for it in model.state_dict().values() if isinstance(it, Tensor))
 
 
 def _accusation(suspects: Sequence[Suspect], result: Verdict | None, *, has_partners: bool) -> str:

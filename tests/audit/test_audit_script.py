@@ -39,6 +39,8 @@ fault, several = sys.argv[-1], "LOCAL_RANK" in os.environ
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(96, 3, 6, 6), torch.arange(96) % 4)
 model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+if fault == "method":
+    model[0].forward = torch.compile(lambda images: images.flatten(1), backend="eager")
 sampler = DistributedSampler(data, int(several) + 1, 0)
 if several:
     dist.init_process_group("gloo")
@@ -48,6 +50,8 @@ if fault == "compiled":
     model = torch.compile(model, backend="eager")
 if fault == "function":
     cross_entropy = torch.compile(cross_entropy, backend="eager")
+if fault == "keyword":
+    cross_entropy = torch.compile(model=cross_entropy, backend="eager")
 loader = DataLoader(data, 8, sampler=sampler)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(100):
@@ -194,7 +198,12 @@ def test_a_fault_of_a_script_is_found(fault: str, faults: list[str], script: Pat
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize(
     ("compiled", "level"),
-    [pytest.param("compiled", "fine", id="a model"), pytest.param("function", "unknown", id="not")],
+    [
+        pytest.param("compiled", "fine", id="a model"),
+        pytest.param("method", "fine", id="a function that a layer calls"),
+        pytest.param("function", "unknown", id="another function"),
+        pytest.param("keyword", "unknown", id="another function, by keyword"),
+    ],
 )
 def test_what_a_script_compiles_is_compared_or_named(
     compiled: str, level: str, script: Path

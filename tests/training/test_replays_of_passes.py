@@ -15,9 +15,10 @@ from on_forked_workers import on_forked_workers
 from short_runs import CLEAN, EMA, a_recipe, log, weights
 
 from largebatch import run
+from largebatch.distributed.agreement import digest
 from largebatch.errors import RecipeError, WrongCardError
 from largebatch.training import replay
-from largebatch.training.pass_record import digest, sketch
+from largebatch.training.pass_record import sketch
 from largebatch.training.replay import offsets
 from largebatch.training.verdict import Pass, verdict
 
@@ -272,19 +273,20 @@ def test_more_wrong_workers_than_a_few_accuse_nobody() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
-    numbers = torch.arange(150).to(dtype)
+    numbers = torch.arange(1100).to(dtype)
     bits = numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     before = digest(numbers)
-    for place in (0, 63, 64, 149):
+    for place in (0, 511, 512, 1099):
         for bit in range(8 * dtype.itemsize - 1):
             bits[place] ^= 1 << bit
             assert digest(numbers) != before
             bits[place] ^= 1 << bit
     assert digest(numbers) == before
     # Errors of opposite sign in other rows do not cancel, and strides do not matter.
-    swapped = torch.cat([numbers[64:128], numbers[:64], numbers[128:]])
+    swapped = torch.cat([numbers[512:1024], numbers[:512], numbers[1024:]])
     assert digest(swapped) != before
-    assert digest(numbers[:149:2]) == digest(numbers[:149:2].clone())
+    for part in (numbers[:149:2], numbers[1:1000], numbers[3:70], numbers[:0]):
+        assert digest(part) == digest(part.clone())
 
 
 def test_the_distance_of_sketches_is_that_of_the_tensors() -> None:

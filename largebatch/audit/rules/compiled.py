@@ -179,14 +179,17 @@ def _place_text(e: Compiled) -> str:
 def _difference_text(e: Compiled) -> str:
     assert e.values is not None
     distance = e.values.all[e.differs]
+    name = f"the gradient of {distance.name}" if e.differs == "gradients" else distance.name
     return (
-        f"{e.what}: {e.differs} differ from eager code by {percent(distance.relative)} % in "
-        f"{distance.name} ({three_digits(distance.units)} units of rounding)"
+        f"{e.what}: {name} differs from that of eager code by {percent(distance.relative)} % "
+        f"({three_digits(distance.units)} units of rounding)"
     )
 
 
-_NARROW = "run the script with TORCH_COMPILE_DEBUG=1, or with backend='eager', then 'aot_eager', "
-_NARROW += "which shows the stage that differs"
+_NARROW = (
+    "run the script with TORCH_COMPILE_DEBUG=1, or with backend='eager', then 'aot_eager', "
+    "which shows the stage that differs"
+)
 
 COMPILED: tuple[Rule[Compiled], ...] = (
     Rule(
@@ -266,11 +269,11 @@ COMPILED: tuple[Rule[Compiled], ...] = (
         level="fault",
         when=lambda e: bool(e.cast) and bool(e.differs),
         text=lambda e: (
-            f"{_difference_text(e)}, as a cast to {e.cast} would make it, which eager code "
-            "does not have"
+            f"{_difference_text(e)}, about as much as a cast to {e.cast}, which eager code does "
+            "not have"
         ),
-        remedy="remove the cast from what only the compiler runs: a backend, a pass, a custom "
-        "operator; for inductor try emulate_precision_casts",
+        remedy="look for a cast in what only the compiler runs (a backend, a pass, a custom "
+        f"operator; for inductor try emulate_precision_casts); else {_NARROW}",
         figure=lambda e: e.values.all[e.differs].units if e.values else None,
     ),
     Rule(

@@ -143,7 +143,7 @@ class Row:
             return "bit for bit"
         if self.is_fault:
             return "FAULT"
-        return "unknown" if self.draws and self.wrong_after is not None else "rounding"
+        return "rounding" if self.wrong_after is None else "unknown"
 
     @property
     def details(self) -> list[str]:
@@ -187,9 +187,12 @@ class Comparison:
         """Format the rows in 100 columns, below what they are compared with."""
         compared = [row for row in self.rows if row.absent is None]
         same = sum(row.first is None for row in compared)
-        faults = plural(len(self.faults), "fault") if self.faults else "no fault"
+        unknown = sum(row.result == "unknown" for row in compared)
         absent = len(self.rows) - len(compared)
-        counts = f"{faults}, {same} bit for bit, {absent} not compared"
+        counts = plural(len(self.faults), "fault") if self.faults else "no fault"
+        if unknown:
+            counts += f", {unknown} unknown"
+        counts += f", {same} bit for bit, {absent} not compared"
         last = len(self.rounding)
         division = describe_division(self.plan)
         rounding = f"{self.rounding[0]:.1e} after 1 update, {self.rounding[-1]:.1e} after {last}"
