@@ -8,7 +8,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -172,14 +172,21 @@ def audit_from(
         text = f"{in_one_line(str(lost))}; the workers lost each other, so this is of one worker"
         remedy = "find the worker whose step failed; this process group is no longer usable"
         findings.append(unable("updates", text, remedy))
-        return _printed(Findings(tuple(findings)))
+        own = Findings(tuple(findings))
+        _print(own)
+        return own
     shared = Findings(ranks.share(findings))
-    return _printed(shared) if ranks.rank == 0 else shared
+    if ranks.rank == 0:
+        _print(shared)
+    # A launcher ends worker 0 as soon as another worker has exited, which must not be before this.
+    with suppress(PeerLostError):
+        ranks.gather(None)
+    return shared
 
 
-def _printed(findings: Findings) -> Findings:
+def _print(findings: Findings) -> None:
     sys.stdout.write(findings.table() + "\n")  # the script called for it, as for a command's
-    return findings
+    sys.stdout.flush()
 
 
 def _backend(model: nn.Module) -> Any:  # noqa: ANN401 -- a Backend

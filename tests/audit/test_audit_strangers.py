@@ -1,10 +1,16 @@
 """Kinds of loops of public threads that the audit did not name at first sight, and their page."""
 
+import contextlib
+import gc
+import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
 from planted_audit import findings_of
 from planted_parts import Arguments, perceptron, shuffled
 from torch import Tensor
@@ -15,7 +21,7 @@ from torch.optim import SGD
 from benchmarks.speed.measuring import newest
 from benchmarks.studies.audit.strangers.run import rows
 from benchmarks.studies.audit.strangers.threads import THREADS
-from largebatch.audit import Findings
+from largebatch.audit import Findings, audit
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +96,35 @@ def test_a_frozen_layer_of_the_optimizer_is_noted(audited: dict[str, Findings | 
     (note,) = [it for it in findings.named("updates") if it.level == "note"]
     assert note.figure == 2
     assert findings.ok
+
+
+class _SlowOutput(io.StringIO):
+    """Touches a file half a second after the output is flushed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def flush(self) -> None:
+        time.sleep(0.5)
+        self._path.touch()
+
+
+def print_slowly(path: Path) -> list[bool]:
+    """Return on which workers the audit ended after worker 0 had printed."""
+    dist.init_process_group("gloo")
+    with contextlib.redirect_stdout(_SlowOutput(path)):
+        audit(**wrapper_called())
+    is_printed = [False, False]
+    dist.all_gather_object(is_printed, path.exists())
+    gc.collect()  # models must not outlive their process group
+    dist.destroy_process_group()
+    return is_printed
+
+
+def test_no_worker_ends_an_audit_before_its_table_is_printed(tmp_path: Path) -> None:
+    # A launcher ends all workers when one has exited.
+    assert on_forked_workers(print_slowly, tmp_path / "printed", workers=2) == [True, True]
 
 
 def test_rows_of_a_printed_table_are_read() -> None:

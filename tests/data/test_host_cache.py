@@ -451,6 +451,19 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         contents(cached(tmp_path), batches=range(1))
 
 
+def test_a_cache_that_becomes_read_only_is_not_taken_for_a_network_error(
+    server: tuple[Storage, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = cached(tmp_path)
+
+    def lock(path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(host_cache, "_locked", lock)
+    with pytest.raises(DataError, match=r"--cache-dir: .*Read-only file system.*; choose"):
+        contents(index, batches=range(1))
+
+
 def test_a_file_system_without_locks_is_refused_before_training(
     server: tuple[Storage, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,8 @@ NEVER = 2**62  # next use of a block that is not needed again
 _Entry = tuple[int, int, str]
 """-next use, number of the entry, and file: the file that is needed last is the first of a heap."""
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 _LOCK = "lock"
 _LOG = logging.getLogger(__name__)
 
@@ -94,9 +96,7 @@ class Keeper:
                 if zlib.crc32(os.fsencode(path.name)) % workers == worker and path.is_file()
             )
         except OSError as error:
-            raise DataError(
-                f"--cache-dir: {self.folder}: cannot be used ({error.strerror}); choose another"
-            ) from None
+            raise _unusable(self.folder, error) from None
         for path in paths:
             if path.name.endswith(PARTIAL):
                 _remove_abandoned(path)
@@ -333,7 +333,7 @@ class Blocks:
                 self._fetch_once(path, block, next_use)
             self._ready[block] = 1
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if error.errno not in _FULL:
                 raise
             if self._keeper.share is None:
                 self._note_kept()
@@ -349,7 +349,12 @@ class Blocks:
     def _fetch_once(self, path: str, block: int, next_use: int | None) -> None:
         """Fetch a block under a lock, unless another worker of the host has."""
         partial = Path(path + PARTIAL)
-        file = _locked(partial)
+        try:
+            file = _locked(partial)
+        except OSError as error:
+            if error.errno in _NOT_ALLOWED:  # neither the network nor the bucket is at fault
+                raise _unusable(partial.parent, error) from None
+            raise
         try:
             if self._is_whole(path, block):
                 partial.unlink()
@@ -424,6 +429,10 @@ def block_bytes(cache: HostCache, *, num_bytes: int, num_samples: int) -> int:
 
 def _folder_of(shard: str, version: str) -> str:
     return hashlib.sha256(f"{shard}\0{version}".encode()).hexdigest()[:16]
+
+
+def _unusable(folder: Path, error: OSError) -> DataError:
+    return DataError(f"--cache-dir: {folder}: cannot be used ({error.strerror}); choose another")
 
 
 def _locked(path: Path) -> int:
