@@ -5,6 +5,7 @@ change of the state with which the rest begins, or of its loop; what follows fro
 """
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -299,6 +300,26 @@ def test_a_first_part_may_stop_after_its_checkpoint(fault: Fault | None, named: 
     assert faults(findings) == named
     assert [it.figure for it in findings if it.level == "note"] == [2.0]
     assert findings.updates == 2 * UPDATES - 2
+
+
+def test_equal_losses_of_nan_do_not_show_a_lost_generator() -> None:
+    def without_number(run: Run) -> Run:
+        return tuple(
+            replace(worker, updates=tuple(replace(it, loss=math.nan) for it in worker.updates))
+            for worker in run
+        )
+
+    def lose_generator(rest: Process, _: Process) -> None:
+        rest.generator += 100
+
+    loop: dict[str, object] = {"drops": False, "augments": False}
+    whole = without_number(train(new_processes(**loop), 2 * UPDATES))  # type: ignore[arg-type]
+    processes = new_processes(**loop)  # type: ignore[arg-type]
+    first = without_number(train(processes, 2))
+    rest = without_number(train(resumed(processes, lose_generator), 2 * UPDATES - 2))
+    findings = compare(whole, whole, first, rest)
+    assert findings.ok
+    assert [it.check for it in findings if it.level == "note"] == ["random numbers"]
 
 
 def momentum_of_new_groups(rest: Process, _: Process) -> None:
