@@ -355,6 +355,10 @@ class Unequal:
     """True if the weights are equal nevertheless, at a rate that is not 0."""
 
 
+def _cosine_figure(e: Unequal) -> float | None:
+    return None if math.isnan(e.cosine) else e.cosine
+
+
 def _cosine_text(e: Unequal) -> str:
     return "" if math.isnan(e.cosine) else f": cosine {e.cosine:.3f} with that of one process"
 
@@ -381,14 +385,14 @@ UNEQUAL: tuple[Rule[Unequal], ...] = (
             f"({shorten(e.names, most=3)}){_cosine_text(e)}"
         ),
         remedy=_AVERAGE,
-        figure=lambda e: None if math.isnan(e.cosine) else e.cosine,
+        figure=_cosine_figure,
     ),
     Rule(
         check="gradient direction",
         level="fault",
         text=lambda e: f"every worker uses its own gradient{_cosine_text(e)}",
         remedy=_AVERAGE,
-        figure=lambda e: None if math.isnan(e.cosine) else e.cosine,
+        figure=_cosine_figure,
     ),
 )
 
