@@ -155,6 +155,8 @@ class AverageWatch:
         if type(first) is not str or type(values[first]) not in _TENSORS:
             return
         keys = _keys_for(values, [*trained])
+        if keys is None and len(values) == len(trained):
+            keys = [*values]  # of weights whose module is not known, or by names of its own
         if keys is None:
             return
         tensors = [values[key] for key in keys]
