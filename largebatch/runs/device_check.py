@@ -13,6 +13,7 @@ import torch
 from largebatch import accelerator
 from largebatch.distributed.agreement import gather_values
 from largebatch.distributed.backend import Backend
+from largebatch.errors import RecipeError
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import open_session
 from largebatch.runs.options import MachineOptions
@@ -59,7 +60,13 @@ def checked_devices(
     """Yield what comparing passes of a recipe for `seconds` has found; nothing is trained.
 
     At least one pass is compared. All workers call this, and are connected until the block ends.
+    Raises RecipeError for a recipe with a protocol, which has no replays.
     """
+    if recipe.protocol is not None:
+        raise RecipeError(
+            f"doctor --replay: {recipe.name} has a protocol, which has no replays: give a recipe "
+            "without one"
+        )
     recipe = recipe.with_execution(replay_every=1, on_wrong_card="continue")
     with tempfile.TemporaryDirectory() as folder:
         run_options = options.options(out=Path(folder)).without_changes()

@@ -372,6 +372,34 @@ def test_an_audit_of_a_recipe_that_cannot_be_made_is_one_line(
     assert len(printed.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--replay", "--json"),
+        ("--replay", "--network"),
+        ("--minutes", "1"),
+        ("digits_96",),
+        ("--replay", "digits_69"),
+        ("--replay", "digits_96_softsync"),
+    ],
+)
+def test_a_check_of_devices_that_cannot_be_made_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == USER
+    assert len(capsys.readouterr().err.splitlines()) <= 2
+
+
+@pytest.mark.long
+def test_a_check_of_devices_prints_a_row_for_each_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--replay", "--minutes", "0.01"]) == DONE
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["worker", "host"]
+    assert row.split()[0] == "0"
+
+
 def test_an_audit_of_a_recipe_prints_a_table_and_ends_with_2_after_a_fault(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
