@@ -95,10 +95,11 @@ class Execution(Section):
     replay_every: Updates | None = None
     """Updates between two replays: in every N-th update each worker also computes the first
     micro-batch of another worker, a different one each time, and the bits of the gradients are
-    compared; between devices of different models, and on CPUs in bf16 and fp16, the difference must
-    be within rounding. If they differ, a third worker decides which of the two is wrong. Costs
-    1 / (N x accumulation) of the passes, and with the digests 1.2 to 1.6 times that in processor
-    time on a CPU; on a GPU the convolutions are deterministic ones. null: never."""
+    compared; between devices of different models, the difference must be within rounding. If they
+    differ, a third worker decides which of the two is wrong. Costs 1 / (N x accumulation) of the
+    passes, and with the digests 1.2 to 1.6 times that in processor time on a CPU; on a GPU the
+    convolutions are deterministic ones. Refused in bf16 and fp16 on a CPU, where convolutions do
+    not repeat. null: never."""
 
     on_wrong_card: OnWrongCard = "stop"
     """What a run does when `replay_every` has found a wrong worker. `stop`: it ends before that

@@ -197,6 +197,12 @@ def _build_replay(
     execution = recipe.execution
     if execution.replay_every is None:
         return None
+    if backend.device.type == "cpu" and DTYPES[recipe.precision].itemsize == 2:
+        # Convolutions of oneDNN in these types do not repeat, even within rounding.
+        raise RecipeError(
+            f"execution.replay_every: {recipe.precision} on a CPU does not repeat, and a worker "
+            "without a fault would be named; set precision to fp32, or replay_every to null"
+        )
     return Replay(
         every=execution.replay_every,
         action=execution.on_wrong_card,

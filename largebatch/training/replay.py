@@ -149,14 +149,6 @@ class Replay:
     def _needs_distances(self) -> bool:
         """Return True if healthy workers may compute different bits."""
         device = self.backend.device
-        if device.type == "cpu" and self.precision.itemsize == 2:
-            name = str(self.precision).removeprefix("torch.")
-            self.log.note_once(
-                "train",
-                f"replays: convolutions of a CPU in {name} do not repeat to the bit: gradients are "
-                "compared by their distance",
-            )
-            return True
         kinds = gather_unequal(device_kind(device), self.backend, device)
         if kinds is None:
             return False

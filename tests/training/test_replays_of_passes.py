@@ -307,6 +307,14 @@ def test_a_protocol_has_no_replays() -> None:
         )
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_types_whose_convolutions_do_not_repeat_have_no_replays(
+    precision: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=f"{precision} on a CPU .* set precision to fp32"):
+        digits(tmp_path / "run", "execution.replay_every=3", f"precision={precision}")
+
+
 def test_a_run_has_the_same_weights_with_and_without_replays(tmp_path: Path) -> None:
     """With dropout, mixed images, micro-batches, an EMA and a stage on clean images."""
     digits(tmp_path / "without")
