@@ -4,6 +4,7 @@ Starting Python and loading PyTorch four times takes longer than the scripts. Th
 runs is tested in audit/test_audit_resume.py by one script, and by those of other libraries.
 """
 
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def findings_of(resumed: Resumed, folder: Path) -> Resumption:
 
 
 def observe_one(words: Sequence[str]) -> None:
+    # As in a script that a user starts; a forked worker would start loader processes by a server.
+    multiprocessing.set_start_method("fork", force=True)
     from largebatch.audit.resume.observing import main
 
     main(words)
