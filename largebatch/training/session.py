@@ -5,7 +5,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,61 +69,63 @@ checkpoints of the recipe need it.
 """
 
 
+MakesUpdates = Callable[[Batches], Generator[Update, None, None]]
+"""Makes updates on the next batches, and yields each."""
+
+
 def synchronous_updates(
     training: Training, part: StageSteps, *, after: Callable[[], object] = lambda: None
 ) -> Generator[None, None, None]:
     """Make synchronous updates by the training loop; call `after` and yield after each."""
+    state = training.state
     step_log = training.step_log
-    batches = training.pipeline.training(part.steps, clean=part.clean)
     step_log.resume_clock()
-    with closing(make_updates(training, part, batches)) as updates:
-        for update in updates:
-            log_update(part.stage, update, training.state, step_log)
-            after()
-            yield
-            if not step_log.is_training:  # it was flushed, for something other than updates
-                step_log.resume_clock()
+    with closing(training.pipeline.training(part.steps, clean=part.clean)) as batches:
+        for make_updates in pieces_of(training, part):
+            for update in make_updates(batches):
+                log_update(part.stage, update, state, step_log)
+                after()
+                yield
+                if not step_log.is_training:  # it was flushed, for something other than updates
+                    step_log.resume_clock()
 
 
-def make_updates(
-    training: Training, part: StageSteps, batches: Batches
-) -> Generator[Update, None, None]:
-    """Make the updates of a stage on its batches, which are closed at the end, and yield each."""
+def pieces_of(training: Training, part: StageSteps) -> Iterator[MakesUpdates]:
+    """Yield what makes the updates of each piece of a stage, on the stage's batches.
+
+    A schedule of the batch has pieces, each with its own global batch and accumulation.
+    """
     state = training.state
     make_step = step_for(
         training.graph,
         training.backend.device,
         note=partial(training.log.note_once, part.stage),
     )
-    with closing(batches):
-        # A schedule of the batch has pieces, each with its own global batch and accumulation.
-        for steps, global_batch, accumulation in training.plan.within(part.steps):
-            made = make_step(
-                state.model,
-                state.updater.optimizer,
-                training.criterion,
-                state.updater.reducer,
-                training.spans,
-                scaler=state.scaler,
-                global_batch=global_batch,
-                skip_nonfinite=training.skip_nonfinite,
-                clip_norm=training.clip_norm,
-                measure_norm=training.step_log.monitors.measure_norm,
-                follow=state.move_average,
-            )
-            step: Step = made
-            if training.replay is not None:
-                step = training.replay.checked(
-                    made, stage=part.stage, steps=steps, clean=part.clean
-                )
-            yield from train(
-                step,
-                batches,
-                state.updater.schedule,
-                steps=steps,
-                accumulation=accumulation,
-                seed=step_seeds(training.seed, training.backend.rank),
-            )
+    for steps, global_batch, accumulation in training.plan.within(part.steps):
+        made = make_step(
+            state.model,
+            state.updater.optimizer,
+            training.criterion,
+            state.updater.reducer,
+            training.spans,
+            scaler=state.scaler,
+            global_batch=global_batch,
+            skip_nonfinite=training.skip_nonfinite,
+            clip_norm=training.clip_norm,
+            measure_norm=training.step_log.monitors.measure_norm,
+            follow=state.move_average,
+        )
+        step: Step = made
+        if training.replay is not None:
+            step = training.replay.checked(made, stage=part.stage, steps=steps, clean=part.clean)
+        yield partial(
+            train,
+            step,
+            schedule=state.updater.schedule,
+            steps=steps,
+            accumulation=accumulation,
+            seed=step_seeds(training.seed, training.backend.rank),
+        )
 
 
 def log_update(stage: StageName, update: Update, state: TrainState, step_log: StepLog) -> None:

@@ -40,8 +40,9 @@ data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 epoch = 0
+last = f"last-{os.environ.get('RANK', 0)}.pth"  # workers do not wait for each other
 if "resume" in words:
-    checkpoint = torch.load("last.pth")
+    checkpoint = torch.load(last)
     model.load_state_dict(checkpoint["model"])
     epoch = checkpoint["epoch"]
 while epoch < int(words[0]):
@@ -52,7 +53,7 @@ while epoch < int(words[0]):
         optimizer.zero_grad()
     epoch += 1
     if "forgetful" not in words:
-        torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pth")
+        torch.save({"model": model.state_dict(), "epoch": epoch}, last)
 if "leaves" in words:
     os._exit(0)
 sys.exit(75 if "pauses" in words else 0)
@@ -100,12 +101,12 @@ def test_the_rest_runs_where_the_first_part_has_saved(script: str, tmp_path: Pat
     ]
     assert runs.whole[0].updates == runs.repeat[0].updates
     assert runs.whole[0].updates[2].weights == runs.rest[0].updates[0].weights
-    assert runs.rest[0].resumed_from == ("last.pth",)
+    assert runs.rest[0].resumed_from == ("last-0.pth",)
     assert not runs.first[0].resumed_from
     assert runs.rest[0].end is not None
     assert runs.whole[0].end is not None
     assert runs.rest[0].end.weights == runs.whole[0].end.weights
-    assert sorted(it.name for it in (out / "first" / "files").iterdir()) == ["last.pth"]
+    assert sorted(it.name for it in (out / "first" / "files").iterdir()) == ["last-0.pth"]
     log = (out / "rest" / "worker-0.log").read_text(encoding="utf-8")
     assert log == "printed by 2 resume\n"
 

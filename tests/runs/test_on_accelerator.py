@@ -58,15 +58,16 @@ SAME = 1e-5
 """Tolerance relative to the largest number in a tensor: roundings of float32 after some updates, in
 small variances and in deviations of confidences; a tenth of it for a loss."""
 
-ROUNDED = {"ghost spans and measurements": 1e-3}
-"""Where a difference of nearly equal numbers is measured."""
+ROUNDED = {"ghost spans and measurements": 1e-3, "fp16": 1e-6}
+"""Where a difference of nearly equal numbers is measured; and in 16 bits, where a different
+rounding would be 1e-3, but a processor may add a bias's gradient in float32 in another order."""
 
 REPEATED = {"SWA, outside", "statistics, scaled-momentum, decoding", "LAMB"}
 """Other averages, conventions and caches than the other cases have: long tests."""
 
-EXACT = {"bf16, accumulated", "fp16"}
-"""Recipes whose kernels are all the same; in 16 bits a different rounding would be 1e-3. Without
-dropout, for which accelerators have a kernel of their own."""
+EXACT = {"bf16, accumulated"}
+"""Recipes whose kernels are all the same. Without dropout, for which accelerators have a kernel of
+their own."""
 
 
 def an_optimizer(words: str) -> tuple[str, ...]:

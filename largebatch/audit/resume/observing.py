@@ -6,6 +6,7 @@ is; and `worker-RANK.log`, what the script prints.
 """
 
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -38,6 +39,8 @@ def main(words: Sequence[str]) -> None:
     log = (folder / f"worker-{rank}.log").open("w", encoding="utf-8", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that an error comes behind what was printed
+        sys.stdout.reconfigure(line_buffering=True)
     require_torchvision()  # what most scripts import, also where it was built for another torch
     os.environ.pop(LAUNCHER, None)  # a script may be one of this package's commands
     os.chdir(files)

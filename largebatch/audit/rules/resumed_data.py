@@ -147,8 +147,11 @@ def restore_generators(generators: tuple[str, ...]) -> str:
         "numpy": "numpy.random.set_state(checkpoint['numpy']), saved by numpy.random.get_state()",
         "python": "random.setstate(checkpoint['python']), saved by random.getstate()",
     }
-    cuda = "torch.cuda.set_rng_state_all(checkpoint['cuda']), saved by get_rng_state_all()"
-    return "; ".join(dict.fromkeys(code.get(it, cuda) for it in generators))
+    for generator in generators:
+        kind = generator.partition(":")[0]  # of a device, such as cuda:0
+        of_devices = f"torch.{kind}.set_rng_state_all(checkpoint['{kind}'])"
+        code.setdefault(generator, f"{of_devices}, saved by torch.{kind}.get_rng_state_all()")
+    return "; ".join(dict.fromkeys(code[generator] for generator in generators))
 
 
 _SKIP = (

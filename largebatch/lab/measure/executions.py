@@ -50,7 +50,7 @@ from largebatch.tracking.events import Event, Note
 from largebatch.training.averages import averaged
 from largebatch.training.graph import WARM_UP
 from largebatch.training.loop import Update, step_seeds
-from largebatch.training.session import Session, StageSteps, log_update, make_updates
+from largebatch.training.session import Session, StageSteps, log_update, pieces_of
 
 Kind = Literal[
     "running statistics", "loss", "gradient", "optimizer state", "weight", "average of weights"
@@ -582,16 +582,16 @@ def _updates_of(
         drawn = recipe.model.head_std is not None
         begin_with(Path(recipe.model.weights), session.state, session.backend, drawn=drawn)
     part = StageSteps("train", steps, len(steps), clean=False)
-    batches = convert(session.pipeline.training(steps, clean=False))
     names = _names_of_average(session)
     seeds = step_seeds(session.seed, session.backend.rank)
     session.step_log.resume_clock()
-    with closing(make_updates(session, part, batches)) as updates:
-        for update in updates:
-            log_update(part.stage, update, session.state, session.step_log)
-            draws = _has_drawn(seeds(update.step), session.backend.device)
-            skipped = update.skipped is not None and bool(update.skipped)
-            yield _Made(_snapshot(session, update, names), skipped, draws)
+    with closing(convert(session.pipeline.training(steps, clean=False))) as batches:
+        for make_updates in pieces_of(session, part):
+            for update in make_updates(batches):
+                log_update(part.stage, update, session.state, session.step_log)
+                draws = _has_drawn(seeds(update.step), session.backend.device)
+                skipped = update.skipped is not None and bool(update.skipped)
+                yield _Made(_snapshot(session, update, names), skipped, draws)
     session.step_log.flush()
 
 
