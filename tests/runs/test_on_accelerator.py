@@ -62,8 +62,8 @@ ROUNDED = {"ghost spans and measurements": 1e-3, "fp16": 1e-6}
 """Where a difference of nearly equal numbers is measured; and in 16 bits, where a different
 rounding would be 1e-3, but a processor may add a bias's gradient in float32 in another order."""
 
-REPEATED = {"SWA, outside", "statistics, scaled-momentum, decoding", "LAMB"}
-"""Other averages, conventions and caches than the other cases have: long tests."""
+REPEATED = {"SWA, outside", "statistics, scaled-momentum, decoding", "LAMB, mixed images", "fp16"}
+"""Other averages, conventions, types and caches than the other cases have: long tests."""
 
 EXACT = {"bf16, accumulated"}
 """Recipes whose kernels are all the same. Without dropout, for which accelerators have a kernel of
