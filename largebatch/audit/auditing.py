@@ -7,7 +7,7 @@ between two exchanges, after which all of them continue or all of them stop.
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +37,11 @@ from largebatch.audit.replicas import (
     compare_replicas,
     compare_settings,
 )
-from largebatch.audit.restoring import held_by, restored, without_iterator
+from largebatch.audit.restoring import endless, held_by, restored
 from largebatch.audit.resume.in_process import check_resumption
 from largebatch.audit.rules import updates as rules
 from largebatch.audit.samples import check_samples
-from largebatch.audit.subject import Forward, NoLossError, Step, Subject
+from largebatch.audit.subject import MOST_CALLS, Forward, NoLossError, Step, Subject
 from largebatch.distributed.connection import running_backend
 from largebatch.distributed.environment import launched_size, slurm_tasks
 from largebatch.distributed.serial import Serial
@@ -49,10 +49,6 @@ from largebatch.errors import BackendError, PeerLostError, shorten
 from largebatch.formatting import plural
 from largebatch.models.wrappers import device_of, local_model, uncompiled
 from largebatch.rules import Finding, Level, decide, examine
-
-_MOST_CALLS = 64
-"""Largest number of calls of the step per update; a step that needs more is taken to make none."""
-
 
 _MICROS = 2
 """Number of micro-batches that checks after the updates repeat: one, and another batch."""
@@ -384,7 +380,7 @@ def _make_updates(
     for parameter in subject.inner.parameters():
         parameter.grad = None  # what the script has not used yet is restored later
     weights = [it.detach().clone() for it in recorder.parameters]
-    stream = _endless(subject.loader)
+    stream = endless(subject.loader)
     unused = deque(subject.ahead)
     steps = subject.steps
     stopped: list[Finding] = []
@@ -392,7 +388,7 @@ def _make_updates(
     results: list[tuple[int, list[Finding]]] = []
     findings: list[Finding] = []
     try:
-        for _ in range(steps * _MOST_CALLS):
+        for _ in range(steps * MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(stream))
             if len(batches) < steps:
                 batches.append(batch)
@@ -408,7 +404,7 @@ def _make_updates(
                 results += of_call
             # Of an optimizer without the model's tensors no update is recorded, only its steps.
             number = max(len(recorder.updates), min(ranks.gather(recorder.elsewhere)) - 1)
-            if number >= steps and (epoch.end_was_seen or epoch.calls >= _MOST_CALLS):
+            if number >= steps and (epoch.end_was_seen or epoch.calls >= MOST_CALLS):
                 break
     except StoppedError as error:
         stopped = [error.finding]
@@ -420,7 +416,7 @@ def _make_updates(
     if stopped:
         return findings + stopped
     evidence = rules.Made(
-        calls=steps * _MOST_CALLS,
+        calls=steps * MOST_CALLS,
         updates=len(recorder.updates),
         skipped=recorder.skipped,
         elsewhere=recorder.elsewhere,
@@ -533,15 +529,6 @@ def _worst(results: list[tuple[int, list[Finding]]]) -> list[Finding]:
         if before is None or levels.index(finding.level) < levels.index(before.level):
             worst[finding.check] = finding
     return list(worst.values())
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    number = 1
-    while number:
-        number = 0
-        for number, batch in enumerate(without_iterator(loader), 1):  # noqa: B007 -- used above
-            yield batch
-    raise ValueError("the loader has no batch on this worker")
 
 
 def _without_wrappers(optimizer: Any) -> Optimizer:  # noqa: ANN401 -- of any library

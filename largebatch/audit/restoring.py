@@ -214,6 +214,16 @@ def without_iterator(loader: Any) -> Any:  # noqa: ANN401 -- any loader
     return twin
 
 
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, again and again; ValueError if it has none."""
+    number = 1
+    while number:
+        number = 0
+        for number, batch in enumerate(without_iterator(loader), 1):  # noqa: B007 -- used above
+            yield batch
+    raise ValueError("the loader has no batch on this worker")
+
+
 def generators_of(model: nn.Module | None = None) -> Callable[[], None]:
     """Return a function that restores the generators of Python, NumPy and torch, and of layers."""
     restores: list[Callable[[], object]] = [

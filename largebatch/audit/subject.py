@@ -18,6 +18,9 @@ Step = Callable[[Any], object]
 Forward = Callable[[Any, Any], Any]
 """Function that runs a model on a batch, and returns scores, or scores and labels."""
 
+MOST_CALLS = 64
+"""Largest number of calls of the step per update; a step that needs more is taken to make none."""
+
 
 class NoLossError(Exception):
     """The loss of a script's step cannot be computed again, so there is nothing to compare with."""

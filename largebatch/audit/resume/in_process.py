@@ -9,21 +9,17 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from largebatch.audit.ranks import Ranks, StoppedError, unable
-from largebatch.audit.restoring import without_iterator
+from largebatch.audit.restoring import endless
 from largebatch.audit.resume.comparing import compare
 from largebatch.audit.resume.record import Update, Worker, read_update, write_line
 from largebatch.audit.resume.running import worker_from
 from largebatch.audit.resume.watching import Watch
-from largebatch.audit.subject import Subject
+from largebatch.audit.subject import MOST_CALLS, Subject
 from largebatch.rules import Finding
 
 _CHECK = "repeated run"
-
-_MOST_CALLS = 64
-"""Largest number of calls of the step per update."""
 
 _REMEDY = "pass functions that also work without the audit: load(save()) in the middle of an epoch"
 
@@ -73,14 +69,14 @@ class _Run:
         if subject.set_epoch is not None:
             set_epoch = subject.set_epoch
             ranks.attempt(_CHECK, "set_epoch", lambda: set_epoch(epoch))
-        batches = _endless(subject.loader)
+        batches = endless(subject.loader)
         enough = len(self.updates) + subject.steps
-        for _ in range(subject.steps * _MOST_CALLS):
+        for _ in range(subject.steps * MOST_CALLS):
             batch = ranks.attempt("samples", "the loader", lambda: next(batches))
             ranks.attempt(_CHECK, "the step", lambda: subject.step(batch))  # noqa: B023
             if min(ranks.gather(len(self.updates))) >= enough:
                 return
-        text = f"no {subject.steps} updates were made in {subject.steps * _MOST_CALLS} calls"
+        text = f"no {subject.steps} updates were made in {subject.steps * MOST_CALLS} calls"
         raise StoppedError(unable(_CHECK, text, "call the optimizer's step in `step`"))
 
     def save(self) -> object:
@@ -96,9 +92,3 @@ class _Run:
             worker_from(of_worker, [read_update(line) for line in of_lines])
             for of_worker, of_lines in self.ranks.gather([fields, lines])
         )
-
-
-def _endless(loader: Any) -> Any:  # noqa: ANN401 -- any loader
-    """Yield the batches of a loader, again and again."""
-    while True:
-        yield from without_iterator(loader)
